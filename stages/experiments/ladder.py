@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from puna.stages.training.intervals import evaluation_row
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE
 from puna.stages.training.proxy_runs import fresh, moments_in, remembered, resized, run_trials, set_aside, trained
+from puna.stages.training.scaling_laws import fit_power
 from puna.stages.training.train import SMALL, device
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -119,7 +119,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
 
 
 class Tuned(NamedTuple):
-    """Rows and rates of one or two scales (parameters), from which all shapes' follow; the trials' losses by name."""
+    """Rows and rates of two scales (parameters), from which all shapes' follow; the trials' losses by name."""
 
     parameters: tuple[float, ...]
     rows: tuple[float, ...]
@@ -128,20 +128,14 @@ class Tuned(NamedTuple):
 
     def at(self, parameters: int) -> tuple[int, float]:
         """Return rows and rate for a model with so many parameters, on the power law through the two scales."""
-        at = math.log(parameters)
-        rows, rate = (_line(np.log(self.parameters), np.log(values), at) for values in (self.rows, self.rates))
-        return max(1, round(math.exp(rows))), math.exp(rate)
-
-
-def _line(x: Any, y: Any, at: float) -> float:
-    slope = 0.0 if len(x) < 2 else (y[-1] - y[0]) / (x[-1] - x[0])
-    return float(y[0] + slope * (at - x[0]))
+        rows, rate = (fit_power(self.parameters, values)(parameters) for values in (self.rows, self.rates))
+        return max(1, round(rows)), rate
 
 
 def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
     """Try the rates with the fewest rows at two scales, then the other rows with the best rate of each, at the middle of both's points."""
     if len(config.rows) == len(config.rates) == 1:
-        return Tuned((1.0,), (float(config.rows[0]),), (config.rates[0],), {})
+        return Tuned((1.0, 2.0), (config.rows[0],) * 2, (config.rates[0],) * 2, {})
     scales = [shapes[0], shapes[len(shapes) // 2]]
     reached = len(_rung(scales[1], config.rows[0], config.rates[0], row, config).steps)
     middle = min((len(config.multiples) - 1) // 2, reached - 1)

@@ -81,9 +81,9 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
         for category, own in part_amounts.items():
             amounts[category] = Amounts(*map(sum, zip(amounts.get(category, Amounts()), own, strict=True)))
     training = {category: amounts[category].bytes for category in sorted(amounts)}
-    wanted = dict(config.weights)
+    wanted, late = dict(config.weights), list[str]()
     if weights is not None and not wanted:
-        wanted = _experiment(weights)
+        wanted, late = _experiment(weights, training)
     if wanted:
         _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
     max_share = 1.0 if wanted else config.max_share
@@ -96,7 +96,8 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     train_bytes = sum(run.produce_shards(_mixture, measured, cut, shares, config.seed))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
-    note = _explained(shares, factors, config.max_repeats, max_share, total)
+    notes = [f"{weights.id} does not weigh {', '.join(late)}: their share is that of the text"] if weights and late else []
+    note = "; ".join(notes + _explained(shares, factors, config.max_repeats, max_share, total))
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
     run.metric("documents", measured.rows)
     run.metric("heldout_documents", sum(own.heldout for own in amounts.values()))
@@ -149,7 +150,7 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
     return {category: factor for category, factor in config.down_sample.items() if category in training}
 
 
-def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> str:
+def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
     """Name the categories whose weight is limited, and the reason."""
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
@@ -158,7 +159,7 @@ def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_re
             notes.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
         elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
             notes.append(f"{category} is held at {most:.3g} of the training text (max_share)")
-    return "; ".join(notes)
+    return notes
 
 
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
@@ -217,8 +218,20 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
     return {"mixture": table}, int((rows["bytes"].to_numpy() * np.where(out, 0, repeats)).sum())
 
 
-def _experiment(weights: Evaluation) -> dict[str, float]:
+def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
+    """Return an experiment's weights for these categories (bytes of training text), and the categories that it did not know.
+
+    An older mixture serves a newer corpus: categories it did not know have their share of the text, and the others, as far as there is
+    text of them, the rest in its proportions (Olmix)."""
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")
-    return dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))
+    wanted = dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))
+    known = {category: weight for category, weight in wanted.items() if training.get(category)}
+    share = sum(known.values())
+    if not share or abs(sum(wanted.values()) - 1) > TOLERANCE:
+        return wanted, []  # refused by `_check_weights`
+    late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in wanted}
+    if not late and share == sum(wanted.values()):
+        return wanted, []
+    return {c: weight * (1 - sum(late.values())) / share for c, weight in known.items()} | late, sorted(late)

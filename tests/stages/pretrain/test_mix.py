@@ -131,10 +131,24 @@ def test_weights_name_every_category_and_no_other(tmp_path: Path) -> None:
             execute(mix, MixConfig(weights=weights), given_, store)
     execute(mix, MixConfig(weights={"a": 0.5, "b": 0.5, "c": 0.0}), given_, store)
     rows = {"task": ["x"], "metric": ["m"], "value": [0.0], "low": [0.0], "high": [0.0], "n": [1]}
-    for names, shares, message in ((["a", "d"], [0.5, 0.5], "no document is of 'd'"), (["a", "b"], [0.5, 0.3], "add up to 0.8, not to 1")):
+    for names, shares, message in ((["d", "e"], [0.5, 0.5], "no document is of 'd', 'e'"), (["a", "b"], [0.5, 0.3], "add up to 0.8, not to 1")):
         experiment = store.import_table("evaluation", pa.table(rows), weights=pa.table({"category": names, "weight": shares}))
         with pytest.raises(PunaError, match=f"{experiment.id}: .*{message}"):
             execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
+
+
+def test_an_older_mixture_serves_a_corpus_with_further_categories(tmp_path: Path) -> None:
+    """Weights .56 and .24 of known categories stay as 7 to 3, without the category that is gone; the new one has its share of the text."""
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"a": [10] * 60, "b": [10] * 60, "c": [10] * 30})
+    rows = {"task": ["x"], "metric": ["m"], "value": [0.0], "low": [0.0], "high": [0.0], "n": [1]}
+    older = store.import_table("evaluation", pa.table(rows), weights=pa.table({"category": ["a", "b", "gone"], "weight": [0.56, 0.24, 0.2]}))
+    made = execute(mix, MixConfig(), {**given_, "weights": older}, store)
+    metrics = made.manifest.metrics
+    assert 0.1 < metrics["weight_c"] == metrics["share_c"] < 0.3
+    assert [metrics["weight_a"], metrics["weight_b"]] == pytest.approx([0.7 * (1 - metrics["share_c"]), 0.3 * (1 - metrics["share_c"])], abs=2e-6)
+    (figure,) = made.manifest.figures.values()
+    assert f"{older.id} does not weigh c: their share is that of the text" in str(figure)
 
 
 def test_natural_shares_are_capped(tmp_path: Path) -> None:
