@@ -31,6 +31,8 @@ MAP_BYTES = 96 << 20
 """Raw bytes of a job's file, about: its runs are this size, parted by the number of partitions."""
 PIECE_BYTES = 2 << 20
 """Raw bytes of rows that are packed together, for each partition: what a job holds is packed as soon as it has so many."""
+HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
+"""Raw bytes that a job holds at most before it packs them; pieces of fewer bytes are slow. Packing takes two further copies of them."""
 PARTITION_BYTES = 48 << 20
 LEVEL = 2048
 """Partitions of one level at most: a run of a job's file has 48 kB then."""
@@ -117,9 +119,10 @@ class Exchange:
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
         """Yield the rows of a range in order of their ids, if `id` is the key; the last table may be without rows."""
         for part in self.parts:
-            rows = in_range(part.read(), low, high)
+            rows = in_range(part.read(), low, high).sort_by("id")
             if rows.num_rows or part is self.parts[-1]:
-                yield rows.sort_by("id")
+                yield rows
+            del rows  # the next partition takes its place
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ class _Runs:
     def add(self, table: pa.Table) -> None:
         self._held.append(table)
         self.rows, self.bytes, self._left = self.rows + table.num_rows, self.bytes + table.nbytes, self._left + table.nbytes
-        if self._left >= PIECE_BYTES * len(self._how.runs):
+        count = len(self._how.runs)
+        if self._left >= min(PIECE_BYTES * count, max(HELD_BYTES, LEAST_PIECE * count)):
             self._pack()
 
     def _pack(self) -> None:

@@ -268,6 +268,19 @@ def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(
             low = edge or low
 
 
+@pytest.mark.parametrize(("partitions", "pieces"), [(2, 8), (64, 2), (1024, 1)])
+def test_what_a_job_holds_does_not_grow_with_the_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int, pieces: int) -> None:
+    """64 kB of rows: packed by 8 kB, or by 32 kB where pieces of 8 kB would be shorter than 512 bytes, or once."""
+    for name, value in {"PIECE_BYTES": 4 << 10, "HELD_BYTES": 8 << 10, "LEAST_PIECE": 512}.items():
+        monkeypatch.setattr(exchange, name, value)
+    staging = Staging(Store.open(tmp_path).files, "work/x/parts")
+    tables = [pa.table({"place": np.arange(128, dtype=np.int32) % 2, "value": np.full((128,), n, np.int32)}) for n in range(64)]
+    how = exchange.Scatter(staging, "job", "place", partitions, exchange.level(partitions))
+    made = exchange.gathered(staging.files, [exchange.scatter(how, iter(tables), lambda: None)], partitions, "place", how.runs)
+    assert [[table.column(0).num_chunks for table in part.tables()] for part in made.filled] == [[pieces], [pieces]]
+    assert made.parts[1].read()["value"].to_pylist() == [n for n in range(64) for _ in range(64)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_a_file_are_the_same_however_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """In order each row group is read once, though pieces of it are asked for; of more files than are kept begun, more often."""
