@@ -90,17 +90,14 @@ def _print_scores(evaluation: Artifact) -> None:
     scores = evaluation.read("task_scores").to_pylist()
     more = {name: label for name, label in MEASURED.items() if any(row[name] is not None for row in scores)}
     rows = [
-        {"task": row["task"], "metric": row["metric"], "value": f"{row['value']:.4f}", "95 %": _interval(row["low"], row["high"]),
+        {"task": row["task"], "metric": row["metric"], "value": f"{row['value']:.4f}",
+         "95 %": "" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}",
          **{label: "" if row[name] is None else f"{row[name]:.4f}" for name, label in more.items()},
          "questions": row["n"], "examples": row["shots"], "asked": row["format"], "CPU s": f"{row['seconds']:.1f}"}
         for row in scores
     ]  # fmt: skip
     print_rows(rows, False)
     typer.echo(f"answers and results: {evaluation.folder}")
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:

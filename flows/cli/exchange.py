@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
-from puna.flows.engine.defaults import DEFAULT_STORE
+from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import size
 from puna.stages.contract import did_you_mean
 from puna.storage import Artifact, PunaError, Store
@@ -43,7 +43,6 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
     """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
-    from puna.flows.engine.defaults import prepare
     from puna.flows.engine.inputs import alias_of
 
     added = import_modules(modules)

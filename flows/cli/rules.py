@@ -200,7 +200,11 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
                     rows.append(RuleRow(f"{step}.{rule.name}", condition, pages.tally(mask, groups), pages.tally(mask & ~gone, groups)))
                 gone = gone | mask
             if config.lines is not None and step == "select":
-                rows += _lines(pages, execute(steps[step].stage, config, _given(pages, artifacts), pages.store), groups)
+                rows += _lines(
+                    pages,
+                    execute(steps[step].stage, config, {"documents": pages.documents, "signals": [*artifacts.values()]}, pages.store),
+                    groups,
+                )
     return Evidence(loaded.name, rows, pages.tally(groups[ALL], groups), unjudged)
 
 
@@ -220,10 +224,6 @@ def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> t
             for column in own.column_names[1:]:
                 signals = signals.append_column(column, own[column])
     return signals, artifacts
-
-
-def _given(pages: Annotations, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
-    return {"documents": pages.documents, "signals": list(artifacts.values())}
 
 
 def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig, list[str]]:

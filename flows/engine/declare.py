@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from puna.flows.engine.recipe import Added, Recipe, Setting, Step
-from puna.stages.contract import External, Kind, SeededConfig, Stage, StageConfig, Value, did_you_mean
+from puna.stages.contract import REGISTRY, External, Kind, SeededConfig, Stage, StageConfig, Value, did_you_mean
 from puna.stages.contract.declaration import InputSpec, input_spec
 from puna.storage import Artifact, PunaError, Store
 
@@ -336,7 +336,7 @@ class Walk(ABC):
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
         """Return a step of the recipe's own: its inputs come from the steps it names, else by kind from the place where it stands."""
-        stage = self.recipe.stage_of(label, extra)
+        stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}
         for spec in stage.inputs:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from puna.flows.demo import SampleReport, build_sample
 from puna.flows.engine import preflight
-from puna.flows.engine.closing import closing_table
-from puna.flows.engine.console import Console
+from puna.flows.engine.console import Console, closing_table
 from puna.flows.engine.declare import Flow, Given, Item, assigned
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, sample_folder
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.recipe import Recipe, overridden, project_change, read_values
-from puna.flows.engine.session import session
+from puna.flows.engine.session import Session, session
 from puna.flows.engine.trace import load, load_flows, load_stages, trace
 from puna.flows.server.client import named_server
 from puna.stages.contract import External, Stage, StageConfig, Value, did_you_mean, parse
@@ -69,6 +69,13 @@ class Request:
         fields = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
         fields |= {"project": self.project} if self.project else {}
         return {"command": self.command(), **fields}
+
+    def session(self, name: str, store: Store, *, report: bool = False) -> AbstractContextManager[Session]:
+        """Open a session for the flow or stage `name`."""
+        return session(
+            store, flow=name, workers=self.workers, executor=self.executor, json=self.json, title=self.title, parameters=self.parameters,
+            report=report,
+        )  # fmt: skip
 
     def command(self, store: Store | None = None) -> str:
         """Return the equivalent command line; it names `store` if that is not the default one."""
@@ -123,12 +130,9 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     store = store.within(recipe.project)
     named_server()
     values = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
-    with session(
-        store, flow=flow.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
-        parameters=request.parameters, report=True,
-    ) as now:  # fmt: skip
+    with request.session(flow.name, store, report=True) as now:
         Performer(recipe).walk(flow, values)
-        closing_table(now)
+        closing_table(now.console, now.run, now.outcomes)
     now.refresh()
     return now.run
 
@@ -144,10 +148,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     values = stage_inputs(stage, items, parsed.named)
     named_server()
     preflight.check_stage(stage, config, values, store, request.executor)
-    with session(
-        store, flow=stage.name, workers=request.workers, executor=request.executor, json=request.json, title=request.title,
-        parameters=request.parameters,
-    ) as now:  # fmt: skip
+    with request.session(stage.name, store) as now:
         outcome = now.perform(stage, config, values, stage.name)
     for name, value in outcome.artifact.manifest.metrics.items():
         now.console.say(f"  {name:32s} {value}")

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field, StrictInt, model_validator
 
-from puna.stages.contract import REGISTRY, SeededConfig, Stage, StageConfig, did_you_mean, parse
+from puna.stages.contract import SeededConfig, Stage, StageConfig, parse
 from puna.storage import PunaError
 
 C = TypeVar("C", bound=StageConfig)
@@ -138,12 +138,6 @@ class Recipe:
     def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
         """Return the steps that the recipe adds at a place."""
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
-
-    def stage_of(self, label: str, extra: Added) -> Stage:
-        name = extra.stage or label
-        if name not in REGISTRY:
-            raise PunaError(f"add.{label}.stage: {name}: no such stage{did_you_mean(name, REGISTRY)}; --module FILE brings your own")
-        return REGISTRY[name]
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

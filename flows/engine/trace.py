@@ -175,11 +175,12 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     except PunaError as error:
         complaints += str(error).splitlines()
     for label, added in general.add.items():
-        stage = load_stages().get(added.stage or label)
+        kind = added.stage or label
+        stage = load_stages().get(kind)
         if label in steps or label in settings or label in General.model_fields:
-            complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {added.stage or label}`")
+            complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {kind}`")
         elif stage is None:
-            complaints.append(f"add.{label}: {added.stage or label}: no such stage{did_you_mean(added.stage or label, REGISTRY)}")
+            complaints.append(f"add.{label}: {kind}: no such stage{did_you_mean(kind, REGISTRY)}; --module FILE brings your own")
         else:
             steps[label] = Step(label, label, stage)
     names = [*General.model_fields, *settings, *steps, *(given.get("add") or ())]

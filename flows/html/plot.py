@@ -123,7 +123,7 @@ def _field(plot: Plot) -> Html:
     names = plot.names
     left, right = LEFT, WIDTH - (_room(plot) if _labelled(plot) else RIGHT)
     if names:
-        x = Axis.of_names(names, left, right)
+        x = Axis(-0.5, len(names) - 0.5, left, right, names=tuple(names))
     else:
         places = [float(x) for points in plot.series.values() for x, _ in points]
         if plot.kind == "line":

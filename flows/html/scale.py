@@ -56,10 +56,6 @@ class Axis:
         few = max(values) - min(values) < COUNTED and all(v == int(v) for v in values)
         return cls(min(values), max(values), start, stop, whole=few)
 
-    @classmethod
-    def of_names(cls, names: Sequence[str], start: float, stop: float) -> Axis:
-        return cls(-0.5, len(names) - 0.5, start, stop, names=tuple(names))
-
     def at(self, value: float | str) -> float:
         number = float(self.names.index(value)) if isinstance(value, str) else float(value)
         low, high = self.low, self.high

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from puna.flows.engine.session import step_runners
-from puna.flows.server.markdown import headline
+from puna.flows.server.reporter import headline
 from puna.stages.contract import Outcome, Stage, StageConfig
 from puna.storage import Artifact, PunaError
 

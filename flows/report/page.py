@@ -33,15 +33,17 @@ COMPARED = {"begun": "How they were begun", "figures": "Figures", "steps": "Step
 def page(run: Run) -> Html:
     log, levels = run.log, funnel(run)
     per_token = characters_per_token(run)
-    sections = join([
-        _curation(run, levels, per_token),
-        _corpus(run),
-        section("experiments", "Experiments", EXPERIMENTS, training.experiments_view(run)),
-        _pretraining(run),
-        _alignment(run),
-        section("times", "Time and memory", None, lineage.times_view(run)),
-        section("lineage", "Lineage", LINEAGE, lineage.lineage_view(run)),
-    ])
+    sections = join(
+        [
+            _curation(run, levels, per_token),
+            _corpus(run),
+            section("experiments", "Experiments", EXPERIMENTS, training.experiments_view(run)),
+            _pretraining(run),
+            _alignment(run),
+            section("times", "Time and memory", None, lineage.times_view(run)),
+            section("lineage", "Lineage", LINEAGE, lineage.lineage_view(run)),
+        ]
+    )
     when = log.opened.strftime("%-d %B %Y, %H:%M UTC") if log.opened else ""
     reused, spent = sum(step.reused for step in run.steps), duration(sum(step.seconds for step in run.steps))
     summary = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"

@@ -122,14 +122,10 @@ class Run:
 
     def filtered(self, step: Step) -> list[Artifact]:
         """Return the input whose rows the step kept or dropped: one of its own kind, or the pages it extracted; several for a list."""
-        kind = step.artifact.kind
-        records = step.artifact.manifest.inputs
-        for kind_wanted in (kind, *{"documents": ["pages"]}.get(kind, [])):
-            name = next((i.name for i in records if i.kind == kind_wanted), None)
-            artifacts = [self.source(step, i) for i in records if i.name == name and i.kind == kind_wanted]
-            if artifacts:
-                return [a for a in artifacts if a is not None]
-        return []
+        kinds = ["documents", "pages"] if step.artifact.kind == "documents" else [step.artifact.kind]
+        records = sorted((i for i in step.artifact.manifest.inputs if i.kind in kinds), key=lambda i: kinds.index(i.kind))
+        artifacts = [self.source(step, i) for i in records if (i.kind, i.name) == (records[0].kind, records[0].name)]
+        return [a for a in artifacts if a is not None]
 
     def signals(self, column: str) -> Artifact | None:
         steps = (s for s in reversed(self.kind("signals")) if s.has("signals"))

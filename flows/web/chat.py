@@ -67,12 +67,6 @@ class Talker:
     process: subprocess.Popen[bytes]
 
 
-@lru_cache(1)
-def _chat(store: Store) -> Chat:
-    """Return the chat of a store; that of another store ends."""
-    return Chat(store)
-
-
 class Chat:
     """The chat with the models of a store; one model is loaded at a time."""
 
@@ -138,6 +132,10 @@ def _pieces(answer: Any) -> Iterator[str]:
                 return
             for choice in chunk.get("choices", []):
                 yield choice.get("delta", {}).get("content") or ""
+
+
+_chat = lru_cache(1)(Chat)
+"""The chat of a store; that of another store ends."""
 
 
 class Talk(BaseModel):

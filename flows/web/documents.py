@@ -137,7 +137,8 @@ def _dropped_by(artifact: Artifact, rules: Counter[str]) -> Content:
 
 def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
     began = time.monotonic()
-    why = {} if not rule else _reasons(artifact, rule)
+    dropped = artifact.read("dropped").to_pylist() if rule and "dropped" in artifact.tables else []
+    why = {row["id"]: row for row in dropped if rule in (ANY, row["rule"])}
     cards: list[Html] = []
     seen = whole = 0
     for source, batch in _batches(store, artifact, rule):
@@ -166,11 +167,6 @@ def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list
         columns: list[str] = [name for name in ("id", "url", "title", "source", "text") if name in one.columns()]
         for batch in one.batches(columns=columns, rows=1024):
             yield holding, batch
-
-
-def _reasons(artifact: Artifact, rule: str) -> dict[str, dict[str, Any]]:
-    rows = artifact.read("dropped").to_pylist() if "dropped" in artifact.tables else []
-    return {row["id"]: row for row in rows if rule in (ANY, row["rule"])}
 
 
 def _matching(batch: pa.RecordBatch, words: str) -> pa.RecordBatch:

@@ -68,17 +68,11 @@ def _selection(store: Store, artifact: Artifact) -> Selection:
         needed.setdefault(carried[name], []).append(name)
     whole = documents.read(columns=["id", "source"])
     for item in signals:
-        for name, values in _columns(item, whole["id"], needed.get(item.id, [])).items():
-            whole = whole.append_column(name, values)
+        columns = signals_of(item, whole["id"], names) if (names := needed.get(item.id, [])) else {}
+        for name in names:
+            whole = whole.append_column(name, columns[name])
     tables = languages.read("languages") if languages is not None else None
     return Selection(artifact, documents, config, whole, tables, rules, _decided(whole, rules, tables))
-
-
-def _columns(artifact: Artifact, ids: pa.ChunkedArray, names: list[str]) -> dict[str, pa.ChunkedArray]:
-    if not names:
-        return {}
-    columns = signals_of(artifact, ids, names)
-    return {name: columns[name] for name in names}
 
 
 def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None) -> dict[str, str]:

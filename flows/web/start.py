@@ -18,13 +18,14 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.launch import stage_config
 from puna.flows.html.markup import Content, section, tag
-from puna.flows.prefect.forms import Choices, offers, picked, values_of
+from puna.flows.prefect.forms import offers, values_of
 from puna.flows.server.client import Server, Unreachable, read_note
 from puna.flows.server.guard import own_page
 from puna.flows.web.bounded import Late
 from puna.flows.web.forms import Asked, first_words, form_page, offer_of, request_of, values_given
 from puna.flows.web.frame import STALE, Here, button, pages, problem, projects_nav, sent
 from puna.flows.web.runs import FIRST, flow_run_of
+from puna.stages.contract import Stage
 from puna.storage import PunaError, Store, digest
 from puna.storage.aliases import DEFAULT
 
@@ -148,24 +149,15 @@ async def again(site: Here, name: str, request: Request) -> Response:
 
 @router.get("/form/{name}")
 def prefects_form(site: Here, name: str, request: Request) -> Response:
-    """Go to Prefect's form. The query fills it: `recipe` and `step`, and artifacts by input."""
+    """Go to Prefect's form. The query may fill that of a stage with the values of a recipe's step."""
     what, query = offer_of(name).what, request.query_params
     if site.prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
-    given: dict[str, Any] = {}
-    if "recipe" in query:
-        values = query["recipe"] if isinstance(what, Flow) else values_of(what, query["recipe"], query.get("step", what.name))
-        if values is None:
+    target, parameters = deployment(server_beside(site.store), name), ""
+    if "recipe" in query and isinstance(what, Stage):
+        if (values := values_of(what, query["recipe"], query.get("step", what.name))) is None:
             raise PunaError(f"{name}: recipe {query['recipe']} has no settings of it")
-        given["recipe" if isinstance(what, Flow) else "config"] = values
-    choices = Choices(site.store)
-    for spec in what.inputs:
-        if spec.name in query:
-            label = next((one for one in choices.of(spec.kind) if picked(one) == query[spec.name]), query[spec.name])
-            given[spec.name] = [label] if spec.many else label
-    target = deployment(server_beside(site.store), name)
-    filled = {**target["parameters"], **given} if given else {}
-    parameters = f"?parameters={quote(json.dumps(filled))}" if filled else ""
+        parameters = f"?parameters={quote(json.dumps({**target['parameters'], 'config': values}))}"
     return RedirectResponse(f"/v2/deployments/deployment/{target['id']}/run{parameters}")
 
 
