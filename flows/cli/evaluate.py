@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import short
 from puna.models.serving import ServingSettings
 from puna.stages.contract import External, Facts, parse
+from puna.stages.contract.external import external
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.catalog import query
@@ -137,8 +137,7 @@ def _task_input(path: Path) -> External:
             raise PunaError(f"{path}: data_files: {name} is not there, neither beside the task file nor here")
         ((data,),) = (external.files for external in External.resolve(str(place)))
         files.append(replace(data, name=name))
-    digest = hashlib.sha256("".join(f"{file.name}\0{file.digest}\0" for file in files).encode()).hexdigest()
-    return External(own.name, own.uri, tuple(files), digest)
+    return external(own.name, own.uri, tuple(files))
 
 
 def _run(

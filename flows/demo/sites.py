@@ -124,21 +124,17 @@ SHORT_SHARE = 16  # of the shorter ones, one in this many
 _LANGUAGES = {"en-us": "en", "fr-fr": "fr", "es-es": "es"}
 
 
-def holds_extracts(path: str) -> bool:
-    """True if a member of the wheel holds the extracts of a language."""
-    return _language(path) is not None
-
-
 def articles(members: list[Member]) -> Iterator[Page]:
     """Yield one HTML page for each extract taken: title, short description, paragraphs, topic."""
     for member in members:
         extracts: dict[str, dict[str, str]] = json.loads(member.body)
         for _, entry in sorted(extracts.items()):
             if _taken(entry["title"], entry["extract"]):
-                yield _article(str(_language(member.path)), entry, member)
+                yield _article(str(language_of(member.path)), entry, member)
 
 
-def _language(path: str) -> str | None:
+def language_of(path: str) -> str | None:
+    """Return the language whose extracts a member of the wheel holds; None of other members."""
     name = path.rsplit("/", 1)[-1]
     return next((short for long, short in _LANGUAGES.items() if name == f"summaries_{long}.json"), None)
 

@@ -192,16 +192,8 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
     changed: dict[str, Any] = {}
     for change in changes:
         overridden(values, change)
-        changed = merged(changed, _path_of(change))
+        overridden(changed, change)
     return values, [Layer("", changed), *files] if changes else files
-
-
-def _path_of(change: str) -> dict[str, Any]:
-    """Return nested groups that lead to the field of a change."""
-    nested: Any = None
-    for part in reversed(change.partition("=")[0].split(".")):
-        nested = {part: nested}
-    return dict(nested)
 
 
 def _check_repeats(inherited: Mapping[str, Any], layer: Layer) -> None:

@@ -309,15 +309,12 @@ def saved(store: Store, key: str) -> str:
     fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
     parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
     trainings = _trainings(scratch)
-    phrases = [*trainings, *_counted(fits, "fit"), *_counted(trials, "small run"), *_counted(parts, "finished part")]
+    counts = ((fits, "fit"), (trials, "small run"), (parts, "finished part"))
+    phrases = [*trainings, *(f"{number:,} {what}{'s' if number > 1 else ''}" for number, what in counts if number)]
     if not phrases:
         return "nothing is saved yet"
     one = len(phrases) == 1 and (trainings or fits + trials + parts == 1)
     return f"{', '.join(phrases)} {'is' if one else 'are'} saved"
-
-
-def _counted(number: int, what: str) -> list[str]:
-    return [f"{number:,} {what}{'s' if number > 1 else ''}"] if number else []
 
 
 def _trainings(scratch: Path) -> list[str]:

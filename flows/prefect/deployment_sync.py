@@ -10,8 +10,8 @@ from uuid import UUID
 
 from prefect import Flow as PrefectFlow
 
+from puna.flows.engine.rounds import due, load_trigger
 from puna.flows.prefect.forms import Choices, Offer, defaults, description, schema
-from puna.flows.prefect.trigger import due, load_trigger
 from puna.flows.server.client import Server
 from puna.storage import Store
 

@@ -19,14 +19,10 @@ Place = tuple[float, int]
 Lane = tuple[str, int]
 """A node in its layer, or an edge of its in another."""
 FAMILIES = {
-    "pages": "web", "documents": "web", "signals": "signals", "mixture": "corpus", "tokenizer": "corpus", "tokens": "corpus",
-    "model": "model", "prompts": "data", "answers": "data", "preferences": "data", "instructions": "data",
-    "evaluation": "evaluation",
+    "web": ("pages", "documents"), "signals": ("signals",), "corpus": ("mixture", "tokenizer", "tokens"), "model": ("model",),
+    "data": ("prompts", "answers", "preferences", "instructions"), "evaluation": ("evaluation",),
 }  # fmt: skip
-FAMILY_NAMES = {
-    "web": "pages, documents", "signals": "signals", "corpus": "mixture, tokenizer, tokens", "model": "models",
-    "data": "prompts, answers, preferences, instructions", "evaluation": "evaluations",
-}  # fmt: skip
+"""Kinds of artifacts that have one colour."""
 
 
 def lineage_view(run: Run) -> Html:
@@ -40,7 +36,7 @@ def lineage_view(run: Run) -> Html:
     lines = [_edge(*ends, route) for ends, route in routes.items()]
     nodes = [_node(key, names[key], titles[key], places[key]) for key in edges]
     used = {_family(s) for s in run.steps}
-    chips = legend({f"f-{family}": label for family, label in FAMILY_NAMES.items() if family in used})
+    chips = legend({f"f-{family}": ", ".join(kinds) for family, kinds in FAMILIES.items() if family in used})
     picture = tag(
         "svg", lines, nodes, viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}", role="img",
         aria_label=f"Lineage of {len(names)} artifacts", id="graph",
@@ -49,7 +45,7 @@ def lineage_view(run: Run) -> Html:
 
 
 def _family(step: Step) -> str:
-    return FAMILIES.get(step.artifact.kind, "data")
+    return next((family for family, kinds in FAMILIES.items() if step.artifact.kind in kinds), "data")
 
 
 def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[str, str]]:

@@ -181,11 +181,10 @@ class Reporter:
         tags = ["puna", self.flow]
         if self._own:
             flow = server.ask("POST", "/flows/", {"name": self.flow})["id"]
-            task_run = {
-                "id": None, "name": self._title, "flow_id": flow, "parameters": self._parameters, "tags": tags,
+            self.flow_run = server.ask("POST", "/flow_runs/", {
+                "name": self._title, "flow_id": flow, "parameters": self._parameters, "tags": tags,
                 "state": {"type": "RUNNING"}, "labels": {"puna.run": self.run}, "idempotency_key": self.run,
-            }  # fmt: skip
-            self.flow_run = server.ask("POST", "/flow_runs/", {k: v for k, v in task_run.items() if v is not None})["id"]
+            })["id"]  # fmt: skip
         else:
             there = server.ask("GET", f"/flow_runs/{self.flow_run}")
             renamed = {"name": self._title} if MADE_UP.fullmatch(there["name"]) else {}

@@ -186,7 +186,7 @@ def save(desk: DeskOfAddress) -> Response:
     return JSONResponse({"id": artifact.id, "alias": desk.store.full_name(ALIAS), "rows": artifact.rows(), **artifact.manifest.metrics})
 
 
-def application(desk: Desk) -> FastAPI:
+def desk_application(desk: Desk) -> FastAPI:
     app = FastAPI(title="Puna: annotate", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.desk = desk
     app.include_router(desks)

@@ -10,10 +10,9 @@ from fastapi.responses import RedirectResponse, Response
 
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.recipe import shipped_recipes
-from puna.flows.engine.rounds import POLICY, Round, rounds_of, settle, unsettled
+from puna.flows.engine.rounds import POLICY, Round, Trigger, load_trigger, new_preferences, rounds_of, save_trigger, settle, unsettled
 from puna.flows.html.markup import Content, Html, made_at, number, section, table, tag
 from puna.flows.html.plot import Plot, grid
-from puna.flows.prefect.trigger import Trigger, load_trigger, new_preferences, save_trigger
 from puna.flows.report.alignment import gate_basis, models_by_step
 from puna.flows.web.forms import project_of
 from puna.flows.web.frame import Here, artifact_link, button, field, hidden, option, pages, projects_nav, sent

@@ -29,6 +29,8 @@ from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED, SERVED, prep
 from puna.flows.server import guard
 from puna.flows.server.client import Server, read_note, remove_note, write_note
 from puna.flows.server.guard import Bounded, OwnSite, Password, check_auth
+from puna.flows.web import application
+from puna.flows.web.bounded import end_children
 from puna.storage import PunaError, Store
 from puna.storage.store import explain_write_errors
 
@@ -80,7 +82,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
                 with contextlib.suppress(KeyboardInterrupt):
                     asyncio.run(served.serve(sockets=[listening]))
             finally:
-                _end_children()
+                end_children()
                 remove_note(store.root)
                 worker.stop()
         print("puna is down", flush=True)
@@ -94,8 +96,6 @@ def _ready(store: Store, url: str, server: Server, began: float) -> None:
 
 def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
     """Serve only Puna's own pages, until stopped. `urls`: plans may look at inputs that are not local paths."""
-    from puna.flows.web import application
-
     check_auth(host, auth)
     with guard.listening(host, port) as listening:
         url = guard.address(host, listening)
@@ -106,25 +106,18 @@ def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> 
         try:
             asyncio.run(uvicorn.Server(_config(app, auth)).serve(sockets=[listening]))
         finally:
-            _end_children()
+            end_children()
 
 
 def judging(desk: Desk, host: str, port: int, auth: str) -> None:
     """Serve only the page of one desk, until stopped."""
-    from puna.flows.web.annotate import LINKED, application
+    from puna.flows.web.annotate import LINKED, desk_application
 
     with guard.listening(host, port) as listening:
         print(f"{len(desk.order):,} pairs of {desk.answers.id}: {guard.address(host, listening)}; Ctrl-C ends and saves", flush=True)
-        door = OwnSite(Password(Bounded(application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
+        door = OwnSite(Password(Bounded(desk_application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
         with contextlib.suppress(KeyboardInterrupt):  # the signal that ended it is raised once more, before the judgements are saved
             uvicorn.Server(guard.configuration(door)).run(sockets=[listening])
-
-
-def _end_children() -> None:
-    # Imported late: Prefect's settings come before everything that the pages import.
-    from puna.flows.web.bounded import end_children
-
-    end_children()
 
 
 def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Config:
@@ -163,8 +156,6 @@ def _configure(store: Store, url: str, server: Server) -> None:
 def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
     """Return Prefect's application with Puna's pages in it."""
     from prefect.server.api.server import create_app
-
-    from puna.flows.web import application
 
     app = create_app(final=True)
     for route in app.router.routes:

@@ -101,8 +101,8 @@ class External:
         single = len(files) == 1 and files[0].name == PurePosixPath(uri).name
         archives = all(f.name.lower().endswith(ARCHIVES) for f in files)
         if not name and not single and archives and not any("/" in f.name for f in files):
-            return [_external(_stem(f.name), uri, (f,)) for f in files]
-        return [_external(name or _stem(PurePosixPath(uri.rstrip("/")).name), uri, tuple(files))]
+            return [external(_stem(f.name), uri, (f,)) for f in files]
+        return [external(name or _stem(PurePosixPath(uri.rstrip("/")).name), uri, tuple(files))]
 
 
 def public(uri: str) -> str:
@@ -148,7 +148,8 @@ def _stem(name: str) -> str:
     return next((name[: -len(end)] for end in sorted(ROWS, key=len, reverse=True) if name.lower().endswith(end)), name)
 
 
-def _external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
+def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
+    """Return files as an external input; its digest covers their names and contents."""
     return External(name, uri, files, hashlib.sha256("".join(f"{f.name}\0{f.digest}\0" for f in files).encode()).hexdigest())
 
 

@@ -13,10 +13,10 @@ from fastapi.testclient import TestClient
 
 from puna.flows.engine import trace
 from puna.flows.engine.cost import steps_of
+from puna.flows.engine.rounds import Trigger, due, load_trigger, save_trigger
 from puna.flows.prefect import deployments
 from puna.flows.prefect.deployment_sync import DeploymentSync
 from puna.flows.prefect.forms import Choices, offers
-from puna.flows.prefect.trigger import Trigger, due, load_trigger, save_trigger
 from puna.flows.web import application, forms
 from puna.flows.web.forms import request_of
 from puna.storage import PunaError, Store, runs

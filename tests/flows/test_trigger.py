@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from puna.flows.prefect.trigger import Trigger, due, load_trigger, new_preferences, save_trigger
+from puna.flows.engine.rounds import Trigger, due, load_trigger, new_preferences, save_trigger
 from puna.flows.web import application
 from puna.stages.contract import Preferences, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking

@@ -26,8 +26,7 @@ from puna.flows.engine import defaults, launch
 from puna.flows.prefect import deployments
 from puna.flows.server.guard import PAGES, Bounded, OwnSite
 from puna.flows.web import application, bounded, serve
-from puna.flows.web.annotate import LINKED, Desk
-from puna.flows.web.annotate import application as desk_application
+from puna.flows.web.annotate import LINKED, Desk, desk_application
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine
 from puna.models.tokens.tokenizer import Tokenizer

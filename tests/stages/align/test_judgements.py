@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
-from puna.flows.web.annotate import Desk, application
+from puna.flows.web.annotate import Desk, desk_application
 from puna.stages.align.judgements import LEVELS, JudgementsConfig, agreement, judgements, pairs_to_judge
 from puna.stages.contract import External, execute
 from puna.stages.conversations import asking, message_of, messages_of
@@ -104,7 +104,7 @@ def test_several_peoples_judgements_become_preferences(tmp_path: Path) -> None:
 def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     answers, prompts = answered(store, prompts=12)
-    client = TestClient(application(Desk(store, answers, prompts)))
+    client = TestClient(desk_application(Desk(store, answers, prompts)))
     assert "keep and go on" in client.get("/").text
     sides = set()
     for _ in range(12):
@@ -124,7 +124,7 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     assert wrong.status_code == 400 and "significantly_better" in wrong.json()["error"]
     assert client.post("/judge", json={"pair": "none", "by": "Ada"}).status_code == 400
     # A page that is opened anew goes on where it was, and what is saved prefers the good answers alone.
-    later = TestClient(application(Desk(store, answers, prompts)))
+    later = TestClient(desk_application(Desk(store, answers, prompts)))
     saved = later.post("/save").json()
     assert saved["rows"] == 12 and saved["id"] == store.alias("judged@latest").id
     assert {message_of(row, "chosen")["content"] for row in store.alias("judged@latest").read().to_pylist()} == {"good"}  # type: ignore[index]
@@ -134,7 +134,7 @@ def test_names_that_judged_nothing_take_no_memory(tmp_path: Path) -> None:
     """Each name that was asked for was kept for ever."""
     store = Store.open(tmp_path / "store")
     desk = Desk(store, *answered(store))
-    client = TestClient(application(desk))
+    client = TestClient(desk_application(desk))
     for n in range(50):
         assert client.get("/pair", params={"by": f"stranger {n}"}).json()["judged"] == 0
     assert not desk._said
