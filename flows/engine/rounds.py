@@ -8,13 +8,13 @@ whether an interrupted round must be finished.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.stages.align.judgements import ALIAS
-from puna.storage import Artifact, PunaError, Store, catalog
+from puna.storage import Artifact, PunaError, Store
 
 POLICY = "policy@latest"
 NOTE = "rounds"
@@ -92,22 +92,16 @@ class History:
 
 
 class _Lineage:
-    """Artifacts and their inputs, as the catalog has them."""
+    """The artifacts of a store and their inputs."""
 
     def __init__(self, store: Store) -> None:
-        with catalog.Catalog(store) as opened:
-            opened.view("artifacts", "lineage")
-            select = opened.connection.execute
-            rows = select("select artifact, kind, stage, data_digest from artifacts order by created_at, artifact").fetchall()
-            edges = select("select artifact, input, name from lineage where kind != 'external' order by all").fetchall()
-        self._store = store
-        self.kind = {key: kind for key, kind, _, _ in rows}
-        self.digest = {key: digest for key, _, _, digest in rows}
-        self._stage = {key: stage for key, _, stage, _ in rows}
-        self._inputs: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-        for key, up, name in edges:
-            if up in self.kind:
-                self._inputs[key].append((name, up))
+        self._store, entries = store, store.entries()
+        self.kind = {one["key"]: one["kind"] for one in entries}
+        self.digest = {one["key"]: one["data_digest"] for one in entries}
+        self._stage = {one["key"]: one["stage"] for one in entries}
+        self._inputs = {
+            one["key"]: [(source["name"], source["input"]) for source in one["inputs"] if source["input"] in self.kind] for one in entries
+        }
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
         """Return the artifacts with these keys, one of equal content, ordered by content."""

@@ -104,7 +104,7 @@ def document_page(site: Here, identity: str) -> str:
     rows = fate(store, identity)
     artifacts = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
     there = next((one for one in artifacts if one is not None), None)
-    text = _row(there, identity) if there else None
+    text = next(iter(there.between(identity, f"{identity}g", columns=["url", "title", "text"]).to_pylist()), None) if there else None
     steps: list[list[Content]] = []
     for row in rows:
         artifact = store.resolve(row["artifact"])
@@ -197,12 +197,3 @@ def _marked(text: str, words: str) -> Content:
     end = at + len(words)
     after = text[end : end + AFTER] + (" …" if len(text) > end + AFTER else "")
     return [" …" if at > BEFORE else "", text[max(0, at - BEFORE) : at], tag("mark", text[at:end]), after]
-
-
-def _row(artifact: Artifact, identity: str) -> dict[str, Any] | None:
-    for batch in artifact.batches(columns=["id", "url", "title", "text"], rows=1024):
-        rows = batch.filter(pc.starts_with(batch["id"], identity)).to_pylist()
-        if rows:
-            row: dict[str, Any] = rows[0]
-            return row
-    return None

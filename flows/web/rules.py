@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from fastapi import Request
 
-from puna.flows.html.markup import Content, Html, excerpt, number, part, percent, section, table, tag
+from puna.flows.html.markup import Content, Html, number, part, percent, section, table, tag
+from puna.flows.report.curate import card
+from puna.flows.report.run import rows_of
 from puna.flows.web.frame import Here, artifact_link, hidden, note, pages, tab
 from puna.stages.contract import parse
 from puna.stages.curate.rules.decide import SqlRule, decide, numeric
@@ -165,16 +166,8 @@ def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def _cards(of: Selection, ids: list[str]) -> Html:
-    chosen = sorted(ids)[:EXAMPLES]
-    if not chosen:
-        return note("None.")
-    cards = []
-    for batch in of.documents.batches(columns=["id", "url", "text"], rows=1024):
-        for row in batch.filter(pc.is_in(batch.column("id"), pa.array(chosen))).to_pylist():
-            cards.append(tag("div", tag("p", row["url"], class_="url"), tag("blockquote", excerpt(row["text"], 300)), class_="card"))
-        if len(cards) == len(chosen):
-            break
-    return tag("div", cards, class_="cards")
+    rows = rows_of(of.documents, sorted(ids)[:EXAMPLES])
+    return tag("div", [card(row, None, 300) for row in rows.values()], class_="cards") if rows else note("None.")
 
 
 def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:

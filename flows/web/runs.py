@@ -25,7 +25,7 @@ from puna.flows.report.page import page as report_page
 from puna.flows.report.page import tile
 from puna.flows.report.run import Run, Step
 from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, once, pages, problem, projects_nav, run_link, spent, when
-from puna.storage import PunaError, Store
+from puna.storage import Artifact, PunaError, Store
 from puna.storage.runs import RunLog
 
 MOST_RUNS = 50
@@ -110,21 +110,16 @@ def starts() -> Html:
 
 def aliases_view(store: Store, project: str | None = None) -> Html:
     """Return every alias, of all projects or of one, newest first."""
-    entries = []
-    for name in store.aliases():
-        if project not in (None, store.project_of(name)):
-            continue
-        try:
-            artifact = store.alias(name)
-            entries.append((artifact.manifest.created_at, name, artifact))
-        except PunaError:
-            continue
+    entries = {one["key"]: one for one in store.entries()}
+    own = {name: key for name, key in store.aliases().items() if key in entries and project in (None, store.project_of(name))}
     rows: list[list[Content]] = []
-    for created, name, artifact in sorted(entries, reverse=True, key=lambda item: item[:2]):
+    for name in sorted(own, reverse=True, key=lambda name: (entries[own[name]]["created_at"], name)):
+        entry = entries[own[name]]
+        artifact = Artifact(entry["kind"], entry["key"], store.files)
         talk = f"/puna/chat?model={store.full_name(name)}"
         use = {"model": ("chat", talk), "documents": ("search", f"/puna/documents?artifact={artifact.id}")}
         words, address = use.get(artifact.kind, ("look", f"/puna/artifact/{artifact.kind}/{artifact.key[:12]}"))
-        created_at = when(datetime.fromisoformat(created))
+        created_at = when(datetime.fromisoformat(entry["created_at"]))
         link, use_link = artifact_link(artifact), tag("a", words, href=address)
         rows.append([tag("b", name), link, artifact.manifest.stage, counted_rows(artifact) or "–", created_at, use_link])
     if not rows:
