@@ -54,10 +54,11 @@ class Pieces:
 
 
 class Made(NamedTuple):
-    """A finished table, and the files that are its shards: name in the artifact → name in the store and record."""
+    """A finished table, the files that are its shards (name in the artifact → name in the store and record), and who wrote each."""
 
     record: TableRecord
     content: dict[str, tuple[str, FileRecord]]
+    staged: dict[int | None, Staged]
 
 
 def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
@@ -112,7 +113,7 @@ def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tu
             content[names[what]] = file
         records.append(replace(one.shard, file=names.get("table", ""), order=names.get("order", ""), facts=names.get("facts", "")))
     rows = sum(s.rows for s in records)
-    return Made(TableRecord(rows, table_digest(columns, records), columns, records, cut, list(sources)), content)
+    return Made(TableRecord(rows, table_digest(columns, records), columns, records, cut, list(sources)), content, by_number)
 
 
 def _in_order(staged: list[Staged]) -> list[Staged] | None:
@@ -197,20 +198,10 @@ def _imbalance(job: tuple[Balance, tuple[str, str | None], int]) -> list[tuple[s
 
 def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
     """Return the shards of a finished table whose files are still in the staging folder."""
-    columns = list(pieces.source_shards) if made.record.sources else []
-    rows = []
-    for number, shard in enumerate(made.record.shards):
-
-        def stored(name: str, groups: tuple[int, ...] = ()) -> Stored | None:
-            if not name:
-                return None
-            file, record = made.content[name]
-            return Stored(staging.files, file, record.sha256, groups)
-
-        own = stored(shard.file, shard.groups)
-        sources = tuple(column[number] for column in columns)
-        rows.append(ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), (own, *sources), stored(shard.order)))
-    return rows
+    columns = pieces.source_shards if made.record.sources else ()
+    empty = Staged(pieces.table, NOTHING, {}, {})
+    shards = (made.staged.get(number, empty) for number in range(len(made.record.shards)))
+    return [one.rows(staging.files, tuple(column[number] for column in columns)) for number, one in enumerate(shards)]
 
 
 @cache

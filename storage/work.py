@@ -159,7 +159,7 @@ class Work:
         shard = Shard(0, "", [], [], file=f"{name}.parquet")
         columns = {f.name: str(f.type) for f in table_schema(name).schema}
         table = TableRecord(0, table_digest(columns, [shard]), columns, [shard])
-        return Made(table, {f"{name}.parquet": (f"{self.staging.folder}/{name}/empty.parquet", record)})
+        return Made(table, {f"{name}.parquet": (f"{self.staging.folder}/{name}/empty.parquet", record)}, {})
 
     def shards(self, table: str, kind: str) -> list[ShardRows]:
         """Return the rows of a finished table, before they are committed."""
