@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, NamedTuple
 
-from puna.kernels.text.fuzzy_match import FuzzyIndex, fuzzy_match
-from puna.kernels.text.grams import Sieve, may_hold, word_hashes
 from puna.stages.contract import Documents, Evaluation, External, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
 from puna.stages.contract.declaration import Reads
 from puna.stages.conversations import asking, content_of, messages_of, shown, text_of
-from puna.stages.curate.decontaminate import DecontaminateConfig, Index, build_index, fuzzy_index, match, prompts_of_splits
+from puna.stages.curate.decontaminate import FUZZY_RULE, DecontaminateConfig, Search, prompts_of_splits, search_for
 from puna.stages.evaluation.asking import OVERLAP, contents
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.training.corpus import chosen_of
@@ -84,13 +82,12 @@ def contamination(
     if not rows:
         raise PunaError("contamination: give prompts or tasks, whose questions are looked for")
     rows.sort(key=lambda row: (row["task"], row["id"]))
-    index, unmatchable = build_index(rows, config)
-    fuzzy = fuzzy_index(rows, config)
-    grams, held = index.with_fuzzy(fuzzy), dict[int, Held]()
+    search, unmatchable = search_for(rows, config)
+    held: dict[int, Held] = {}
     for number, source in enumerate(sources):
         kind = source.artifact.kind
         parts = run.parts(source.artifact, columns=COLUMNS[kind])
-        for found in run.map(_find, parts, kind, source.mixture, index, fuzzy, grams, config):
+        for found in run.map(_find, parts, kind, source.mixture, search):
             for prompt, own in found.items():
                 one = own._replace(place=f"{source.name}, {own.place}")
                 held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
@@ -139,25 +136,16 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
     return texts
 
 
-def _find(
-    part: Part, kind: str, mixture: Artifact | None, index: Index, fuzzy: FuzzyIndex, grams: Sieve, config: DecontaminateConfig
-) -> dict[int, Held]:
+def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
     """Return the prompts in a part's texts, by number, each where most of it stands."""
     import pyarrow as pa
 
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
-    suspects = may_hold(pa.array([text for _, text in texts], pa.string()), grams)
-    for identity, text in (texts[at] for at in suspects.nonzero()[0]):
-        hashed = word_hashes(text)
-        exact = match(hashed, index)
-        if exact is not None and exact.overlap > config.max_overlap:
-            over = {prompt: share for prompt, share in exact.shares.items() if share > config.max_overlap}
-            found = {prompt: Held(share, identity, exact.text if prompt == exact.prompt else "") for prompt, share in over.items()}
-        else:
-            near = fuzzy_match(hashed, fuzzy)
-            found = {} if near is None or near.share < config.fuzzy_overlap else {near.prompt: Held(near.share, identity, near.text)}
-        for prompt, one in found.items():
-            held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
+    for at, match in search.matches(pa.array([text for _, text in texts], pa.string())):
+        for prompt, share in match.shares.items():
+            if share > search.config.max_overlap or match.rule == FUZZY_RULE:
+                one = Held(share, texts[at][0], match.text if prompt == match.prompt else "")
+                held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
     return held
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -77,20 +77,19 @@ def decontaminate(
         raise PunaError("decontaminate: give prompts or texts to look for")
     rows_of_prompts = [row for artifact in prompts or () for row in prompts_of_splits(artifact, config.splits)]
     rows_of_prompts += [row for artifact in texts or () for row in _as_prompts(artifact)]
-    index, unmatchable = build_index(rows_of_prompts, config)
-    fuzzy = fuzzy_index(rows_of_prompts, config)
-    grams = index.with_fuzzy(fuzzy)
-    results: dict[str, set[str]] = {task: set() for task, _ in index.names}
+    search, unmatchable = search_for(rows_of_prompts, config)
+    names = search.index.names
+    results: dict[str, set[str]] = {task: set() for task, _ in names}
     held: dict[str, tuple[int, dict[str, Any]]] = {}
-    for seen, first in run.filter(_find, documents, index, fuzzy, grams, config, columns=["id", "text"]):
+    for seen, first in run.filter(_find, documents, search, columns=["id", "text"]):
         for at in seen:
-            task, prompt = index.names[at]
+            task, prompt = names[at]
             results[task].add(prompt)
         for name, (count, row) in first.items():
             before, earlier = held.get(name, (0, row))
             held[name] = (before + count, earlier)
     run.write_rows(_report(held, rows_of_prompts), "examples")
-    prompts_of = Counter(task for task, _ in index.names)
+    prompts_of = Counter(task for task, _ in names)
     for task in sorted(prompts_of):
         run.metric(f"prompts_{task}", prompts_of[task])
         run.metric(f"contaminated_{task}", len(results[task]))
@@ -148,21 +147,16 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
     return Index(lengths, hashes, owners, tables, totals, [(row["task"], row["id"]) for row in rows]), unmatchable
 
 
-def fuzzy_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> FuzzyIndex:
-    ordered = sorted(rows, key=lambda row: (row["task"], row["id"]))
-    texts = [text_of(messages_of(row)) for row in ordered]
-    return build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
-
-
 @dataclass(frozen=True)
 class Match:
-    """The prompt with the largest overlap with a document. `overlap`: share of its n-grams; `text`: the first match; `shares`: of all
-    prompts."""
+    """The prompt with the largest overlap with a document. `overlap`: share of its n-grams; `text`: the first match, by `rule` the passage
+    with changes; `shares`: of all prompts."""
 
     prompt: int
     overlap: float
     text: str
     shares: dict[int, float]
+    rule: str = RULE
 
 
 def match(text: Hashed, index: Index) -> Match | None:
@@ -185,34 +179,47 @@ def match(text: Hashed, index: Index) -> Match | None:
     return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], share)
 
 
-def _find(
-    documents: pa.Table, index: Index, fuzzy: FuzzyIndex, grams: Sieve, config: DecontaminateConfig
-) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
+class Search(NamedTuple):
+    """The prompts that texts are searched for: word for word, with changes, and all n-grams without which a text holds none of them."""
+
+    index: Index
+    fuzzy: FuzzyIndex
+    grams: Sieve
+    config: DecontaminateConfig
+
+    def matches(self, texts: pa.Array | pa.ChunkedArray) -> Iterator[tuple[int, Match]]:
+        """Yield the number and the best match of each text that holds more of a prompt than the configuration allows."""
+        suspects = may_hold(texts, self.grams).nonzero()[0]
+        for at, text in zip(suspects.tolist(), texts.take(pa.array(suspects)).to_pylist(), strict=True):
+            hashed = word_hashes(text)
+            exact = match(hashed, self.index)
+            if exact is not None and exact.overlap > self.config.max_overlap:
+                yield at, exact
+            elif (near := fuzzy_match(hashed, self.fuzzy)) is not None and near.share >= self.config.fuzzy_overlap:
+                yield at, Match(near.prompt, near.share, near.text, {near.prompt: near.share}, FUZZY_RULE)
+
+
+def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Search, Counter[str]]:
+    """Return the search for some prompts, and task → number of prompts that are too short to match."""
+    index, unmatchable = build_index(rows, config)
+    texts = [text_of(messages_of(row)) for row in sorted(rows, key=lambda row: (row["task"], row["id"]))]
+    fuzzy = build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
+    return Search(index, fuzzy, index.with_fuzzy(fuzzy), config), unmatchable
+
+
+def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
     """Return a part's kept documents and `dropped`; the prompts found; and per best match the number of documents and first row."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
-    suspects = documents.filter(pa.array(may_hold(documents["text"], grams)))
-    for identity, text in zip(suspects["id"].to_pylist(), suspects["text"].to_pylist(), strict=True):
-        hashed = word_hashes(text)
-        results = match(hashed, index)
-        if results is not None and results.overlap > config.max_overlap:
-            rows.append(_dropped(identity, RULE, results.overlap, config.max_overlap, index.names[results.prompt], results.text))
-            seen |= results.shares.keys()
-            continue
-        near = fuzzy_match(hashed, fuzzy)
-        if near is not None and near.share >= config.fuzzy_overlap:
-            rows.append(_dropped(identity, FUZZY_RULE, near.share, config.fuzzy_overlap, index.names[near.prompt], near.text))
-            seen.add(near.prompt)
     first: dict[str, tuple[int, dict[str, Any]]] = {}
-    for row in rows:
-        name = row["detail"].partition(": ")[0]
-        count, earlier = first.get(name, (0, row))
+    for at, one in search.matches(documents["text"]):
+        name = "{} prompt {}".format(*search.index.names[one.prompt])
+        threshold = search.config.max_overlap if one.rule == RULE else search.config.fuzzy_overlap
+        detail = f"{name}: {' '.join(one.text.split())}"
+        rows.append({"id": documents["id"][at].as_py(), "rule": one.rule, "value": one.overlap, "threshold": threshold, "detail": detail})
+        seen |= one.shares.keys()
+        count, earlier = first.get(name, (0, rows[-1]))
         first[name] = (count + 1, earlier)
     dropped = pa.Table.from_pylist(rows, schema=DROPPED)
     keep = pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks()))
     return {"keep": keep, "dropped": dropped}, (sorted(seen), first)
-
-
-def _dropped(identity: str, rule: str, value: float, threshold: float, name: tuple[str, str], text: str) -> dict[str, Any]:
-    detail = f"{name[0]} prompt {name[1]}: {' '.join(text.split())}"
-    return {"id": identity, "rule": rule, "value": value, "threshold": threshold, "detail": detail}
