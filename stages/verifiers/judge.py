@@ -188,39 +188,30 @@ def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSetting
     questions = {name: shown(turns[:-1]) for name, turns in messages.items()}
     texts = {name: shown(turns[-1:]) for name, turns in messages.items()}
     of_code = {name for name, text in texts.items() if "```" in text}
-    answers: list[Answered] = []
-    graded = Graded({}, set(), {}, [])
+    graded, probabilities = Graded({}, set(), {}, []), list[float]()
+
+    def means(kind: str, requests: dict[str, str], top: int) -> dict[str, float]:
+        """Return the grade of each request that fits into the judge's context."""
+        values: dict[str, float] = {}
+        for name, grade in zip(requests, grades(judge, list(requests.values()), top), strict=True):
+            if grade.mean is not None:
+                values[name] = round(grade.mean, DIGITS)
+                graded.scores.append({"id": name, "name": kind, "value": values[name]})
+                probabilities.append(grade.answered)
+        return values
+
     for points, names in ((settings.points, sorted(texts.keys() - of_code)), (settings.code_points, sorted(of_code))):
         verifier = Judge(rubric=RUBRIC.format(lines="\n".join(f"- {point}" for point in points)), max_grade=len(points))
         items = {name: Item(verifier, Question(name, "", questions[name], None), texts[name]) for name in names}
-        results = _grade(judge, "points", {name: verifier.request(item) for name, item in items.items()}, len(points))
-        graded.quality.update({one.name: one.mean / len(points) for one in results})
-        graded.full.update(one.name for one in results if one.mean >= len(points) - settings.below_full)
-        answers += results
+        results = means("points", {name: verifier.request(item) for name, item in items.items()}, len(points))
+        graded.quality.update({name: mean / len(points) for name, mean in results.items()})
+        graded.full.update(name for name, mean in results.items() if mean >= len(points) - settings.below_full)
     if settings.difficulty:
         most = settings.max_intentions
-        levels = _grade(judge, "difficulty", {name: DIFFICULTY.format(request=text) for name, text in questions.items()}, LEVELS)
-        counts = _grade(judge, "intentions", {name: INTENTIONS.format(request=text, most=most) for name, text in questions.items()}, most)
-        means = {one.name: one.mean / most for one in counts}
-        graded.difficulty.update({o.name: (o.mean / LEVELS + means[o.name]) / 2 for o in levels if o.name in means})
-        answers += [*levels, *counts]
-    graded.scores.extend({"id": one.name, "name": one.kind, "value": one.mean} for one in answers)
+        levels = means("difficulty", {name: DIFFICULTY.format(request=text) for name, text in questions.items()}, LEVELS)
+        counts = means("intentions", {name: INTENTIONS.format(request=text, most=most) for name, text in questions.items()}, most)
+        graded.difficulty.update({name: (levels[name] / LEVELS + counts[name] / most) / 2 for name in levels if name in counts})
     run.metric("unjudged", len(rows) - len(graded.quality))
-    if answers:
-        run.metric("judge_answers", round(sum(one.probability for one in answers) / len(answers), DIGITS))
+    if probabilities:
+        run.metric("judge_answers", round(sum(probabilities) / len(probabilities), DIGITS))
     return graded
-
-
-class Answered(NamedTuple):
-    """A grade of instruction `name`: the mean, and the probability that the judge answers with a grade."""
-
-    kind: str
-    name: str
-    mean: float
-    probability: float
-
-
-def _grade(judge: Loaded, kind: str, requests: dict[str, str], top: int) -> list[Answered]:
-    """Return the grade of each request that fits into the judge's context."""
-    pairs = zip(requests, grades(judge, list(requests.values()), top), strict=True)
-    return [Answered(kind, name, round(one.mean, DIGITS), one.answered) for name, one in pairs if one.mean is not None]
