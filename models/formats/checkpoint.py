@@ -66,16 +66,15 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
 
 
 def load(
-    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu",
-    mapped: bool = False,
-) -> Transformer:  # fmt: skip
+    path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
     """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
 
     Tensors go there one by one, so that nothing but the model itself is held whole. An AWQ checkpoint's matrices are spelled out
     (`families.spelled_out`).
 
-    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32. `mapped`: so does a folder's model,
-    whose tensors are mapped from the files, on the CPU: of each is read what is used.
+    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32. On the CPU a folder's tensors then
+    stay mapped from the files: of each is read what is used.
     `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
     rewards are equal, and training shapes the hidden states before it trusts any of their directions.
     Raise CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
@@ -86,8 +85,7 @@ def load(
     config = read_config(path)
     check_files(path)
     try:
-        tensors = _mapped(path) if mapped else _read_tensors(path, dtype, device)
-        state = from_disk(spelled_out(tensors, dtype), config)
+        state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return built(config, state, head, path)
@@ -236,14 +234,6 @@ def entries(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path}: {name} is {one['dtype']}; weights that stay on disk are {', '.join(DTYPES)}")
         begin, end = one["data_offsets"]
         tensors[name] = Entry(path, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + size + begin, 8 + size + end)
-    return tensors
-
-
-def _mapped(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path, _ in weight_files(folder):
-        content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        tensors |= {name: content[one.begin : one.end].view(one.dtype).view(one.shape) for name, one in entries(path).items()}
     return tensors
 
 

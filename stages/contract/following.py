@@ -16,7 +16,7 @@ from puna.models.training.parallel.layout import Layout
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
-from puna.stages.contract.run import Figure, StageRun
+from puna.stages.contract.run import StageRun
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -89,26 +89,16 @@ class FollowerRun(StageRun):
     def __init__(self, stage: Stage, config: StageConfig, scratch: Path, folder: Path) -> None:
         super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
 
-    def write(self, table: pa.Table, name: str | None = None) -> None:
-        """Do nothing."""
+    def _nothing(self, *args: Any, **more: Any) -> None:
+        """Do nothing: rank 0 writes."""
 
-    def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
-        """Do nothing."""
+    write = write_rows = rows_once = metric = figure = _nothing
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
         """Have the rows made beside rank 0, which writes them, if it has them not yet; return none."""
         if ranks.agree(False):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)
-
-    def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Do nothing."""
-
-    def metric(self, name: str, value: float | int | str) -> None:
-        """Do nothing."""
-
-    def figure(self, name: str, figure: Figure) -> None:
-        """Do nothing."""
 
 
 def do(job: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def _jsonl(artifact: Artifact, file: Path) -> None:
     with file.open("w", encoding="utf-8") as out:
         for batch in artifact.batches(rows=1024):
             for row in map(shape, batch.to_pylist()):
-                out.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+                out.write(json.dumps(row, ensure_ascii=False, default=datetime.isoformat) + "\n")
         out.flush()
         os.fsync(out.fileno())
 
@@ -96,12 +96,6 @@ SHAPES: dict[str, Callable[[Row], Row]] = {
     "prompts": lambda row: {"prompt": messages_of(row), **_rest(row)},
     "preferences": _preference,
 }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", text: Path | None = None) -> list[Path]:

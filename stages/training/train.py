@@ -211,9 +211,9 @@ def load_model(
     cut = layout is not None and bool(layout.axes - {"data"})
     where, dtype = own if cut or quantization != "none" else place
     try:
-        model = load(artifact.path(), dtype=dtype, device=where, mapped=cut)
+        model = load(artifact.path(), dtype=dtype, device=where)
         if model.head != head and new and head == "scalar":
-            model = load(artifact.path(), head, dtype, where, cut)
+            model = load(artifact.path(), head, dtype, where)
         if quantization == "nf4":
             model = to_nf4(model).to(*place)
     except CheckpointError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -44,16 +43,12 @@ class Exact(BoundedVerifier):
         reference_of(self, self.answer, question)
 
     def _normal(self, text: str) -> str:
-        steps: list[Callable[[str], str]] = [lambda t: unicodedata.normalize("NFC", t)]
+        text = unicodedata.normalize("NFC", text)
         if self.ignore_case:
-            steps.append(str.casefold)
+            text = text.casefold()
         if self.ignore_punctuation:
-            steps.append(lambda t: "".join(c for c in t if not unicodedata.category(c).startswith("P")))
-        if self.ignore_space or self.ignore_punctuation:
-            steps.append(lambda t: " ".join(t.split()))
-        for step in steps:
-            text = step(text)
-        return text.strip()
+            text = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
+        return " ".join(text.split()) if self.ignore_space or self.ignore_punctuation else text.strip()
 
 
 @register

@@ -330,12 +330,12 @@ def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **
                 os.fsync(content.fileno())
                 os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             before, held = disk_bytes(), private_bytes()
-            mine = parallel(load(folder, dtype=None, mapped=True), chosen, mesh, device)
+            mine = parallel(load(folder, dtype=None), chosen, mesh, device)
             read, taken = disk_bytes() - before, private_bytes() - held
             for weight in mine.whole.parameters():
                 weight.data = weight.data[:0].clone()  # mapped pages would stay in the cache
     mark = fingerprint(mine, mine.parameters)
-    whole = load(folder, dtype=None, mapped=True)
+    whole = load(folder, dtype=None)
     assert mark == fingerprint(parallel(whole, Layout(), Mesh(Layout())), dict(whole.named_parameters()))
     share = sum(tensor.nbytes for tensor in mine.parameters.values())
     return {"read": read / share, "taken": taken / share}
