@@ -15,7 +15,7 @@ from puna.models.training.resumed import iterate
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.classifiers.classifier import counted, report_quality
 from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
-from puna.stages.curate.classifiers.trained import About, read_about
+from puna.stages.curate.classifiers.trained import About, trained
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError
@@ -119,10 +119,7 @@ def encoder_quality(
     is scored by a head that did not see it. The metric `threshold` is the quality that the share `keep` of the documents reaches.
     """
     place = place_of(PURPOSE, "encoder", model, encoder)
-    about = read_about(classifier.path())
-    if about.purpose != PURPOSE:
-        raise PunaError(f"{PURPOSE}: {classifier.id} was made for {about.purpose!r}; give one of train_encoder_quality")
-    if about.encoder != _digest(model, encoder):
+    if trained(classifier, PURPOSE).about.encoder != _digest(model, encoder):
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder than this one; give the same, or train on this one")
     scored, reached = write_scores(run, documents, language, 1 - config.keep, _score, classifier, place)
     if scored:
@@ -153,8 +150,8 @@ def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEn
 
 
 def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
-    table, about = part.read(), read_about(classifier.path())
-    rows = [row for row, source in enumerate(table["source"].to_pylist()) if source not in about.exempt_sources]
+    table, made = part.read(), trained(classifier, PURPOSE)
+    about, rows = made.about, made.scored(table)
     chosen = table.take(pa.array(rows, pa.int64()))
     vectors = embedded(chosen["text"].to_pylist(), place, about.max_tokens)
     of_fold = folds(chosen["id"].to_pylist(), about.seed, about.folds) if rows else np.zeros(0, np.int64)

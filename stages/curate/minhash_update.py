@@ -153,8 +153,7 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
         return text, Found.none()
     root = near_duplicates.components(near_duplicates.band_keys(signatures, config.bands, config.rows))
     rank = np.argsort(np.argsort(ids))
-    score = facts["score"] if config.survivor == "best_score" else None
-    chosen, bounds = together(root, *preference(config, rank, facts["words"], facts["fetched"], facts["preferred"], score))
+    chosen, bounds = together(root, *preference(config, rank, facts))
 
     def shingles(places: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         pieces: dict[int, NDArray[np.uint64]] = {}

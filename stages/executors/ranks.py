@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from puna.models.training.parallel.layout import Layout
+from puna.stages.executors.processes import cores
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     common = {
         "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads,
@@ -202,7 +203,3 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
             worker.kill()
         for worker in workers:
             worker.wait()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -41,15 +41,12 @@ class Found(NamedTuple):
         return Found(removed, kept, self.similarity[order], self.new_words[order], self.saved)
 
 
-def preference(
-    config: MinhashDedupConfig, rank: I64, words: I64, fetched: I64, preferred: NDArray[np.bool_], score: NDArray[np.float64] | None
-) -> tuple[NDArray[Any], ...]:
+def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Return lexsort's keys, the last one first, for which near-duplicate survives; `rank` by id decides between equals."""
     if config.survivor == "latest":
-        return rank, -words, -fetched, ~preferred
-    if score is not None:
-        return rank, -fetched, -words, -score, ~preferred
-    return rank, -fetched, -words, ~preferred
+        return rank, -facts["words"], -facts["fetched"], ~facts["preferred"]
+    score = (-facts["score"],) if config.survivor == "best_score" else ()
+    return rank, -facts["fetched"], -facts["words"], *score, ~facts["preferred"]
 
 
 def together(component: I64, *order: NDArray[Any]) -> tuple[I64, I64]:
@@ -142,8 +139,7 @@ class Candidates(NamedTuple):
         narrow = table.schema.field("signature").type.byte_width == 4 * config.bands * config.rows
         facts, values = _array(table["facts"], FACTS), _array(table["signature"], np.dtype(np.uint32 if narrow else np.uint64))
         component, rows = (table[name].to_numpy() for name in ("component", "row"))
-        score = facts["score"] if config.survivor == "best_score" else None
-        order = np.lexsort((*preference(config, rows, facts["words"], facts["fetched"], facts["preferred"], score), component))
+        order = np.lexsort((*preference(config, rows, facts), component))
         hashes = _array(table["shingles"], np.dtype(np.uint64))
         start = np.cumsum(facts["shingles"]) - facts["shingles"]
         signatures = values.reshape(len(order), -1)[order]
@@ -202,8 +198,7 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
     filled, rows = np.flatnonzero(facts["shingles"]), np.arange(len(table))
     root = rows.copy()
     root[filled] = filled[components(keys[filled])]
-    score = facts["score"] if config.survivor == "best_score" else None
-    members, bounds = together(root, *preference(config, rows, facts["words"], facts["fetched"], facts["preferred"], score))
+    members, bounds = together(root, *preference(config, rows, facts))
     shingles = lambda places: flat([_slice(blocks, int(row)) for row in members[places]])  # noqa: E731
     return decided(facts[members], signatures[members], bounds, config, shingles).of_rows(members), len(members)
 
