@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -179,7 +179,8 @@ def match(text: Hashed, index: Index) -> Match | None:
     return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], share)
 
 
-class Search(NamedTuple):
+@dataclass(frozen=True)
+class Search:
     """The prompts that texts are searched for: word for word, with changes, and all n-grams without which a text holds none of them."""
 
     index: Index
