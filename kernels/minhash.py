@@ -17,6 +17,7 @@ import numpy as np
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.permutations import I64, U32, U64, permutations
+from puna.kernels.text.characters import longest
 
 Device = Literal["cpu", "cuda"]
 
@@ -70,7 +71,7 @@ def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
 @njit(cache=True, nogil=True)
 def _signatures(h_S: Any, offsets_D1: Any, a_P: Any, b_P: Any) -> Any:
     out = np.full((len(offsets_D1) - 1, len(a_P)), TOP32, dtype=np.uint32)
-    mixed = np.empty(_longest(offsets_D1), dtype=np.uint32)
+    mixed = np.empty(longest(offsets_D1), dtype=np.uint32)
     for d in range(len(out)):
         row = out[d]
         count = offsets_D1[d + 1] - offsets_D1[d]
@@ -94,11 +95,3 @@ def _signatures(h_S: Any, offsets_D1: Any, a_P: Any, b_P: Any) -> Any:
                 row[p] = min(row[p], np.uint32(a_P[p] * h + b_P[p]))
             s += 1
     return out
-
-
-@njit(cache=True, nogil=True)
-def _longest(offsets_D1: Any) -> Any:
-    longest = 0
-    for d in range(len(offsets_D1) - 1):
-        longest = max(longest, offsets_D1[d + 1] - offsets_D1[d])
-    return longest

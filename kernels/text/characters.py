@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,28 +164,37 @@ def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
     return alone
 
 
+@njit(cache=True, nogil=True, inline="always")
+def code_point(data: Any, i: Any) -> Any:
+    """Return the code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
+    if b < np.uint64(0xE0):
+        return ((b & np.uint64(0x1F)) << np.uint64(6)) | second, two
+    third = np.uint64(data[i + two]) & np.uint64(0x3F)
+    if b < np.uint64(0xF0):
+        return ((b & np.uint64(0x0F)) << np.uint64(12)) | (second << np.uint64(6)) | third, three
+    fourth = np.uint64(data[i + three]) & np.uint64(0x3F)
+    return ((b & np.uint64(0x07)) << np.uint64(18)) | (second << np.uint64(12)) | (third << np.uint64(6)) | fourth, np.uint64(4)
+
+
 @njit(cache=True, borrows=True)
 def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
     """Write the code points of the valid UTF-8 in data[first:last] to `codes`; return how many."""
-    at, size = first, 0
-    while at < last:
-        byte = np.uint32(data[at])
-        if byte < 0x80:
-            codes[size] = byte
-            at += 1
-        elif byte < 0xE0:
-            codes[size] = (byte & 0x1F) << 6 | np.uint32(data[at + 1]) & 0x3F
-            at += 2
-        elif byte < 0xF0:
-            codes[size] = (byte & 0x0F) << 12 | (np.uint32(data[at + 1]) & 0x3F) << 6 | np.uint32(data[at + 2]) & 0x3F
-            at += 3
-        else:
-            codes[size] = (
-                (byte & 0x07) << 18
-                | (np.uint32(data[at + 1]) & 0x3F) << 12
-                | (np.uint32(data[at + 2]) & 0x3F) << 6
-                | np.uint32(data[at + 3]) & 0x3F
-            )
-            at += 4
-        size += 1
+    at, stop, size = np.uint64(first), np.uint64(last), 0
+    while at < stop:
+        code, length = np.uint64(data[at]), np.uint64(1)
+        if code >= 0x80:
+            code, length = code_point(data, at)
+        codes[size] = code
+        at, size = at + length, size + 1
     return size
+
+
+@njit(cache=True, borrows=True)
+def longest(offsets: NDArray[np.int64]) -> int:
+    """Return the bytes of the longest of the texts whose beginnings, and the end of the last, are given; 0 of none."""
+    result = 0
+    for n in range(len(offsets) - 1):
+        result = max(result, offsets[n + 1] - offsets[n])
+    return result

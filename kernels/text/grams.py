@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import SYMBOL, code_points, decode, lowered, tables
+from puna.kernels.text.characters import SYMBOL, code_points, decode, longest, lowered, tables
 from puna.kernels.text.hash_table import ONE, contains, mix, table_of
 from puna.kernels.text.strings import buffers
 from puna.kernels.text.unspaced import weights
@@ -92,11 +92,9 @@ def _may_hold(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], flags: NDArray[np.uint16], lower: NDArray[np.uint32], breaks: NDArray[np.int8],
     grams: Sieve,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    texts, longest = len(offsets) - 1, 0
-    for n in range(texts):
-        longest = max(longest, offsets[n + 1] - offsets[n])
-    codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
-    words, result = np.empty(longest, np.uint64), np.empty(texts, np.bool_)
+    texts, room = len(offsets) - 1, longest(offsets)
+    codes, start, stop = np.empty(room, np.uint32), np.empty(room, np.int32), np.empty(room, np.int32)
+    words, result = np.empty(room, np.uint64), np.empty(texts, np.bool_)
     for n in range(texts):
         many = decode(data, offsets[n], offsets[n + 1], codes)
         alone = lowered(codes[:many], lower)

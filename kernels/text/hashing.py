@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
+from puna.kernels.text.hash_table import mix
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
@@ -23,11 +24,6 @@ P3 = np.uint64(0x165667B19E3779F9)
 P4 = np.uint64(0x85EBCA77C2B2AE63)
 P5 = np.uint64(0x27D4EB2F165667C5)
 ONE, TWO, THREE, FOUR, EIGHT = (np.uint64(n) for n in (1, 2, 3, 4, 8))
-
-
-def slice_hashes(data: NDArray[np.uint8], offsets_N1: I64) -> U64:
-    """Return XXH64 of each slice `data[offsets_N1[i] : offsets_N1[i + 1]]`, [N]."""
-    return _slice_hashes(np.ascontiguousarray(data), np.ascontiguousarray(offsets_N1))  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -91,23 +87,28 @@ def xxh64(data: Any, start: Any, stop: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _slice_hashes(data: Any, offsets_N1: Any) -> Any:
+def slice_hashes(data: NDArray[np.uint8], offsets_N1: I64) -> U64:
+    """Return XXH64 of each slice `data[offsets_N1[i] : offsets_N1[i + 1]]`, [N]."""
     out = np.empty(len(offsets_N1) - 1, dtype=np.uint64)
     for i in range(len(out)):
         out[i] = xxh64(data, np.uint64(offsets_N1[i]), np.uint64(offsets_N1[i + 1]))
     return out
 
 
+@njit(cache=True, nogil=True)
+def finished(h: Any) -> Any:
+    """Spread a hash over all 64 bits, as MurmurHash3 does at its end."""
+    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return h ^ (h >> np.uint64(33))
+
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
+@njit(cache=True, nogil=True)
 def document_frequency(hashes_W: U64, words_D1: I64, buckets: int) -> I64:
     """Return the number of documents in which each bucket occurs, int64[buckets]; `buckets` is a power of two."""
-    return _document_frequency(hashes_W, words_D1, buckets)  # type: ignore[no-any-return]
-
-
-@njit(cache=True, nogil=True)
-def _document_frequency(hashes_W: Any, words_D1: Any, buckets: Any) -> Any:
     out, seen = np.zeros(buckets, dtype=np.int64), np.full(buckets, -1, dtype=np.int64)
     mask = np.uint64(buckets - 1)
     for d in range(len(words_D1) - 1):
@@ -119,17 +120,13 @@ def _document_frequency(hashes_W: Any, words_D1: Any, buckets: Any) -> Any:
     return out
 
 
+@njit(cache=True, nogil=True)
 def project(hashes_W: U64, words_D1: I64, weights: NDArray[np.float64], dimensions: int) -> NDArray[np.float32]:
     """Return unit vectors [D, dimensions] of the documents' words; `weights` float64[buckets], the inverse document frequencies.
 
     A word's weight in a document is (1 + log of its count) times its bucket's. A document without weight has a zero vector.
     `dimensions` is a multiple of 64.
     """
-    return _project(hashes_W, words_D1, weights, dimensions)  # type: ignore[no-any-return]
-
-
-@njit(cache=True, nogil=True)
-def _project(hashes_W: Any, words_D1: Any, weights: Any, dimensions: Any) -> Any:
     documents = len(words_D1) - 1
     out = np.zeros((documents, dimensions), dtype=np.float32)
     count = np.zeros(len(weights), dtype=np.int64)
@@ -148,9 +145,7 @@ def _project(hashes_W: Any, words_D1: Any, weights: Any, dimensions: Any) -> Any
             state = np.uint64(b)
             for k in range(0, dimensions, 64):
                 state += GOLDEN
-                bits = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-                bits = bits ^ (bits >> np.uint64(31))
+                bits = mix(state)
                 for j in range(64):
                     vector[k + j] += weight * (1.0 - 2.0 * np.float64((bits >> np.uint64(j)) & np.uint64(1)))
         norm = np.sqrt((vector * vector).sum())

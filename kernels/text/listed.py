@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import cut, decode, tables
+from puna.kernels.text.characters import cut, decode, longest, tables
 from puna.kernels.text.hash_table import bits_of, mix, perhaps, place, table_of
 from puna.kernels.text.strings import buffers
 from puna.kernels.text.unspaced import weights
@@ -27,7 +27,7 @@ class Listed(NamedTuple):
 
 
 def listed(folded: NDArray[np.uint64]) -> Listed:
-    """Return the list of the words with these different hashes, see `words.folded_hashes`."""
+    """Return the list of the words with these different hashes, see `words.Words.folded`."""
     keys = table_of(folded.tolist())
     numbers = np.zeros(len(keys), np.int32)
     for number, value in enumerate(folded):
@@ -49,10 +49,8 @@ def _kinds_held(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
     breaks: NDArray[np.int8], words: Listed, kinds: NDArray[np.int64], count: int,
 ) -> NDArray[np.int64]:  # fmt: skip
-    texts, longest = len(offsets) - 1, 0
-    for n in range(texts):
-        longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
-    codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
+    texts, room = len(offsets) - 1, min(longest(offsets), characters)
+    codes, start, stop = np.empty(room, np.uint32), np.empty(room, np.int32), np.empty(room, np.int32)
     result, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # in which text a word was seen last
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)

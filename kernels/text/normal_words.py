@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.hashing import I64, U64, xxh64
+from puna.kernels.text.characters import code_point
+from puna.kernels.text.hashing import I64, P1, P2, U64, finished, xxh64
 
 SPACE = np.uint8(32)
 
@@ -118,20 +119,6 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
     return out[:first], out_D1, begins[:w], words_D1
 
 
-@njit(cache=True, nogil=True, inline="always")
-def code_point(data: Any, i: Any) -> Any:
-    """Return the code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
-    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
-    b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
-    if b < np.uint64(0xE0):
-        return ((b & np.uint64(0x1F)) << np.uint64(6)) | second, two
-    third = np.uint64(data[i + two]) & np.uint64(0x3F)
-    if b < np.uint64(0xF0):
-        return ((b & np.uint64(0x0F)) << np.uint64(12)) | (second << np.uint64(6)) | third, three
-    fourth = np.uint64(data[i + three]) & np.uint64(0x3F)
-    return ((b & np.uint64(0x07)) << np.uint64(18)) | (second << np.uint64(12)) | (third << np.uint64(6)) | fourth, np.uint64(4)
-
-
 def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
     """Return XXH64 of every run of `width` words (separated by single spaces) of each document; hashes_S and their offsets_D1.
 
@@ -157,19 +144,12 @@ def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, widt
     return hashes, out_D1
 
 
-def widened(hashes_S: U64, words: int) -> U64:
-    """Return hashes of the shingles of twice `words` words, from those of `words` words in text order; [S - words]."""
-    return _widened(hashes_S, words)  # type: ignore[no-any-return]
-
-
 @njit(cache=True, nogil=True)
-def _widened(hashes_S: Any, words: Any) -> Any:
+def widened(hashes_S: Any, words: Any) -> Any:
+    """Return hashes of the shingles of twice `words` words, from those of `words` words in text order; [S - words]."""
     if len(hashes_S) <= words:
         return hashes_S.copy()
     out = np.empty(len(hashes_S) - words, dtype=np.uint64)
     for s in range(len(out)):
-        h = (hashes_S[s] * np.uint64(0x9E3779B185EBCA87)) ^ (hashes_S[s + words] * np.uint64(0xC2B2AE3D27D4EB4F))
-        h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-        h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-        out[s] = h ^ (h >> np.uint64(33))
+        out[s] = finished((hashes_S[s] * P1) ^ (hashes_S[s + words] * P2))
     return out

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import code_points
+from puna.kernels.text.characters import code_point, code_points
 from puna.kernels.text.street_hints import beside_a_street
 from puna.kernels.text.strings import readonly
 
@@ -147,12 +147,9 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
                 results |= _of_sign(data, first, at, last, roles)
                 at += 1
             elif role & IS_WIDE:
-                size = 2 if data[at] < 0xE0 else 3 if data[at] < 0xF0 else 4
-                code = np.int64(data[at]) & (0x3F >> (size - 1))
-                for i in range(at + 1, min(at + size, last)):
-                    code = code << 6 | np.int64(data[i]) & 0x3F
-                results |= OTHER_DIGITS * (code < len(wide) and wide[code])
-                at += size
+                code, size = code_point(data, np.uint64(at))
+                results |= OTHER_DIGITS * (code < np.uint64(len(wide)) and wide[code])
+                at += np.int64(size)
             else:
                 start = at
                 while at < last and roles[data[at]] & IS_DIGIT:

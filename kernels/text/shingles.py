@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import JOINERS, SINGLE, decode, tables
+from puna.kernels.text.characters import JOINERS, SINGLE, decode, longest, tables
 from puna.kernels.text.normal_words import SPACE, Table, Words, normal_words
 from puna.kernels.text.unspaced import weights
 from puna.kernels.text.words import split, split_ranges
@@ -59,10 +59,7 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
 
     What lies beyond a space decides nothing, so that only words with such letters are parted.
     """
-    documents = len(offsets_D1) - 1
-    most = np.int64(0)
-    for d in range(documents):
-        most = max(most, offsets_D1[d + 1] - offsets_D1[d])
+    documents, most = len(offsets_D1) - 1, longest(offsets_D1)
     out = np.empty(len(data) + 2 * room, np.uint8)
     out_begins = np.empty(len(begins) + 2 * room, np.int32)
     out_D1, out_words_D1 = np.zeros(documents + 1, np.int64), np.zeros(documents + 1, np.int64)
@@ -140,10 +137,3 @@ def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
     bounds = np.searchsorted(begins, offsets)
     begins -= np.repeat(offsets[:-1], np.diff(bounds))
     return Words(data, offsets, begins.astype(np.int32), bounds)
-
-
-def packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the UTF-8 bytes of all texts one after another, and where each begins (and the last ends)."""
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    offsets = np.cumsum([0, *map(len, encoded)]).astype(np.int64)
-    return np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets

@@ -16,10 +16,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import cut, decode
+from puna.kernels.text.characters import cut, decode, longest
 from puna.kernels.text.listed import Listed, kinds_held, listed
 from puna.kernels.text.strings import buffers
-from puna.kernels.text.words import folded_hashes
+from puna.kernels.text.words import words_listed
 
 SEEDS = Path(__file__).parent / "data" / "reasoning.txt"
 NEWLINE, BACKSLASH = 10, 92
@@ -53,7 +53,7 @@ FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 def reasoning_words() -> Listed:
     """Return the words of deduction of all languages."""
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return listed(np.unique(np.concatenate([folded_hashes(line.partition(":")[2].split()) for line in lines])))
+    return listed(np.unique(np.concatenate([words_listed(line.partition(":")[2].split()).folded for line in lines])))
 
 
 def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
@@ -66,10 +66,8 @@ def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technic
 @njit(cache=True)
 def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
     """Return the first three numbers of `Technical` of each text, int64[texts, 3]."""
-    texts, longest = len(offsets) - 1, 0
-    for n in range(texts):
-        longest = max(longest, min(offsets[n + 1] - offsets[n], characters))
-    codes, result = np.empty(longest, np.uint32), np.zeros((texts, 3), np.int64)
+    texts = len(offsets) - 1
+    codes, result = np.empty(min(longest(offsets), characters), np.uint32), np.zeros((texts, 3), np.int64)
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
         result[n, 0], result[n, 1] = code_lines(codes[:many])

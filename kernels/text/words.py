@@ -294,18 +294,8 @@ def split(text: str) -> list[str]:
     return [text[a:b] for a, b in zip(words.start.tolist(), words.stop.tolist(), strict=True)]
 
 
-def exact_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
-    """Return the hash of each word, as in `Words.hash`; raise ValueError if an entry is not one word."""
-    return _each(vocabulary).hash
-
-
-def folded_hashes(vocabulary: list[str]) -> NDArray[np.uint64]:
-    """Return the hash of each word, as in `Words.folded`; raise ValueError if an entry is not one word."""
-    return _each(vocabulary).folded
-
-
-def _each(vocabulary: list[str]) -> Words:
-    """Return the words of a list, one for each entry."""
+def words_listed(vocabulary: list[str]) -> Words:
+    """Return the words of a list, one for each entry; raise ValueError if an entry is not one word."""
     words = split_codes(code_points("\n".join(vocabulary)))
     ends = np.cumsum([len(entry) + 1 for entry in vocabulary], dtype=np.int64)
     counts = np.bincount(np.searchsorted(ends, words.start, side="right"), minlength=len(vocabulary))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import ALPHANUMERIC, BREAK, DECIMAL, SPACE, UPPER, tables
+from puna.kernels.text.characters import ALPHANUMERIC, BREAK, DECIMAL, SPACE, UPPER, code_point, tables
 from puna.kernels.text.code_lines import CODE_MARKS, CODE_SIGNS, looks_like_code, may_be_code
 
 I64 = NDArray[np.int64]
@@ -126,14 +126,11 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
     code: Any
     while at < last:
         here = at
-        code = np.uint32(data[at])
+        code = np.uint64(data[at])
         at += 1
         if code >= 0x80:
-            more = 1 if code < 0xE0 else 2 if code < 0xF0 else 3
-            code &= np.uint32(0x3F >> more)
-            for _ in range(more):
-                code = code << np.uint32(6) | np.uint32(data[at]) & np.uint32(0x3F)
-                at += 1
+            code, width = code_point(data, np.uint64(here))
+            at = int(here + np.int64(width))
         kind = kinds[code]
         if kind & IS_BREAK:
             break

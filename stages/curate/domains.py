@@ -72,10 +72,10 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
     from puna.kernels.text.listed import listed
-    from puna.kernels.text.words import folded_hashes
+    from puna.kernels.text.words import words_listed
 
     types, owner = seed_words()
-    return Lexicon(types, listed(folded_hashes(list(owner))), np.array(list(owner.values()), np.int64))
+    return Lexicon(types, listed(words_listed(list(owner)).folded), np.array(list(owner.values()), np.int64))
 
 
 def looked_at(text: str) -> NDArray[np.int64]:

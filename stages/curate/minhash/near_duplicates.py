@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.hashing import I64, U64, slice_hashes
-from puna.kernels.text.normal_words import _widened
+from puna.kernels.text.normal_words import widened
 
 GROWTH = 1.25
 
@@ -24,7 +24,7 @@ def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
     data = used.view(np.uint8).reshape(-1)
     step = rows * used.dtype.itemsize
     offsets = np.arange(0, len(data) + 1, step, dtype=np.int64) if len(data) else np.zeros(1, dtype=np.int64)
-    return slice_hashes(data, offsets).reshape(len(used), bands)
+    return slice_hashes(data, offsets).reshape(len(used), bands)  # type: ignore[no-any-return]
 
 
 def edges(keys_D: U64) -> I64:
@@ -308,7 +308,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
     """
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
-        first, second = _widened(first, width), _widened(second, width)
+        first, second = widened(first, width), widened(second, width)
         one, two = distinct(first), distinct(second)
         own, other = len(one), len(two)
         similarity = _similarity(common(one, two), own, other, criteria.containment)
@@ -322,4 +322,4 @@ def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
     """True if fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
-    return len(distinct(_widened(sequence, width))) > GROWTH * own
+    return len(distinct(widened(sequence, width))) > GROWTH * own

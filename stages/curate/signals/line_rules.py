@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import BREAK, DECIMAL, PUNCTUATION, SPACE, TERMINAL
 from puna.kernels.text.hash_table import bits_of, emptied, mix, perhaps, place, slot_of, table_of
-from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, folded_hashes, split_ranges
+from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, split_ranges, words_listed
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
 from puna.stages.curate.signals.gopher import I32, U8, U16, U32, U64, stripped
@@ -310,10 +310,10 @@ def listed_phrases() -> Phrases:
     begins = set()
     for kind, *words in entries("notices.txt"):
         value = 0
-        for folded in folded_hashes(words).tolist():
+        for folded in words_listed(words).folded.tolist():
             value = (value * int(BASE) + folded) % 2**64
         results[value] = NOTICE if kind == "notice" else LEGAL if SPEAKERS.isdisjoint(words) else SPOKEN
-        begins.add(folded_hashes(words[:1])[0])
+        begins.add(words_listed(words[:1]).folded[0])
     keys = table_of(results)
     kinds = np.zeros(len(keys), np.uint8)
     for value, number in results.items():

@@ -15,7 +15,7 @@ from puna.kernels.text.hash_table import bits_of, cleared, contains, emptied, mi
 from puna.kernels.text.strings import buffers
 from puna.kernels.text.technical import code_lines
 from puna.kernels.text.unspaced import weights
-from puna.kernels.text.words import describe, exact_hashes, folded_hashes, powers, prefix_hashes, split_ranges
+from puna.kernels.text.words import describe, powers, prefix_hashes, split_ranges, words_listed
 from puna.stages.contract import SIGNALS
 from puna.stages.curate.signals import definitions
 from puna.stages.curate.signals.definitions.views import entries
@@ -76,13 +76,13 @@ def vocabulary() -> Vocabulary:
     """Return the tables, made once per process."""
     bits: dict[int, int] = {}
     for language, (_, *words) in enumerate(entries("stop_words.txt")):
-        for value in exact_hashes(words).tolist():
+        for value in words_listed(words).hash.tolist():
             bits[value] = bits.get(value, 0) | 1 << language
     stop_keys = table_of(bits)
     stop_languages = np.zeros(len(stop_keys), np.uint64)
     for value, languages in bits.items():
         stop_languages[place(stop_keys, np.uint64(mix(np.uint64(value))))] = languages
-    folded = folded_hashes([word for words in entries("dirty_words.txt") for word in words]).tolist()
+    folded = words_listed([word for words in entries("dirty_words.txt") for word in words]).folded.tolist()
     flags, lower = tables()
     return Vocabulary(flags, lower, weights(), stop_keys, stop_languages, table_of(folded), bits_of(folded), listed_phrases())
 
@@ -163,7 +163,7 @@ def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
     """Return `OwnWords.keys` and `salts`; all parts of a corpus have one."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     try:
-        keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in folded_hashes(list(words))]
+        keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in words_listed(list(words)).folded]
     except ValueError as error:
         raise PunaError(f"heuristics: the stop words of the table of languages: {error}") from error
     return table_of(keys), salts

@@ -12,6 +12,7 @@ import pytest
 
 from puna.kernels.text import shingles
 from puna.kernels.text.shingles import normalized
+from puna.kernels.text.strings import buffers
 from puna.stages.contract import execute
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
 from puna.storage import PunaError, Store
@@ -249,8 +250,8 @@ def test_the_table_of_characters_and_the_words_of_normal_texts():
     generator = np.random.default_rng(0)
     texts = ["", "a", *(" ".join(words(generator, int(n))) for n in generator.integers(0, 9, 20)), "", "これは b", "", "ガx日本2語 é", "ที่ดิน ของเขา",
              "one “two” 日本語が three&more", "नमस्ते दुनिया, ๆที่ดิน"]  # fmt: skip
-    made = shingles.words_of(*shingles.packed([normalized(text) for text in texts]))
-    expected = shingles.normal(*shingles.packed(texts))
+    made = shingles.words_of(*buffers(pa.array([normalized(text) for text in texts])))
+    expected = shingles.normal(*buffers(pa.array(texts)))
     assert all(np.array_equal(one, other) for one, other in zip(made, expected, strict=True))
 
 
