@@ -52,11 +52,17 @@ def remark(text: str) -> dict[str, Any]:
     return {"event": "said", "text": text}
 
 
+def line(text: str) -> dict[str, Any]:
+    """Return an event that holds a line of the log of another process."""
+    return {"event": "line", "text": text}
+
+
 @dataclass(frozen=True)
 class RunLog:
     """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` if its process just ended.
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
+    `lines`: what other processes than the first wrote to standard error.
     """
 
     name: str
@@ -67,6 +73,7 @@ class RunLog:
     opened: datetime | None
     closed: datetime | None
     about: dict[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
     @property
     def project(self) -> str:
@@ -89,9 +96,11 @@ class RunLog:
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
         """Return the log in some events. Events that this version does not know are left out."""
         names = {one.name for one in fields(Made)}
-        last, steps, times = {}, [], []
+        last, steps, times, lines = {}, [], [], []
         for event in events:
-            if "event" in event:
+            if event.get("event") == "line":
+                lines.append(str(event["text"]))
+            elif "event" in event:
                 last[str(event["event"])] = event
             elif names <= set(event):
                 steps.append(Made(**{name: event[name] for name in names}))
@@ -102,4 +111,4 @@ class RunLog:
         flow, error = (str(last.get(event, {}).get(name, "")) for event, name in (("started", "flow"), ("failed", "error")))
         error = CRASHED if state == "crashed" else error
         about = {name: value for name, value in last.get("started", {}).items() if name not in ("event", "flow", "time")}
-        return cls(name, flow, state, error, tuple(steps), times[0] if times else None, times[-1] if times else None, about)
+        return cls(name, flow, state, error, tuple(steps), times[0] if times else None, times[-1] if times else None, about, tuple(lines))

@@ -14,7 +14,7 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from puna.flows.engine.console import summary
+from puna.flows.engine.console import summary, tee_stderr
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.html.markup import size
 from puna.flows.report.why import fate
@@ -158,7 +158,8 @@ def leads(processes: int, modules: list[str] | None = None) -> bool:
 
         load_stages()
         import_modules(modules)
-        ranks.follow(following.do)
+        with tee_stderr(ranks.tell):
+            ranks.follow(following.do)
     return not ranks.follows()
 
 

@@ -116,6 +116,7 @@ class Session:
             outcome = perform(stage, config, given, self.store, on_start=started, **how)
         except BaseException as error:
             with self._lock:
+                self._hear()
                 self.console.broken(step)
                 self.reporter.broken(notice, error)
             raise
@@ -123,12 +124,19 @@ class Session:
         if uncompiled is not None and not outcome.reused and artifact.rows():
             uncompiled.touch()
         with self._lock:
+            self._hear()
             self.store.record(self.run, runs.Made(step, stage.name, artifact.kind, artifact.key, outcome.reused, outcome.seconds).event())
             self.outcomes.append((step, outcome))
             self.unfinished.pop(step, None)
             self.console.finished(step, outcome)
             self.reporter.finished(notice, outcome)
         return outcome
+
+    def _hear(self) -> None:
+        """Log what other processes that run stages wrote."""
+        for line in ranks.heard():
+            self.reporter.log(line, logging.WARNING)
+            self.store.record(self.run, runs.line(line))
 
     def refresh(self) -> None:
         """Update the store's `puna.duckdb`; a failure does not fail the finished run."""
@@ -182,6 +190,7 @@ def session(
             about = {**(parameters or {}), "title": title or flow, "project": store.project} | ({"flow_run": flow_run} if flow_run else {})
             store.record(run, runs.started(flow, **about, commit=commit(), versions=dict(versions())))
             yield opened
+            opened._hear()
             store.record(run, runs.finished())
             ending = ("COMPLETED", None)
             if report:

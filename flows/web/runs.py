@@ -30,6 +30,7 @@ from puna.storage.runs import RunLog
 
 MOST_RUNS = 50
 MOST_PLOTS = 12
+MOST_LINES = 500
 LOOKED_SECONDS = 1.0
 """Time between two looks at the run of an open page."""
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -189,6 +190,7 @@ def run_page(site: Here, name: str) -> str:
         tag("div", links, class_="buttons"),
         section("steps", "Steps", None, steps_view(run.steps)),
         section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
+        section("processes", "Other processes", "What they wrote.", tag("pre", "\n".join(log.lines[-MOST_LINES:]))) if log.lines else None,
         section("lineage", "Lineage", "What was made of what.", lineage_view(run)),
         live=f"/puna/events/{log.name}?since={since}" if log.state == "at work" else None, lead=tag("code", log.name),
     )  # fmt: skip

@@ -30,6 +30,8 @@ T = TypeVar("T")
 RESTARTS = 3
 """Times that all processes are started again after one was killed; they go on from the last state."""
 PATIENCE = timedelta(seconds=20)
+WAITING = "[c10d] waitForInput"
+"""What torch warns of in each `PATIENCE` in which no job comes."""
 LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error says more, may end first."""
 END = "end"
@@ -104,6 +106,32 @@ def _last_words() -> str:
     told = {rank: f"words-{rank}" for rank in range(1, count())}
     words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no word" for rank, key in told.items()]
     return "; ".join(words) + f" (a rank without a word hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
+
+
+_lines: dict[int, int] = {}
+
+
+def tell(line: str) -> None:
+    """Send rank 0 a line of this process's log."""
+    from puna.models.training.parallel import mesh
+
+    rank = int(os.environ["RANK"])
+    if WAITING in line:
+        return
+    _lines[rank] = _lines.get(rank, 0) + 1
+    mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
+
+
+def heard() -> list[str]:
+    """Return the lines that the other ranks have told rank 0 since it last asked."""
+    from puna.models.training.parallel import mesh
+
+    lines = []
+    for rank in range(1, count()):
+        while mesh.store().check([key := f"line-{rank}-{_lines.get(rank, 0) + 1}"]):
+            _lines[rank] = _lines.get(rank, 0) + 1
+            lines.append(f"rank {rank}: {mesh.store().get(key).decode()}")
+    return lines
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:

@@ -80,6 +80,19 @@ def test_a_run_shows_its_steps_and_what_was_reused(client: TestClient, store: St
     assert made.id in said and "reused" in said and "1, 1 reused" in said
 
 
+def test_a_run_shows_what_other_processes_wrote(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of a step are in the run's log once it has ended, those of a failed one too; a run without any has no such section."""
+    waiting = iter((["rank 1: <loads>"], ["rank 1: ends"], []))
+    monkeypatch.setattr("puna.stages.executors.ranks.heard", lambda: next(waiting))
+    with session(store, flow="prompts", workers=1, json=True) as now:
+        now.perform(prompts, PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2), {}, "prompts")
+        with pytest.raises(PunaError):
+            now.perform(select, SelectConfig(), {}, "select")
+    assert store.log(now.run).lines == ("rank 1: <loads>", "rank 1: ends") and store.log(now.run).state == "finished"
+    pages = [TestClient(application(store, prefect=None, auth="")).get(f"/run/{name}").text for name in (now.run, store.runs()[0])]
+    assert "rank 1: &lt;loads&gt;\nrank 1: ends" in pages[0] and ["Other processes" in page for page in pages] == [True, False]
+
+
 def test_a_page_that_is_past_by_the_time_it_listens_is_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     class Listener:
         left = 2

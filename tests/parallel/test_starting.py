@@ -66,6 +66,30 @@ def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(capfd: py
     assert "; rank 1: ValueError: no room for sft; rank 2: no word (a rank without a word hangs, which the others notice after 0:00:03" in line
 
 
+TOLD = """
+import sys, time
+from puna.flows.engine.console import tee_stderr
+from puna.stages.executors import ranks
+ranks.join()
+if ranks.follows():
+    with tee_stderr(ranks.tell):
+        ranks.follow(lambda job: print(f"one\\ntwo of {job['stage']}", file=sys.stderr, flush=True))
+else:
+    with ranks.together({"stage": "sft"}):
+        lines, until = [], time.monotonic() + 60
+        while len(lines) < 4 and time.monotonic() < until:
+            lines += ranks.heard()
+    ranks.finish()
+    print(sorted(lines))
+"""
+
+
+def test_lines_of_other_ranks_reach_the_first_one(capfd: pytest.CaptureFixture[str]):
+    assert processes.start([sys.executable, "-c", TOLD], 3) == 0
+    lines = [f"rank {rank}: {line}" for rank in (1, 2) for line in ("one", "two of sft")]
+    assert capfd.readouterr().out.splitlines()[-1] == str(lines)
+
+
 ALONE = """
 import datetime, sys
 from puna.models.training.parallel import mesh
