@@ -100,23 +100,12 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops / layout.processes
     steps = len(rows) * config.answers / together * config.max_tokens
     return {
-        "model": model.id,
-        "device": gpu or "this CPU",
-        "layout": str(layout),
-        "prompts": len(rows),
-        "mean_prompt_tokens": mean,
-        "longest_prompt_tokens": longest,
-        "answers": len(rows) * config.answers,
-        "weight_bytes": weights,
-        "cache_bytes_per_token": token,
-        "cache_bytes": at_once * each,
-        "answers_at_once": together,
-        "bound_by": "memory" if step.memory > step.operations else "operations",
-        "most_tokens_per_second": together / seconds,
-        "least_step_seconds": seconds,
-        "least_prompt_seconds": reading,
+        "model": model.id, "device": gpu or "this CPU", "layout": str(layout), "prompts": len(rows), "mean_prompt_tokens": mean,
+        "longest_prompt_tokens": longest, "answers": len(rows) * config.answers, "weight_bytes": weights, "cache_bytes_per_token": token,
+        "cache_bytes": at_once * each, "answers_at_once": together, "bound_by": "memory" if step.memory > step.operations else "operations",
+        "most_tokens_per_second": together / seconds, "least_step_seconds": seconds, "least_prompt_seconds": reading,
         "least_seconds": reading + steps * seconds,
-    }
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -263,23 +252,13 @@ def _phase(
         ranked = best_layouts(config, Work(phase.full_rows, row, at_once, precision, moments=moments), gpus, data_sheet(gpu))
         seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _described(ranked, gpu, gpus)}
     return {
-        "name": phase.name,
-        "steps": phase.steps,
-        "tokens_per_step": sum(step),
-        "tokens": round(sum(step) * steps),
-        "flops": flops * steps,
-        "flops_per_token": flops / sum(step),
-        "arithmetic_intensity": accounting.intensity(config, step, precision),
-        "activation_bytes": accounting.activation_bytes(config, at_once, precision),
-        "peak_bytes": peak - resting + resting // gpus,
-        "peak_bytes_checkpointing": checkpointing - resting + resting // gpus,
-        **layouts,
-        "seconds_per_step": seconds,
-        "share_of_matrices": time.matrices / time.total,
-        "share_of_attention": time.attention / time.total,
-        "share_of_memory": time.memory / time.total,
-        "seconds": seconds * steps,
-    }
+        "name": phase.name, "steps": phase.steps, "tokens_per_step": sum(step), "tokens": round(sum(step) * steps), "flops": flops * steps,
+        "flops_per_token": flops / sum(step), "arithmetic_intensity": accounting.intensity(config, step, precision),
+        "activation_bytes": accounting.activation_bytes(config, at_once, precision), "peak_bytes": peak - resting + resting // gpus,
+        "peak_bytes_checkpointing": checkpointing - resting + resting // gpus, **layouts, "seconds_per_step": seconds,
+        "share_of_matrices": time.matrices / time.total, "share_of_attention": time.attention / time.total,
+        "share_of_memory": time.memory / time.total, "seconds": seconds * steps,
+    }  # fmt: skip
 
 
 def _described(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:

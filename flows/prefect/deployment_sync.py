@@ -19,10 +19,7 @@ TAG = "puna"
 PAGE = 200
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 STOPPED = "stopped; what is finished is kept"
-OUTCOMES = {
-    "finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None),
-    "stopped": ("CANCELLED", STOPPED),
-}  # fmt: skip
+OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None), "stopped": ("CANCELLED", STOPPED)}
 """What a server should say of a run that the store knows to be over."""
 SETTLED_AFTER = 8
 """Forms that a busy server may take many seconds for, before runs of which nobody tells are looked at a second time."""
@@ -42,11 +39,8 @@ class DeploymentSync:
         self._plain = {offer.title: flow.parameters.model_dump(exclude_unset=True) for offer, flow in offered}
         self._lasting = {
             offer.title: {
-                "description": description(offer, linked=linked),
-                "tags": [TAG, offer.group],
-                "parameters": {**defaults(offer), "store": store.uri},
-                "entrypoint": _entrypoint(offer),
-                "enforce_parameter_schema": True,
+                "description": description(offer, linked=linked), "tags": [TAG, offer.group],
+                "parameters": {**defaults(offer), "store": store.uri}, "entrypoint": _entrypoint(offer), "enforce_parameter_schema": True,
             }
             for offer, _ in offered
         }

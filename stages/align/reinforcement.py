@@ -168,11 +168,9 @@ def _optimize(
         answered = watch, groups, _keep(rows, prompt_ids, tokenizer, run), turns
         log = drive(
             Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
-            *([valuing] if valuing is not None else []),
-            checkpoint_dir=run.scratch / CHECKPOINTS,
-            on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"),
-            rate_scales=scales,
-        )
+            *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
+            on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
+        )  # fmt: skip
     if scorer is not None:
         scorer.failures = json.loads(groups.sampler(json.dumps(scorer.failures)))
         scorer.report()
