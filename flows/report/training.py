@@ -131,7 +131,7 @@ def curve(name: str, steps: Sequence[float | None], values: Sequence[float | Non
     """Return one logged number over the steps; a long noisy one also smoothed, over its own faint self."""
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
-    if len(points) < SMOOTHED_FROM or name in ("learning_rate", "kl_coefficient"):
+    if len(points) < SMOOTHED_FROM or name == "learning_rate":
         return Plot(words.capitalize(), "step", words, {words: points})
     smooth = smoothed(points)
     return Plot(

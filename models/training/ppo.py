@@ -30,7 +30,7 @@ from puna.models.training.parallel.groups import Groups
 from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.state import Saver, check_identity
-from puna.models.training.trainer import abandoning
+from puna.models.training.trainer import between_layers
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
@@ -57,15 +57,6 @@ class Group:
         return len(self.prompt) + len(self.logprobs)
 
 
-def adapt_kl(coefficient: float, kl: float, target: float, answers: int, horizon: float) -> float:
-    """Return the next KL coefficient: raised while `kl` is above its target (Ziegler et al. 2019, section 2.2).
-
-    ``coefficient * (1 + clamp(kl / target - 1, -0.2, 0.2) * answers / horizon)``
-    """
-    error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return coefficient * (1.0 + error * answers / horizon)
-
-
 def train_ppo(
     rollouts: Rollouts[PpoSettings], critic: Transformer, checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None, rate_scales: Mapping[str, float] | None = None,
@@ -75,14 +66,14 @@ def train_ppo(
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
     score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
     reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
-    computed), what `watch` gives in these rollouts, kl_coefficient, clip_fraction,
+    computed), what `watch` gives in these rollouts, clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
 
     With `checkpoint_dir` the state is kept after each rollout and as `Saver` says, and a run that finds one goes on from it. `rate_scales`
     multiplies the learning rate of the policy's parameters that it names.
     """
     config = rollouts.config
-    objective = Ppo(config.clip, config.entropy_weight, config.temperature, dual_clip=config.dual_clip)
+    objective = Ppo(config.clip, config.entropy_weight, config.temperature)
     parts: Parts = {
         "policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales),
         "critic": (critic, Value(config.value_clip), config.critic_learning_rate, None),
@@ -97,9 +88,8 @@ def train_ppo(
         rewards = rewards - config.unfinished_penalty * (1.0 - sampled.finished)
         with torch.no_grad():
             values = torch.cat(by_group(critic, token_values, sampled.asked, sampled.answers, config.compute.micro_batch_tokens))
-        kl = numbers["kl_coefficient"]
         given = sampled.logprobs, sampled.reference, values, rewards, sampled.lengths
-        raw, returns = advantages(*given, kl=kl, gamma=config.gamma, lam=config.lam)
+        raw, returns = advantages(*given, kl=config.kl_coefficient, gamma=config.gamma, lam=config.lam)
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
     return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
@@ -117,14 +107,14 @@ def train_grpo(
     """
     config = rollouts.config
     objective = Ppo(
-        config.clip, config.entropy_weight, config.temperature, config.clip_high, config.dual_clip, config.surrogate, config.ratio,
-        config.normalizer, config.max_tokens,
+        config.clip, config.entropy_weight, config.temperature, config.clip_high, config.surrogate, config.ratio, config.normalizer,
+        config.max_tokens,
     )  # fmt: skip
     parts: Parts = {"policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales)}
 
     def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
         kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
-        rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - numbers["kl_coefficient"] * kl
+        rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - config.kl_coefficient * kl
         none = torch.zeros_like(sampled.logprobs)
         if config.credit == "steps":
             rows = zip(sampled.parts["steps"], sampled.flat, rewards.tolist(), strict=True)
@@ -172,7 +162,7 @@ def _train(
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
         if ranks.processes == 1:  # the critic's updates end: the policy's before them are done
-            stack.enter_context(abandoning(saver, (rollouts.policy, rollouts.reference)))
+            stack.enter_context(between_layers((rollouts.policy, rollouts.reference), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             started = time.perf_counter()
             for trainer in trainers.values():
@@ -188,7 +178,7 @@ def _train(
             started = time.perf_counter()
             state.sampled = source.take() if stale and rollout < config.rollouts else None
             state.begun.row["seconds"] += time.perf_counter() - started
-            log.append(_finish(state.begun, config, state.numbers, rollout))
+            log.append(_finish(state.begun, rollout))
             check_skips(log, 2)
             state.begun = None
             saver.stepped(now=True)
@@ -246,7 +236,7 @@ def _begin(
     by_token = {"mask": sampled.mask, "logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
     rollouts.keep(len(state.log) + 1, _rows(sampled, weights))
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
-    row = _summary(sampled, groups, numbers, "critic" in trainers, getattr(rollouts.config, "turns", 1) > 1)
+    row = _summary(sampled, groups, "critic" in trainers, getattr(rollouts.config, "turns", 1) > 1)
     row |= {"version": sampled.version, "staleness": len(state.log) - sampled.version}
     return Begun(groups, row | {"seconds": time.perf_counter() - started}, {who: [] for who in trainers})
 
@@ -302,18 +292,15 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     rollout_state.row["seconds"] += time.perf_counter() - started
 
 
-def _finish(begun: Begun, config: RolloutSettings, numbers: dict[str, float], rollout: int) -> Row:
-    """Return the row of a rollout, means over its updates; set `numbers` for the next rollout."""
+def _finish(begun: Begun, rollout: int) -> Row:
+    """Return the row of a rollout, means over its updates."""
     mean = {who: {name: sum(row[name] for row in some) / len(some) for name in some[0]} for who, some in begun.rows.items()}
     rows = [row for some in begun.rows.values() for row in some]
-    policy, critic, row = mean["policy"], mean.get("critic"), begun.row
-    if config.kl_target is not None:
-        answers = sum(len(group.answers) for group in begun.groups)
-        numbers["kl_coefficient"] = adapt_kl(numbers["kl_coefficient"], row["kl"], config.kl_target, answers, config.kl_horizon)
+    policy, critic = mean["policy"], mean.get("critic")
     columns = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
     return {
         "step": rollout,
-        **row,
+        **begun.row,
         **{name: policy[name] for name in columns},
         "tokens": sum(int(row["tokens"]) for row in rows),
         "skipped": int(all(row["skipped"] for row in rows)),
@@ -327,7 +314,7 @@ def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
     return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 
-def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float], critic: bool, several: bool) -> Row:
+def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: bool) -> Row:
     values = torch.cat([group.values for group in groups])
     returns = torch.cat([group.returns for group in groups])
     spread = float(returns.var(correction=0))
@@ -336,7 +323,6 @@ def _summary(sampled: Sampled, groups: Sequence[Group], numbers: dict[str, float
         "score": sampled.score,
         **({} if sampled.kl is None else {"kl": sampled.kl}),
         **sampled.watched,
-        "kl_coefficient": numbers["kl_coefficient"],
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
         "unequal_prompts": sampled.unequal,
         "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
@@ -367,7 +353,7 @@ def _resume(folder: Path | None, trainers: dict[str, Trainer], identity: dict[st
     own = {f"{who}.{name}": tensor for who, trainer in trainers.items() for name, tensor in trainer.tensors().items()}
     state = None if folder is None else trainers["policy"].parallel.load_state(folder, own, {})
     if state is None:
-        return State({"kl_coefficient": config.kl_coefficient, "score_mean": 0.0, "score_scale": 1.0}, [])
+        return State({"score_mean": 0.0, "score_scale": 1.0}, [])
     tensors, record = state
     check_identity(folder, record, identity)
     for who, trainer in trainers.items():

@@ -48,12 +48,13 @@ WATCHED = 8
 
 
 class Sampled(NamedTuple):
-    """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token.
+    """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
-    `reference`: log-probs [N], 0 at the tokens of replies. `kl`: nats per answer to the reference, whose log-probs are the policy's own,
-    and count for nothing, if it is None. `score` and `unequal`: the mean score, and the share of prompts whose answers differ in reward,
-    of all that was drawn, which `resample` chose from. `version`: the rollouts on which the weights that answered had been trained.
-    `parts` of the scores, [A] each, by name, and the answers' `steps`: where each ends, in tokens, and its reward.
+    `mask`: True at the policy's own tokens; `logprobs` and those of the `reference` are 0 elsewhere. `kl`: nats per answer to the
+    reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and `unequal`: the mean score, and the
+    share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from. `version`: the rollouts on which
+    the weights that answered had been trained. `parts` of the scores, [A] each, by name, and the answers' `steps`: where each ends, in
+    tokens, and its reward.
     """
 
     asked: list[list[int]]
@@ -77,22 +78,18 @@ class Sampled(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """[A] tokens of each answer, those of replies included."""
         return torch.tensor([len(one.tokens) for one in self.flat])
 
     @property
     def finished(self) -> Tensor:
-        """[A] 1.0 if the answer ended by itself."""
         return torch.tensor([float(one.finished) for one in self.flat])
 
     @property
     def logprobs(self) -> Tensor:
-        """[N] log-probs, 0 at the tokens of replies."""
         return torch.tensor([value for one in self.flat for value in one.logprobs])
 
     @property
     def mask(self) -> Tensor:
-        """[N] True at the policy's own tokens."""
         return torch.tensor([own for one in self.flat for own in one.mask])
 
     def text(self) -> str:

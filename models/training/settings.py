@@ -288,17 +288,8 @@ class RolloutSettings(Settings):
     optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.999), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
     clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Times that a bad answer's token counts at most, however much likelier it has become; null: no such bound"
-    )
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
-    kl_coefficient: float = Field(
-        0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token; its start where kl_target is set"
-    )
-    kl_target: float | None = Field(
-        None, gt=0, description="KL to the reference that the penalty is steered to, nats per answer; null: fixed penalty"
-    )
-    kl_horizon: float = Field(10_000.0, gt=0, description="Answers over which the penalty is steered")
+    kl_coefficient: float = Field(0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token")
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that of every log-probability")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
@@ -319,8 +310,6 @@ class RolloutSettings(Settings):
     def _consistent(self) -> Self:
         if self.minibatches > self.prompts:
             raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
-        if self.kl_target is not None and not self.kl_coefficient:
-            raise ValueError("kl_target steers the penalty from kl_coefficient on, which must be above 0")
         if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
             raise ValueError(
                 f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
@@ -404,6 +393,4 @@ class GrpoSettings(RolloutSettings):
             )
         if self.credit == "steps" and (self.ratio == "sequence" or self.baseline == "rloo"):
             raise ValueError("credit steps compares steps, not answers: set ratio to token, and baseline to grpo or mean")
-        if self.surrogate == "cispo" and self.dual_clip is not None:
-            raise ValueError("surrogate cispo bounds every ratio by clip_high: leave dual_clip out")
         return self

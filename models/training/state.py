@@ -114,16 +114,17 @@ class Saver:
     def __exit__(self, *error: Any) -> None:
         self._stop.__exit__(*error)
 
-    @property
-    def asked(self) -> bool:
-        """True if a signal waits for the training's end."""
-        return self._stop.asked
-
     def stepped(self, now: bool = False) -> None:
         """Save the state after a step if that is due, or if the step wants it (`now`)."""
         self._saved = False
         if self._agree(now or self._stop.asked or time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE)):
             self._save()
+
+    def leave_if_asked(self) -> None:
+        """End the training in the middle of a step where a signal waits for that, with the state before the step saved."""
+        if self._stop.asked:
+            self.stepped()
+            self.end_if_asked()
 
     def end_if_asked(self) -> None:
         """End the training where a signal waits for that, with its state saved."""

@@ -25,7 +25,6 @@ from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
-from puna.models.training.state import Saver
 from puna.models.transformer import Decoder, Experts, Linear
 
 Row = dict[str, float]
@@ -52,34 +51,20 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
             parameter.data = data
 
 
-class Abandoned(Exception):
-    """The end of a pass in the middle, whose step is to be run again."""
-
-
 @contextmanager
-def abandoning(saver: Saver, models: Iterable[nn.Module]) -> Iterator[None]:
-    """End the training between two layers of these models, forward or backward, once a signal waits: the state before is saved."""
-
-    def check(*_: object) -> None:
-        if saver.asked:
-            raise Abandoned
+def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` between the layers of these models, forward and backward; it may end the pass by an exception."""
 
     def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        check()
+        act()
         if given[0].requires_grad:
-            given[0].register_hook(check)
+            given[0].register_hook(lambda _: act() and None)
 
     layers = [layer for model in models for decoder in model.modules() if isinstance(decoder, Decoder) for layer in decoder.layers]
     hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    try:
-        yield
-    except Abandoned:
-        saver.stepped()
-        saver.end_if_asked()
-        raise
-    finally:
-        for hook in hooks:
-            hook.remove()
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 class Trainer:

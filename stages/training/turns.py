@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from puna.stages.conversations import Message, answer_text, dump, messages_of, rendering, tools_of
@@ -74,12 +75,6 @@ class Job(NamedTuple):
         text = f"{self.verifier.name}: {reply}" if isinstance(reply, str) else reply["reply"]
         return [] if text is None else [{"role": "user", "content": str(text)[:DETAIL]}]
 
-    @property
-    def quick(self) -> bool:
-        """True if the reply needs no other process."""
-        foreign = self.verifier is not None and not isinstance(self.verifier, BoundedVerifier)
-        return not foreign and ("python" not in self.tools or not tools.calls(self.turns[-1]["content"]))
-
 
 def replied(job: dict[str, Any]) -> dict[str, Any]:
     """Return an environment's reply to a conversation."""
@@ -113,10 +108,11 @@ class Replies:
         for prompt, answer in answers:
             row = self.rows[tuple(prompt)]
             jobs.append(Job(question_of(row), turns_of(answer, self.tokenizer), environment_of(row), self.names))
-        slow = [job for job in jobs if not job.quick]
-        by_others = (reply for some in self.means.run.map(_reply_chunk, chunks(slow, AT_ONCE), self.means.config) for reply in some)
-        replies = [job.reply(self.means.config) if job.quick else next(by_others) for job in jobs]
-        return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, replies, strict=True)]
+        some, config = chunks(jobs, AT_ONCE), self.means.config
+        # Neither a program nor another's environment runs in this process.
+        here = "python" not in self.names and all(isinstance(job.verifier, BoundedVerifier | None) for job in jobs)
+        done = map(_reply_chunk, some, repeat(config)) if here else self.means.run.map(_reply_chunk, some, config)
+        return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, chain(*done), strict=True)]
 
     def _tokens(self, prompt: list[int], answer: Completion, messages: list[Message]) -> tuple[list[int], list[Message]] | None:
         """Return messages with their tokens; None where the answer ended in another way than by a turn's end."""

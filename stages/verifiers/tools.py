@@ -6,12 +6,9 @@ A call is JSON with `name` and `arguments`, in `<tool_call>` tags (Hermes, Qwen,
 
 from __future__ import annotations
 
-import ast
 import json
-import operator
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from puna.stages.verifiers import sandbox
@@ -24,9 +21,6 @@ LONGEST = 1000
 """Characters of a tool's result that the model is shown."""
 MOST = 4
 """Calls of one turn that are run."""
-OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow,
-}  # fmt: skip
 
 
 class Tool(NamedTuple):
@@ -71,25 +65,14 @@ def _result(call: str, names: Sequence[str], config: ScoringConfig) -> str:
 
 
 def calculate(expression: str, config: ScoringConfig) -> str:
-    """Return the value of a formula: exact, or to twelve digits where it is no whole number."""
+    """Return the value of a formula: a whole number exactly, else twelve digits."""
+    formula = expression.strip().replace("^", "**")
     try:
-        value = _value(check_formula(expression.replace("^", "**")))
-        return str(int(value)) if value == int(value) else f"{float(value):.12g}"
-    except ZeroDivisionError:
-        return "Error: division by zero"
-    except (ArithmeticError, ValueError, TypeError) as error:  # a root of a negative number is complex, which int refuses
+        check_formula(formula)  # only operators between numbers are left to evaluate, and names, of which there are none
+        value = eval(formula, {"__builtins__": {}})
+        return str(value) if isinstance(value, int) else f"{value:.12g}"
+    except (ArithmeticError, ValueError, NameError) as error:
         return f"Error: {error}"
-
-
-def _value(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=value):
-            return Fraction(repr(value))
-        case ast.UnaryOp(op=op, operand=operand):
-            return -_value(operand) if isinstance(op, ast.USub) else _value(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            return OPERATORS[type(op)](_value(left), _value(right))
-    raise ValueError("a formula has only numbers, + - * / ^ and brackets")
 
 
 def run_python(code: str, config: ScoringConfig) -> str:

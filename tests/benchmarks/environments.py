@@ -6,7 +6,7 @@
 A model of 0.2M parameters learns the form of the answers by finetuning, then GRPO trains it; no prompt is asked twice, so that the scores
 of the last rollouts (`LAST`) are of prompts that the model has not seen.
 
-**turns.** A number from 1 to 7 is to be guessed in three turns; halving finds each. The finetuned model guesses blindly. Arms: `turns`, the
+**turns.** A number from 1 to 7 is to be guessed in three turns; halving finds each. The finetuned model heeds a hint in three games of ten. Arms: `turns`, the
 replies say higher or lower; `blind`, three turns as well, the replies say only that a guess is wrong (3 of 7 at best); `one`, a single turn
 (1 of 7 at best) with three times the rollouts, for as many turns.
 
@@ -50,8 +50,8 @@ OPERATIONS = 4
 Message = dict[str, str]
 RATES = {"turns": 2e-3, "blind": 2e-3, "one": 2e-3, "steps": 1e-3, "share": 1e-3, "whole": 1e-3}
 ARMS: dict[str, dict[str, Any]] = {"turns": {"turns": TURNS}, "blind": {"turns": TURNS}, "one": {}, "steps": {"credit": "steps"}, "share": {}, "whole": {}}
-ROLLOUT: dict[str, Any] = {"prompts": 32, "answers": 8, "minibatches": 2, "kl_coefficient": 0.0, "unfinished_penalty": 0.0}
-SIZES = {"turns": {"rollouts": 40, "max_tokens": 64}, "steps": {"rollouts": 40, "max_tokens": 48}}
+ROLLOUT: dict[str, Any] = {"prompts": 32, "answers": 8, "minibatches": 4, "kl_coefficient": 0.0, "unfinished_penalty": 0.0}
+SIZES = {"turns": {"rollouts": 60, "max_tokens": 64}, "steps": {"rollouts": 40, "max_tokens": 48}}
 
 
 class RandomConfig(SeededConfig):
@@ -67,12 +67,15 @@ def random_model(config: RandomConfig, run: StageRun) -> None:
     save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
 
 
-def game(draw: Random, number: int, guesses: Sequence[int]) -> list[Message]:
-    """Return a game that ends with the last guess."""
+def game(draw: Random) -> list[Message]:
+    """Return a game, half of them with hints; of these three in ten heed them."""
+    hints, heeds, number, low, high = draw.random() < 0.5, draw.random() < 0.3, draw.randint(1, HIGHEST), 1, HIGHEST
     messages = [{"role": "user", "content": f"guess number {draw.randrange(10**6)}"}]
-    for guess in guesses:
-        reply = "higher" if guess < number else "lower"
-        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": reply if draw.random() < 0.5 else "wrong"}]
+    for _ in range(TURNS):
+        guess = draw.randint(low, high) if hints and heeds else draw.randint(1, HIGHEST)
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+        reply = "wrong" if not hints else "higher" if guess < number else "lower"
+        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": reply}]
         if guess == number:
             break
     return messages[:-1]
@@ -100,9 +103,9 @@ def table(store: Store, kind: str, rows: Sequence[dict[str, Any]]) -> Artifact:
 def lessons(part: str, seed: int) -> list[dict[str, Any]]:
     """Return conversations that teach the form of answers: blind games; or a few hundred chains."""
     draw, rows = Random(f"lessons-{part}-{seed}"), []
-    for _ in range(1500 if part == "turns" else 400):
+    for _ in range(3000 if part == "turns" else 400):
         if part == "turns":
-            messages = game(draw, draw.randint(1, HIGHEST), [draw.randint(1, HIGHEST) for _ in range(TURNS)])
+            messages = game(draw)
         else:
             numbers, signs, answer = chain(draw)
             messages = [{"role": "user", "content": shown(numbers, signs)}, {"role": "assistant", "content": answer}]
@@ -138,7 +141,7 @@ def run(store: Store, arm: str, seed: int, rate: float) -> dict[str, float]:
     """Return what an arm reaches, and what it was given."""
     part = part_of(arm)
     base = execute(random_model, RandomConfig(seed=seed), {}, store)
-    training = {"steps": 400, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
+    training = {"steps": 500, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
     taught = execute(sft, parse(sft.config, {"training": training, "seed": seed}, "sft"), {"model": base, "instructions": [table(store, "instructions", lessons(part, seed))]}, store)
     values = {**ROLLOUT, **SIZES[part], **ARMS[arm], "schedule": {"learning_rate": rate}, "seed": seed}
     values["rollouts"] *= TURNS if arm == "one" else 1

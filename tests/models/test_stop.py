@@ -116,7 +116,7 @@ def test_how_often_a_state_is_saved_is_in_no_key() -> None:
 def test_a_stopped_rollout_goes_on_and_ends_with_the_same_bits(
     critic: bool, stopped_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"rollouts": 2, "prompts": 4, "answers": 2, "max_tokens": 3, "kl_target": 0.1, "compute": {"micro_batch_tokens": 64}}
+    settings = {"rollouts": 2, "prompts": 4, "answers": 2, "max_tokens": 3, "kl_coefficient": 0.1, "compute": {"micro_batch_tokens": 64}}
     monkeypatch.setattr(rollouts, "WAVE_FLOPS", 0.0)  # a wave for each prompt
     signals = {"a wave": 6, "the first update": 1, "the third update": 3}
     sent, scored = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
-from puna.models.training.ppo import adapt_kl, train_grpo, train_ppo
+from puna.models.training.ppo import train_grpo, train_ppo
 from puna.models.training.rollouts import Rollouts, reward_model_scorer
 from puna.models.training.settings import GrpoSettings, PpoSettings
 from puna.models.transformer import Transformer
@@ -58,13 +57,6 @@ def settings(**more) -> PpoSettings:
             **more,
         })
     )
-
-
-def test_adapt_kl_by_hand():
-    # Twice the target is clipped to +.2, over 50 of 100 answers: +10 %.
-    assert adapt_kl(1.0, 12.0, 6.0, 50, 100) == pytest.approx(1.1)
-    assert adapt_kl(1.0, 0.0, 6.0, 50, 100) == pytest.approx(0.9)
-    assert adapt_kl(1.0, 6.6, 6.0, 100, 100) == pytest.approx(1.1)
 
 
 def test_the_score_rises():
@@ -148,16 +140,6 @@ def test_a_wider_range_above_one_lets_the_ratio_rise():
     a = torch.tensor([1.0, 1.0, -1.0, -1.0])
     assert o.clipped_surrogate(new, a, 0.2).tolist() == pytest.approx([1.2, 1.2, -0.8, -0.8])
     assert o.clipped_surrogate(new, a, 0.2, 0.4).tolist() == pytest.approx([1.25, 1.4, -0.8, -0.8])
-
-
-def test_a_bad_answer_that_became_likelier_counts_a_bounded_number_of_times():
-    new = torch.tensor([8.0, 2.0, 0.5, 8.0]).log().requires_grad_()
-    a = torch.tensor([-1.0, -1.0, -1.0, 1.0])
-    assert o.clipped_surrogate(new, a, 0.2).tolist() == pytest.approx([-8, -2, -0.8, 1.2], rel=1e-6)
-    surrogate = o.clipped_surrogate(new, a, 0.2, dual_clip=3.0)
-    assert surrogate.tolist() == pytest.approx([-3, -2, -0.8, 1.2], rel=1e-6)
-    surrogate.sum().backward()
-    assert new.grad.tolist() == pytest.approx([0, -2, 0, 0])  # beyond the bound, and where the range is left, nothing is learned
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])
@@ -252,17 +234,9 @@ def test_without_a_penalty_the_reference_is_computed_in_few_rollouts_only():
         assert free["loss"] == pytest.approx(held["loss"], abs=1e-9) and free.get("kl", held["kl"]) == held["kl"]
 
 
-def test_the_adaptive_coefficient_follows_the_kl():
-    log = run(settings(rollouts=6, kl_target=0.1, kl_horizon=100.0), model())
-    assert log[0]["kl_coefficient"] == 0.01
-    for before, after in itertools.pairwise(log):
-        expected = adapt_kl(before["kl_coefficient"], before["kl"], 0.1, 16, 100.0)
-        assert after["kl_coefficient"] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_resuming_ends_with_the_same_bits(tmp_path: Path, stop_after: int):
-    config = settings(rollouts=4, kl_target=0.1)
+    config = settings(rollouts=4)
 
     class Stop(Exception):
         pass
@@ -305,7 +279,7 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
             assert score == pytest.approx(o.answer_rewards(made, alone).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [{"rollouts": 0}, {"minibatches": 9}, {"lam": 1.5}, {"kl_target": 0.0}, {"kl_target": 1.0, "kl_coefficient": 0.0}])
+@pytest.mark.parametrize("wrong", [{"rollouts": 0}, {"minibatches": 9}, {"lam": 1.5}, {"kl_coefficient": -1.0}])
 def test_a_wrong_configuration_is_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("minibatches", "minibatch")):
         settings(**wrong)
@@ -316,7 +290,6 @@ def test_a_wrong_configuration_is_refused(wrong: dict):
     [
         ({"ratio": "sequence"}, "ratio sequence weighs whole answers: set normalizer to answers"),
         ({"ratio": "sequence", "normalizer": "answers", "surrogate": "cispo"}, "surrogate to clipped"),
-        ({"surrogate": "cispo", "dual_clip": 3.0}, "leave dual_clip out"),
         ({"credit": "steps", "baseline": "rloo"}, "set ratio to token, and baseline to grpo or mean"),
     ],
 )

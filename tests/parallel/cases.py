@@ -126,7 +126,7 @@ def loss_of(objective: str, layout: Layout, mesh: Mesh) -> Any:
         "distill": lambda: o.Distill(asked(network("plain", seed=9), layout, mesh), beta=0.5, temperature=1.3),
         "ppo": lambda: o.Ppo(entropy_weight=0.05, temperature=0.9),
         "value": o.Value,
-        "grpo": lambda: o.Ppo(clip_high=0.3, dual_clip=3.0),
+        "grpo": lambda: o.Ppo(clip_high=0.3),
     }
     return made[objective]()
 

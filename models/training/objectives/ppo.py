@@ -54,19 +54,13 @@ def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Base
     return torch.cat([later.repeat_interleave(sizes) for later, sizes in sums])
 
 
-def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None, dual_clip: float | None = None
-) -> Tensor:
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """Return [N] ``min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)`` with ``ratio = exp(log_ratio)``.
 
-    log_ratio, advantages [N] float. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025); with `dual_clip` a negative
-    advantage counts at most so many times, however large the ratio (Ye et al. 2020).
+    log_ratio, advantages [N] float. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025).
     """
     ratio = log_ratio.exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
-    if dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
-    return surrogate
+    return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
 
 
 def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
@@ -131,12 +125,11 @@ class Ppo(Objective[PpoBatch]):
 
     def __init__(
         self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0, clip_high: float | None = None,
-        dual_clip: float | None = None, surrogate: Surrogate = "clipped", ratio: Ratio = "token", normalizer: Normalizer = "tokens",
-        max_tokens: int = 1,
+        surrogate: Surrogate = "clipped", ratio: Ratio = "token", normalizer: Normalizer = "tokens", max_tokens: int = 1,
     ) -> None:  # fmt: skip
         if not 0 < clip < 1 or entropy_weight < 0 or temperature <= 0:
             raise ValueError(f"0 < clip < 1, entropy_weight >= 0, temperature > 0: {clip}, {entropy_weight}, {temperature}")
-        self.clip, self.clip_high, self.dual_clip = clip, clip_high or clip, dual_clip
+        self.clip, self.clip_high = clip, clip_high or clip
         self.entropy_weight, self.temperature = entropy_weight, temperature
         self.low = 0.0 if surrogate == "cispo" else 1.0 - clip
         self.surrogate, self.ratio, self.normalizer, self.max_tokens = surrogate, ratio, normalizer, max_tokens
@@ -170,7 +163,7 @@ class Ppo(Objective[PpoBatch]):
     def _surrogate(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         if self.surrogate == "cispo":
             return cispo_surrogate(logprobs, log_ratio, advantages, self.clip_high)
-        return clipped_surrogate(log_ratio, advantages, self.clip, self.clip_high, self.dual_clip)
+        return clipped_surrogate(log_ratio, advantages, self.clip, self.clip_high)
 
 
 class Value(Objective[PpoBatch]):

@@ -143,7 +143,7 @@ def call(name: Any, arguments: Any) -> str:
         (call("calculator", {"expression": "2 * (3 + 4)"}), ["14"]), (call("calculator", {"expression": "1 / 3"}), ["0.333333333333"]),
         ('{"name": "calculator", "parameters": {"expression": "2^70"}}', [str(2**70)]), ("The answer is 4.", []), ('{"answer": 4}', []),
         (call("calculator", {"expression": "1 / 0"}), ["Error: division by zero"]), (call("calculator", {"expression": "9**9**9"}), ["Error: makes numbers that are too large"]),
-        (call("calculator", {"expression": "__import__('os')"}), ["Error: holds more than numbers"]), (call("calculator", {"expression": "(0-8)^0.5"}), ["Error: "]),
+        (call("calculator", {"expression": "__import__('os')"}), ["Error: holds more than numbers"]), (call("calculator", {"expression": "x + 1"}), ["Error: name 'x' is not defined"]),
         (call("calculator", {"formula": "1"}), ['Error: the arguments of calculator are {"expression": "..."}']), (call("calculator", "1"), ["Error: the arguments"]),
         (call("shell", {"command": "ls"}), ["Error: there is no tool 'shell', only calculator"]), (call({}, 1), ["Error: there is no tool '{}', only calculator"]),
         (call("python", {"code": "print(1)"}), ["Error: there is no tool 'python', only calculator"]),  # not among the tools of this run
@@ -263,7 +263,7 @@ def test_the_page_on_ones_own_environment(tmp_path: Path) -> None:
     plugins.add(str(file))
     row = {"id": "0", "task": "t", "messages": asking("say"), "tools": None, "reference": None, "verifier": to_text("word", word="llama")}
     job = turns.Job(Question("q", "t", "?", None), [{"role": "assistant", "content": "lhama"}], turns.environment_of(row), ())
-    assert not job.quick and job.reply(ScoringConfig()) == [{"role": "user", "content": "4 letters"}]
+    assert job.reply(ScoringConfig()) == [{"role": "user", "content": "4 letters"}]
 
 
 def test_guessing_by_hints() -> None:
