@@ -66,7 +66,7 @@ def train_ppo(
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
     score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
     reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
-    computed), what `watch` gives in these rollouts, clip_fraction,
+    computed), gold (where a reward model rewards, the mean of the verifiers' scores beside it), clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
 
     With `checkpoint_dir` the state is kept after each rollout and as `Saver` says, and a run that finds one goes on from it. `rate_scales`
@@ -322,7 +322,7 @@ def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: b
     return {
         "score": sampled.score,
         **({} if sampled.kl is None else {"kl": sampled.kl}),
-        **sampled.watched,
+        **({"gold": sum(sampled.parts["verifier"]) / len(sampled.scores)} if {"verifier", "reward_model"} <= sampled.parts.keys() else {}),
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
         "unequal_prompts": sampled.unequal,
         "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),

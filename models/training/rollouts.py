@@ -37,8 +37,6 @@ Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sco
 """Gives the reward of each answer to each prompt; or by name: the reward as `score`, its parts, and of `steps` (end, reward) each."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
 """Keeps the rows of a rollout's answers; None: a run that goes on has them from before."""
-Watch = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], dict[str, float]]
-"""Further numbers about a rollout's prompts and answers, which become columns of its row."""
 Remember = Callable[[str, Callable[[], Any]], Any]
 """Gives the JSON value of a name, made by the function given where it was not made before."""
 WAVE_FLOPS = 3e11
@@ -62,7 +60,6 @@ class Sampled(NamedTuple):
     scores: Tensor
     reference: Tensor
     kl: float | None
-    watched: dict[str, float]
     score: float
     unequal: float
     version: int
@@ -118,7 +115,7 @@ class Rollouts(Generic[Config]):
     """The source of a training's answers.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
-    `reward_model_scorer(model)`, or a verifier. `watch` is asked in the rollouts whose KL divergence is measured. `groups`: the ranks that
+    `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
     the configuration. `keep` gets the rows of the answers. `parameters`: number of the whole policy's, where this rank has a piece of it.
     `generate` answers prompts, in one turn or several (`converse`).
@@ -131,7 +128,6 @@ class Rollouts(Generic[Config]):
     stop: Sequence[int]
     config: Config
     seed: int
-    watch: Watch | None = None
     groups: Groups | None = None
     keep: Keep = lambda rollout, rows: None
     generate: Callable[..., list[list[Completion]]] = converse
@@ -151,7 +147,6 @@ class Rollouts(Generic[Config]):
         sampled = Sampled(
             asked=asked, completions=completions, reference=torch.empty(0), kl=None, version=version,
             scores=torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32),
-            watched=self.watch(asked, completions) if self.watch is not None and measured else {},
             score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
             unequal=sum(one.unequal for one in drawn) / len(drawn),
             parts={name: [part for i in chosen for part in drawn[i].parts[name]] for name in drawn[0].parts},

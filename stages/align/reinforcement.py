@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +18,7 @@ from puna.stages.conversations import answer_text, shown
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import adaptable, one_tokenizer
-from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, gold_of, rewards_of
+from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, rewards_of
 from puna.stages.training.settings import AdapterConfig
 from puna.stages.training.train import (
     CHECKPOINTS,
@@ -31,6 +32,7 @@ from puna.stages.training.train import (
     write_log,
 )  # fmt: skip
 from puna.stages.training.turns import Replies, environment_of, turns_of
+from puna.stages.verifiers import sandbox
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import Scorer, leaves, verifiers_named
@@ -40,7 +42,7 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
-    from puna.stages.training.rewards import Completions, Ids, Parts, Rewards
+    from puna.stages.training.rewards import Ids, Rewards
 
 
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
@@ -48,8 +50,7 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 
     gold: bool = Field(
         False,
-        description="With reward reward_model: score the answers of about eight rollouts by the prompts' verifiers, too, and show both "
-        "against the KL divergence",
+        description="With reward reward_model: score the answers by the prompts' verifiers, too, and show both against the KL divergence",
     )
 
     @property
@@ -155,17 +156,16 @@ def _optimize(
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
     used = [] if config.reward == "verifier" else scalars
     frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
-    judging = None if config.reward == "reward_model" else scorer
     kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
-    rewards = rewards_of(judging, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
+    rewards = rewards_of(scorer, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
+    rewards = replace(rewards, watched=config.reward == "reward_model")
     if centers:
         rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
     reference = model if parts is not None else copy.deepcopy(model).requires_grad_(False).to(dtype)  # a rank copies its parts of both
     with divergence_named(run.stage), adapted(model, config, run) as scales:
-        watch = None if scorer is None or config.reward == "verifier" else _gold(gold_of(scorer, rows, prompt_ids, tokenizer))
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
-        answered = watch, groups, _keep(rows, prompt_ids, tokenizer, run), turns
+        answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns
         log = drive(
             Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
             *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
@@ -184,14 +184,16 @@ def _optimize(
 def _turns(
     rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, tools: Sequence[str], config: RolloutsConfig, run: StageRun
 ) -> Callable[..., Any]:
-    """Return the function that answers prompts, in as many turns as there may be. PunaError if nothing replies between them, or checks
-    the steps that are to be rewarded."""
+    """Return the function that answers prompts, in as many turns as there may be. PunaError if nothing replies between them or checks
+    the steps that are to be rewarded, or if programs cannot be isolated."""
     from puna.models.generation.turns import converse
 
     if (turns := getattr(config, "turns", 1)) > 1 and not tools and all(environment_of(row) is None for row in rows):
         raise PunaError(f"{run.stage}: turns={turns}, but no prompt's verifier replies and there are no tools; set turns=1, or name tools")
     if getattr(config, "credit", "") == "steps" and not any(leaf.stepwise for row in rows for leaf in leaves(from_text(row["verifier"]))):
         raise PunaError(f"{run.stage}: credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer")
+    if "python" in tools:
+        sandbox.mode()
     by_ids = {tuple(ids): row for ids, row in zip(asked, rows, strict=True)}
     return partial(converse, turns=turns, respond=Replies(by_ids, tokenizer, tools, Tools(config.scoring, run)))
 
@@ -220,10 +222,7 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
     each = config.prompts * config.answers
     drawn = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"
-    # Scores that are only watched are checks, too.
-    watched = config.scored and config.reward == "reward_model"
-    checks = drawn * len(log) * (config.reward != "reward_model") + each * center + each * sum("gold" in row for row in log) * watched
-    run.metric("checker_calls", checks)
+    run.metric("checker_calls", drawn * len(log) * config.scored + each * center)
     run.metric("sampled_tokens", sum(row["answer_tokens"] for row in log) * drawn)
     run.metric("updates", len(log) * config.epochs * config.minibatches)
     run.metric("trained_answers", len(log) * config.epochs * each)
@@ -240,16 +239,6 @@ def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[
     centered = rewards.centered(some, Engine(policy).generate(some, params))
     run.metric("center", centered.center)
     return centered
-
-
-def _gold(scores: Callable[[Ids, Completions], Parts]) -> Callable[[Ids, Completions], dict[str, float]]:
-    """Return a function that computes the mean of the verifiers' scores."""
-
-    def watch(prompts: Ids, completions: Completions) -> dict[str, float]:
-        flat = [score for some in scores(prompts, completions)["verifier"] for score in some]
-        return {"gold": sum(flat) / len(flat)}
-
-    return watch
 
 
 def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:

@@ -59,12 +59,13 @@ class RewardSettings(StageConfig):
 class Rewards:
     """Rewards of answers to prompts, given as ids: `gold` gives the verifiers' scores, `numbers` the reward models' numbers.
 
-    With both: the score times the sum of `floor` and the sigmoid of the number less `center`."""
+    With both: the score times the sum of `floor` and the sigmoid of the number less `center`; or the number (`watched`)."""
 
     gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None
     floor: float = 0.0
     center: float = 0.0
+    watched: bool = False
 
     def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
         return self.parts(prompts, completions)["score"]
@@ -74,8 +75,8 @@ class Rewards:
         parts = {} if self.gold is None else self.gold(prompts, completions)
         if self.numbers is not None:
             parts["reward_model"] = self.numbers(prompts, completions)
-        if self.gold is None or self.numbers is None:
-            return {"score": parts["reward_model" if self.gold is None else "verifier"], **parts}
+        if self.gold is None or self.numbers is None or self.watched:
+            return {"score": parts["verifier" if self.numbers is None else "reward_model"], **parts}
         both = zip(parts["verifier"], parts["reward_model"], strict=True)
         scores = [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
         return {"score": scores, **parts}

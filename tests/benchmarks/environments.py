@@ -6,13 +6,12 @@
 A model of 0.2M parameters learns the form of the answers by finetuning, then GRPO trains it; no prompt is asked twice, so that the scores
 of the last rollouts (`LAST`) are of prompts that the model has not seen.
 
-**turns.** A number from 1 to 7 is to be guessed in three turns; halving finds each. The finetuned model heeds a hint in three games of ten. Arms: `turns`, the
-replies say higher or lower; `blind`, three turns as well, the replies say only that a guess is wrong (3 of 7 at best); `one`, a single turn
-(1 of 7 at best) with three times the rollouts, for as many turns.
+**turns.** Each prompt hides a digit, 1 to 9. The model may ask for it, and is told; or answer at once. The finetuned model asks three times
+in ten. Arms: `turns`; `deaf`, the same, but asking is answered by "no"; `one`, a single turn (in both: 1 of 9 at best), twice the rollouts.
 
 **steps.** A chain of four operations on numbers of one digit, a line each, of which the model has seen some hundred. All arms check the same
 answers by `chain`. Arms: `steps`, each line is rewarded; `share`, the answer is rewarded by its share of right lines; `whole`, only if all
-are right. Measured: the share of answers of which all lines are right. Rates are those of `RATES`, searched on seed 100 for all arms alike.
+are right. Measured: the share of answers of which all lines are right. Rates are those of `RATES`, equal for all arms.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import torch
+from pydantic import Field
 
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
@@ -39,19 +39,20 @@ from puna.stages.align.reinforcement import grpo
 from puna.stages.align.sft import sft
 from puna.stages.contract import SeededConfig, StageRun, execute, parse, stage
 from puna.stages.conversations import dump
-from puna.stages.verifiers.registry import to_text
+from puna.stages.verifiers.base import BoundedVerifier, Question, Score
+from puna.stages.verifiers.registry import register, to_text
 from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 
 LAST = 5
 """Rollouts whose mean score is an arm's."""
-HIGHEST, TURNS = 7, 3
+TURNS = 2
 OPERATIONS = 4
 Message = dict[str, str]
-RATES = {"turns": 2e-3, "blind": 2e-3, "one": 2e-3, "steps": 1e-3, "share": 1e-3, "whole": 1e-3}
-ARMS: dict[str, dict[str, Any]] = {"turns": {"turns": TURNS}, "blind": {"turns": TURNS}, "one": {}, "steps": {"credit": "steps"}, "share": {}, "whole": {}}
-ROLLOUT: dict[str, Any] = {"prompts": 32, "answers": 8, "minibatches": 4, "kl_coefficient": 0.0, "unfinished_penalty": 0.0}
-SIZES = {"turns": {"rollouts": 60, "max_tokens": 64}, "steps": {"rollouts": 40, "max_tokens": 48}}
+RATES = {"turns": 4e-4, "deaf": 4e-4, "one": 4e-4, "steps": 4e-4, "share": 4e-4, "whole": 4e-4}
+ARMS: dict[str, dict[str, Any]] = {"turns": {"turns": TURNS}, "deaf": {"turns": TURNS}, "one": {}, "steps": {"credit": "steps"}, "share": {}, "whole": {}}
+ROLLOUT: dict[str, Any] = {"prompts": 24, "answers": 8, "minibatches": 2, "kl_coefficient": 0.0, "unfinished_penalty": 0.0}
+SIZES = {"turns": {"rollouts": 30, "max_tokens": 40}, "steps": {"rollouts": 40, "max_tokens": 48}}
 
 
 class RandomConfig(SeededConfig):
@@ -61,24 +62,40 @@ class RandomConfig(SeededConfig):
 @stage(kind="model", version="1")
 def random_model(config: RandomConfig, run: StageRun) -> None:
     """Random weights, and a tokenizer of the words of both parts."""
-    texts = ["user assistant higher lower wrong guess number Work out Answer with a whole number only. "] * 20
+    texts = ["user assistant ask no Number Work out "] * 20
     tokenizer = Tokenizer.train(texts, 330)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
 
 
-def game(draw: Random) -> list[Message]:
-    """Return a game, half of them with hints; of these three in ten heed them."""
-    hints, heeds, number, low, high = draw.random() < 0.5, draw.random() < 0.3, draw.randint(1, HIGHEST), 1, HIGHEST
-    messages = [{"role": "user", "content": f"guess number {draw.randrange(10**6)}"}]
-    for _ in range(TURNS):
-        guess = draw.randint(low, high) if hints and heeds else draw.randint(1, HIGHEST)
-        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-        reply = "wrong" if not hints else "higher" if guess < number else "lower"
-        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": reply}]
-        if guess == number:
-            break
-    return messages[:-1]
+@register
+class Ask(BoundedVerifier):
+    """Score 1 for the hidden digit, which is told where the model asks for it."""
+
+    name: ClassVar[str] = "ask"
+
+    number: int = Field(ge=1, le=9, description="The digit")
+    told: bool = Field(True, description="Asking is answered")
+
+    def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
+        """Return the digit to a question for it."""
+        if messages[-1]["content"].strip() != "ask":
+            return None
+        return str(self.number) if self.told else "no"
+
+    def score(self, question: Question, answer: str) -> Score:
+        """Return 1 for the digit."""
+        return Score(float(answer.strip() == str(self.number)))
+
+
+def dialogue(draw: Random) -> list[Message]:
+    """Return a dialogue in which three times in ten the digit is asked for."""
+    number, told = str(draw.randint(1, 9)), draw.random() < 0.5
+    messages = [{"role": "user", "content": f"Number {draw.randrange(10**6)}"}]
+    if draw.random() < 0.3:
+        messages += [{"role": "assistant", "content": "ask"}, {"role": "user", "content": number if told else "no"}]
+        number = number if told else str(draw.randint(1, 9))
+    return [*messages, {"role": "assistant", "content": number}]
 
 
 def chain(draw: Random) -> tuple[list[int], list[str], str]:
@@ -101,11 +118,11 @@ def table(store: Store, kind: str, rows: Sequence[dict[str, Any]]) -> Artifact:
 
 
 def lessons(part: str, seed: int) -> list[dict[str, Any]]:
-    """Return conversations that teach the form of answers: blind games; or a few hundred chains."""
+    """Return conversations that teach the form of answers: dialogues; or a few hundred chains."""
     draw, rows = Random(f"lessons-{part}-{seed}"), []
     for _ in range(3000 if part == "turns" else 400):
         if part == "turns":
-            messages = game(draw)
+            messages = dialogue(draw)
         else:
             numbers, signs, answer = chain(draw)
             messages = [{"role": "user", "content": shown(numbers, signs)}, {"role": "assistant", "content": answer}]
@@ -119,8 +136,8 @@ def prompts(arm: str, seed: int, count: int) -> list[dict[str, Any]]:
     draw = Random(f"prompts-{part}-{seed}")
     while len(rows) < count:
         if part == "turns":
-            text = f"guess number {draw.randrange(10**6, 10**8)}"
-            verifier = to_text("guess", number=draw.randint(1, HIGHEST), hints=arm != "blind")
+            text = f"Number {draw.randrange(10**6, 10**7)}"
+            verifier = to_text("ask", number=draw.randint(1, 9), told=arm != "deaf")
         else:
             numbers, signs, answer = chain(draw)
             text, verifier = shown(numbers, signs), to_text("chain", numbers=numbers, signs=signs, partial=arm == "share")
@@ -134,14 +151,14 @@ def prompts(arm: str, seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def part_of(arm: str) -> str:
-    return "turns" if arm in ("turns", "blind", "one") else "steps"
+    return "turns" if arm in ("turns", "deaf", "one") else "steps"
 
 
 def run(store: Store, arm: str, seed: int, rate: float) -> dict[str, float]:
     """Return what an arm reaches, and what it was given."""
     part = part_of(arm)
     base = execute(random_model, RandomConfig(seed=seed), {}, store)
-    training = {"steps": 500, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
+    training = {"steps": 300, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
     taught = execute(sft, parse(sft.config, {"training": training, "seed": seed}, "sft"), {"model": base, "instructions": [table(store, "instructions", lessons(part, seed))]}, store)
     values = {**ROLLOUT, **SIZES[part], **ARMS[arm], "schedule": {"learning_rate": rate}, "seed": seed}
     values["rollouts"] *= TURNS if arm == "one" else 1

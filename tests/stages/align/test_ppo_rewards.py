@@ -134,6 +134,12 @@ def test_the_product_rises_too(tmp_path: Path, tiny_model: Tiny) -> None:
     assert all(0 < row["score"] < row["gold"] <= 1 for row in log) and metrics["final_gold"] == log[-1]["gold"]
     shown = made.manifest.figures["against_kl"]["series"]
     assert shown["verifiers"] == [[row["kl"], row["gold"]] for row in log] and len(shown["reward"]) == len(log)
+    # So it does where they reward nothing, if that is asked for.
+    few = {**SETTINGS, "rollouts": 1, "gold": True}
+    made = execute(ppo, PpoConfig(reward="reward_model", **few), given, store)
+    ((row,), answers) = made.read("training_log").to_pylist(), made.read("rollouts").to_pylist()
+    assert row["gold"] == pytest.approx(statistics.fmean(one["verifier"] for one in answers)) and 0 < row["gold"] < 1
+    assert all(one["score"] == one["reward_model"] for one in answers) and made.manifest.metrics["checker_calls"] == 48
 
 
 class RewardsConfig(SeededConfig):
