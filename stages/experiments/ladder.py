@@ -95,12 +95,15 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     for that is refused by name. The loss is that of the documents set aside as pretrain does, and of each further `heldout` set. Runs share
     the CPU's cores; where the largest model is too large for one, and there is a GPU, they follow each other there.
     """
+    import torch
+
     for artifact in (tokens, *(heldout or ())):
         check_tokens(artifact, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
     packed, _ = set_aside(tokens, config.validation_share, config.validation_tokens)
     shapes = [resized(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
-    shared = (tokens, tuple(heldout or ()), vocabulary.begin, _place(shapes[-1]))
+    place = device() if matrix_parameters(shapes[-1]) > SMALL else torch.device("cpu")
+    shared = (tokens, tuple(heldout or ()), vocabulary.begin, place)
     for shape in shapes:  # a shape that is refused is refused before the first run
         _rung(shape, max(config.rows), config.rates[0], packed.row_length, config)
     tuned = _tuned(shapes, packed.row_length, shared, config, run)
@@ -169,12 +172,6 @@ def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
 
 
 # --- runs -----------------------------------------------------------------------------------------------
-
-
-def _place(shape: ModelConfig) -> torch.device:
-    import torch
-
-    return device() if matrix_parameters(shape) > SMALL else torch.device("cpu")
 
 
 def _trials(run: StageRun, jobs: Sequence[tuple[Any, ...]], shared: tuple[Any, ...]) -> Iterator[dict[str, Any]]:

@@ -229,9 +229,8 @@ def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[
     wanted = dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))
     known = {category: weight for category, weight in wanted.items() if training.get(category)}
     share = sum(known.values())
-    if not share or abs(sum(wanted.values()) - 1) > TOLERANCE:
-        return wanted, []  # refused by `_check_weights`
     late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in wanted}
-    if not late and share == sum(wanted.values()):
+    # `_check_weights` refuses weights that do not add up, or of no category here.
+    if not share or abs(sum(wanted.values()) - 1) > TOLERANCE or (not late and share == sum(wanted.values())):
         return wanted, []
     return {c: weight * (1 - sum(late.values())) / share for c, weight in known.items()} | late, sorted(late)

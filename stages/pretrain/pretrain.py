@@ -275,12 +275,7 @@ class Watch:
 
     def file(self, place: tuple[int, ...]) -> Path:
         """Return the file of a phase's measurements, which survives a crash."""
-        return self.run.scratch / f"validation-{_name(place)}.json"
-
-
-def _name(place: tuple[int, ...]) -> str:
-    """Return the name of a phase's run: its number, and that of the attempt after the first."""
-    return ".".join(map(str, place))
+        return self.run.scratch / f"validation-{'.'.join(map(str, place))}.json"
 
 
 def _train(
@@ -312,7 +307,7 @@ def _train(
             watch.tasks.ask(done + step, model)
         run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
-    folder = run.scratch / f"phase-{_name(place)}"
+    folder = run.scratch / f"phase-{'.'.join(map(str, place))}"
     with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
             model, LanguageModeling(config.z_loss), lambda step: reader.later(step, config.compute.micro_batch_tokens),

@@ -245,15 +245,10 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
         chance = chance + generator.normal(0, noise, draws)
     drawn = fit_surfaces(n, d, fitted * np.exp(errors))
     budgets = points.budgets
-    larger = budgets > budgets.min()
-    dropped = fit_surfaces(*_some(points, larger)) if points[larger].enough else None
+    larger = points[budgets > budgets.min()]
+    dropped = fit_surfaces(larger.parameters, larger.tokens, larger.loss[None]) if larger.enough else None
     backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if points[budgets < budget].enough)
     return Forecaster(points, surface, drawn, chance, dropped, backtests)
-
-
-def _some(points: Points, rows: npt.NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-    some = points[rows]
-    return some.parameters, some.tokens, some.loss[None]
 
 
 def _backtest(points: Points, budgets: npt.NDArray[np.int64], budget: int) -> Backtest:
