@@ -23,7 +23,8 @@ BEGINS = ("model", "size")
 STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}
 """Exponents of the input's size."""
-LARGEST = 1e30
+LARGEST, FARTHEST = 1e30, 10
+"""Bounds of an estimate, and of the ratio of two counts of a configuration (steps, widths): a run farther off tells nothing."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ class Experience:
                 self._past[m.stage].append((came, flat(dict(m.config)), gave))
 
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
-        """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store.
+        """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store with counts of this order.
 
         The run whose configuration differs in the fewest fields is scaled, the newest of several. The seed does not count.
         """
-        past, configuration, now = self._past.get(stage, []), flat(dict(config)), together(sizes)
-        if not past:
+        configuration, now = flat(dict(config)), together(sizes)
+        if not (past := [one for one in self._past.get(stage, []) if _near(one[1], configuration)]):
             return None
 
         def differing(one: tuple[Size, dict[str, Any], dict[str, float]]) -> int:
@@ -85,6 +86,11 @@ class Experience:
         ratio = parts[0] / parts[1] if parts[1] else 1.0
         seconds, size, memory, rows = (min(gave[name] * ratio**power, LARGEST) for name, power in GROWTH.items())
         return Expected(seconds, size, memory, round(rows))
+
+
+def _near(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pairs = [(one[name], other[name]) for name in one.keys() & other.keys() - {"seed"}]
+    return all(max(a, b) <= FARTHEST * min(a, b) for a, b in pairs if type(a) is type(b) is int and min(a, b) > 0)
 
 
 def together(sizes: Sequence[Size]) -> Size:
@@ -136,7 +142,7 @@ class Planner(Walk):
 
     def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
         """Return the estimate for a step that must run, and remember its output size for later steps."""
-        if self._experience is None:
+        if self._experience is None or inputs.get("size"):  # a chosen size is in no configuration, and decides what the training costs
             return None
         sizes = [Size.of(item) for estimate in inputs.values() for output in estimate for item in output.items]
         waited = [name for estimate in inputs.values() for output in estimate if not output.items for name in output.labels]
