@@ -19,7 +19,7 @@ from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.intervals import Interval, evaluation_row
 from puna.stages.training.phase import Phase
 from puna.stages.training.proxy_runs import resized
-from puna.stages.training.scaling_laws import Forecaster, fit_power
+from puna.stages.training.scaling_laws import fit_power
 from puna.storage import PunaError
 
 WIDEST, MULTIPLE = 32_768, 8
@@ -77,7 +77,9 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     """
     rows = read_points(law)
     forecaster = forecaster_of(rows, config, run)
-    size = _best(_sizes(config, rows), forecaster)
+    sizes = _sizes(config, rows)
+    losses = forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]
+    size = sizes[int(np.argmin(losses))]
     loss = Interval(*forecaster.at(size.parameters, size.tokens, size.flops))
     numbers = {"parameters": float(size.parameters), "tokens": size.tokens, "flops": size.flops}
     numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
@@ -96,15 +98,11 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     _chosen(size, rows).write(run.folder)
 
 
-def _largest(rows: Sequence[dict[str, Any]]) -> ModelConfig:
-    return ModelConfig.model_validate_json(max(rows, key=lambda row: row["parameters"])["shape"])
-
-
 def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Size]:
     """Return the sizes that the budget allows."""
     from puna.models import accounting
 
-    largest = _largest(rows)
+    largest = ModelConfig.model_validate_json(max(rows, key=lambda row: row["parameters"])["shape"])
     row = config.sequence_length or largest.max_position_embeddings
 
     def complete(shape: ModelShape) -> ModelConfig:
@@ -171,11 +169,6 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
     except ValueError as error:
         raise PunaError(f"choose_size: gpu {gpu}: {error}") from error
     return accounting.step_time(shape, [row], machine, "bf16", update=False).total / row
-
-
-def _best(sizes: Sequence[Size], forecaster: Forecaster) -> Size:
-    losses = forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]
-    return sizes[int(np.argmin(losses))]
 
 
 def _chosen(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:

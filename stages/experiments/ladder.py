@@ -203,7 +203,9 @@ def _trunk(
     """Train a shape and return its points; a point that is done is not repeated."""
     packed, held = set_aside(tokens, config.validation_share, config.validation_tokens)
     reader = Reader(packed, held, rung.rows, seed, begin)
-    sets = {"validation": packed.validation_pieces(held)} | {one.id: _whole(one) for one in heldout}
+    sets = {"validation": packed.validation_pieces(held)}
+    for one in heldout:
+        sets[one.id] = (whole := Packed.read(one)).validation_pieces(np.ones(len(whole.owners), dtype=bool))
     questions = _questions(sets["validation"], config.questions)
     model, moments, at, points = fresh(rung.shape, seed).to(place), None, 0, []
     warmup = round(config.warmup_share * rung.steps[0])
@@ -253,12 +255,6 @@ def _train(
         return reader.lengths(first + step)
 
     return trained(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments).flops
-
-
-def _whole(tokens: Artifact) -> list[Any]:
-    """Return the pieces of all documents of a held-out set."""
-    packed = Packed.read(tokens)
-    return packed.validation_pieces(np.ones(len(packed.owners), dtype=bool))
 
 
 # --- questions ------------------------------------------------------------------------------------------

@@ -39,7 +39,10 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
     forecaster = forecaster_of(rows, config, run)
     lines = scaling_laws.parabolas(forecaster.points)
-    table = _surface_rows(forecaster) + _parabola_rows(lines, run) + _backtest_rows(forecaster)
+    table = _surface_rows(forecaster) + _parabola_rows(lines, run)
+    for test in forecaster.backtests:
+        task = f"known budget {test.flops:.3g} from those up to {test.below:.3g}"
+        table += [evaluation_row(task, "predicted loss", test.predicted, 1), evaluation_row(task, "measured loss", test.measured, 1)]
     run.metric("points", len(rows))
     run.metric("seed_noise", forecaster.points.seed_noise())
     _law_figure(forecaster, run)
@@ -86,14 +89,6 @@ def _parabola_rows(lines: Sequence[Parabola], run: StageRun) -> list[dict[str, A
         growth = scaling_laws.fit_power([flops for flops, _, _ in best], [parameters for _, parameters, _ in best])
         run.metric("parameters_exponent", growth.exponent)
         run.metric("tokens_exponent", 1 - growth.exponent)
-    return rows
-
-
-def _backtest_rows(forecaster: Forecaster) -> list[dict[str, Any]]:
-    rows = []
-    for test in forecaster.backtests:
-        task = f"known budget {test.flops:.3g} from those up to {test.below:.3g}"
-        rows += [evaluation_row(task, "predicted loss", test.predicted, 1), evaluation_row(task, "measured loss", test.measured, 1)]
     return rows
 
 

@@ -19,7 +19,7 @@ from puna.stages.contract import Evaluation, External, Facts, Figure, Model, Sta
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
 from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
-from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, trained
+from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, trained
 from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
@@ -64,7 +64,8 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
         return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
-        return [*in_vain, *trained(facts, "model", config.optimizer)]
+        others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
+        return [*in_vain, *others, *trained(facts, "model", config.optimizer)]
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
@@ -354,9 +355,6 @@ def _restored(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | N
     return restored.to(device())
 
 
-SMOOTH = 100  # points of the plotted training loss, each the mean of its steps
-
-
 def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     from puna.models import accounting
 
@@ -383,7 +381,7 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     run.metric("validation_loss_before_averaging", watch.before)
     run.metric("averaging_gain", watch.gain)
     x = np.cumsum([row["tokens"] for row in log])
-    groups = np.array_split(np.arange(len(log)), min(SMOOTH, len(log)))
+    groups = np.array_split(np.arange(len(log)), min(100, len(log)))  # points of the plotted loss, each the mean of its steps
     training = [(float(x[g[-1]]), float(np.mean([log[i]["loss"] for i in g]))) for g in groups]
     series: dict[str, list[tuple[Any, float]]] = {
         "training": [point for point in training if math.isfinite(point[1])],

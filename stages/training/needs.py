@@ -81,6 +81,20 @@ def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str |
     return [line for model in models_of(facts, name) for line in memory(facts, size(model), each, remedy)]
 
 
+def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettings) -> list[str]:
+    """Return a complaint for each model of input `name` whose moments, in its side `file`, are Muon's and should not be, or vice versa."""
+    from safetensors import safe_open
+
+    complaints = []
+    for model in (one for one in models_of(facts, name) if file in one.manifest.files):
+        with safe_open(model.path(file), "numpy") as moments:
+            muon = any(key.startswith("state.momentum.") for key in moments.keys())  # noqa: SIM118
+        if muon != (optimizer.name == "muon"):
+            own = "Muon's: set optimizer.name to muon" if muon else "not Muon's: set optimizer.name to that of its training"
+            complaints.append(f"the moments beside {model.id} are {own}, or phases.0.optimizer to fresh")
+    return complaints
+
+
 def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: AdapterConfig) -> list[str]:
     """Return complaints about training the model of input `name`, or its adapters, on conversations: chat template, memory, packages."""
     return [*chat_template(facts, name), *trained(facts, name, optimizer, config.method), *config.unmet()]

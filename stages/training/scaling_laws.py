@@ -312,15 +312,10 @@ def parabolas(points: Points, spacing: float = 1.4) -> list[Parabola]:
         reach = [trunk for trunk in trunks if trunk.flops.min() / 1.09 <= level <= trunk.flops.max() * 1.09]
         if len(reach) >= 3:
             sizes = np.array([trunk.parameters[0] for trunk in reach])
-            losses = np.array([_between(trunk, level) for trunk in reach])
+            lines_of = [(np.log(trunk.flops), np.log(trunk.loss), np.argsort(trunk.flops)) for trunk in reach]
+            losses = np.exp([np.interp(math.log(level), x[order], y[order]) for x, y, order in lines_of])
             lines.append(Parabola(float(level), sizes, losses, np.polyfit(np.log(sizes), losses, 2)))
     return lines[::-1]
-
-
-def _between(trunk: Points, flops: float) -> float:
-    order = np.argsort(trunk.flops)
-    x, y = np.log(trunk.flops[order]), np.log(trunk.loss[order])
-    return float(np.exp(np.interp(math.log(flops), x, y)))
 
 
 # --- accuracy -------------------------------------------------------------------------------------------

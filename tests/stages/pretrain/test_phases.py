@@ -96,6 +96,14 @@ def test_a_training_goes_on_from_a_model_as_if_it_had_not_ended(store, given) ->
     assert on.manifest.metrics["optimizer_state_given"] == 1
     with pytest.raises(PunaError, match="phase b: the state of the training does not fit: .*; or set its optimizer to fresh"):
         execute(pretrain, config(still, optimizer={"name": "muon"}), {**given, "model": first}, store)
+    # Before a run both ways are refused; moments that begin anew are anyone's.
+    muon = execute(pretrain, config(phase("a", 1), optimizer={"name": "muon"}), given, store)
+    for model, optimizer, message in ((first, "muon", "are not Muon's"), (muon, "adamw", "are Muon's: set optimizer.name to muon, or phases.0.optimizer")):
+        facts = Facts({"model": (InputFacts("model", model=model),)}, 10**9, 10**12)
+        (line,) = needs(PretrainConfig(phases=(still,), optimizer={"name": optimizer}), facts)
+        assert model.id in line and message in line
+        assert needs(PretrainConfig(phases=(phase("b", 2, optimizer="fresh"),), optimizer={"name": optimizer}), facts) == []
+        assert needs(PretrainConfig(phases=(still,), optimizer={"name": {"muon": "adamw", "adamw": "muon"}[optimizer]}), facts) == []
 
 
 def test_a_model_brings_its_tokenizer(store, docs, given) -> None:
