@@ -26,6 +26,7 @@ from puna.flows.server.guard import Bounded
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.grammar import Grammar, Mask
+from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 PROMPT_TOKENS = 1 << 16
@@ -132,10 +133,11 @@ class Answerer:
                 for one in drawing:
                     one.cancel()
         if isinstance(body, CompletionRequest) and body.echo:
-            for reply, prompt in zip(replies, body.prompt, strict=True):
-                reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=True), [])
+            ids, scores = [reply.ids for reply in replies], [list[Score]() for _ in replies]
             if body.alternatives is not None:
-                await self._score_prompts(replies, top)
+                scores = await self.worker.score(ids, top, 1.0, self.seconds)
+            for reply, prompt, own in zip(replies, body.prompt, scores, strict=True):
+                reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=True), own)
         if top and longest:
             await self._score_answers(replies, top, params.temperature or 1.0)
         return replies
@@ -144,11 +146,6 @@ class Answerer:
         async with aclosing(self.worker.answer(reply.ids, params, self.seconds)) as events:
             async for event in events:
                 reply.add(event)
-
-    async def _score_prompts(self, replies: list[Reply], top: int) -> None:
-        for reply, scores in zip(replies, await self.worker.score([one.ids for one in replies], top, 1.0, self.seconds), strict=True):
-            assert reply.prompt is not None
-            reply.prompt = (reply.prompt[0], scores)
 
     async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
         """Replace the log-probs of drawn tokens by the log-probs of the scoring pass that gives the alternatives; both agree to

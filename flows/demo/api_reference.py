@@ -80,14 +80,11 @@ def _operation(model: dict[str, Any], name: str) -> str:
         if key in operation:
             members = _members(model["shapes"], operation[key]["shape"], DEPTH, ())
             parts += [f"<h2>{heading}</h2>", members] if members else []
-    errors = [_error(model["shapes"], error["shape"]) for error in operation.get("errors", [])]
+    names = [error["shape"] for error in operation.get("errors", [])]
+    errors = [f"<dt><b>{escape(name)}</b></dt>\n<dd>{model['shapes'][name].get('documentation', '')}</dd>" for name in names]
     if errors:
         parts += ["<h2>Exceptions</h2>", "<dl>", *errors, "</dl>"]
     return "\n".join(part for part in parts if part)
-
-
-def _error(shapes: dict[str, Any], name: str) -> str:
-    return f"<dt><b>{escape(name)}</b></dt>\n<dd>{shapes[name].get('documentation', '')}</dd>"
 
 
 def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ...]) -> str:

@@ -186,7 +186,9 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
     files = _layers(name, base, ())
     values: dict[str, Any] = {}
     for layer in reversed(files):
-        _check_repeats(values, layer)
+        for step, value in layer.values.items():
+            if isinstance(value, dict) and isinstance(several := values.get(step), list):
+                raise PunaError(f"{layer.where}{step}: the base repeats this step {len(several)} times; write a list of its groups")
         values = merged(values, {key: value for key, value in layer.values.items() if key != "base"} | {"name": None})
     values["name"] = files[0].values.get("name", Path(name).stem if name.endswith(ENDINGS) else name)
     changed: dict[str, Any] = {}
@@ -194,13 +196,6 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
         overridden(values, change)
         overridden(changed, change)
     return values, [Layer("", changed), *files] if changes else files
-
-
-def _check_repeats(inherited: Mapping[str, Any], layer: Layer) -> None:
-    """Raise where one group would replace a step that the base repeats."""
-    for name, value in layer.values.items():
-        if isinstance(value, dict) and isinstance(several := inherited.get(name), list):
-            raise PunaError(f"{layer.where}{name}: the base repeats this step {len(several)} times; write a list of its groups")
 
 
 def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:

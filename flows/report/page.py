@@ -21,6 +21,8 @@ HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
 """Of the code that makes a page; the page says it."""
 PREFERENCE_KINDS = ("preferences", "instructions")
+SHARES = (("language", "language"), ("domain", "knowledge type"))
+"""Columns of signals whose shares are shown, and their names."""
 EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
 LINEAGE = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
 NAVIGATION = {
@@ -36,7 +38,8 @@ def page(run: Run) -> Html:
     sections = join(
         [
             _curation(run, levels, per_token),
-            _corpus(run),
+            section("corpus", "Corpus", "What the text is made of.", [corpus.shares_view(run, *shares) for shares in SHARES],
+                corpus.mixture_view(run), training.figures_view(filter(training.of_curation, run.steps), "What the steps measured")),
             section("experiments", "Experiments", EXPERIMENTS, training.experiments_view(run)),
             _pretraining(run),
             _alignment(run),
@@ -166,12 +169,6 @@ def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:
         corpus.examples_view(run.kind("pages", "documents")),
         corpus.kept_view(run),
     )  # fmt: skip
-
-
-def _corpus(run: Run) -> Html:
-    shares = join([corpus.shares_view(run, "language", "language"), corpus.shares_view(run, "domain", "knowledge type")])
-    figures = training.figures_view([s for s in run.steps if training.of_curation(s)], "What the steps measured")
-    return section("corpus", "Corpus", "What the text is made of.", shares, corpus.mixture_view(run), figures)
 
 
 def _pretraining(run: Run) -> Html:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, table, tag
@@ -87,9 +87,13 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
     first: list[Plot] = []
     more = []
     for step in steps:
-        plots, others = _plots(step)
+        columns = log_columns(step)
+        plots, others = _plots(step, columns)
         first += titled(step, plots)
-        account, measured = _account(step), facts(step)
+        account, measured = None, facts(step)
+        if columns:
+            tokens = int(sum(value for value in columns["tokens"] if value is not None))
+            account = f"{len(columns['step']):,} steps of {step.stage}, {short(tokens)} tokens, {duration(step.made_seconds)}. "
         if account or measured:
             inside = [tag("p", account, measured, class_="note"), grid(others)]
             heading = f"{len(others)} more curves" if others else "what it measured"
@@ -98,10 +102,9 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
     return part(title, grid(first), more)
 
 
-def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:
-    """Return a training run's loss plot and figures, and its other logged numbers."""
+def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[Plot], list[Plot]]:
+    """Return a training run's loss plot and figures, and its other logged numbers. `columns`: of its log."""
     plots = figures(step)
-    columns = log_columns(step)
     steps = columns.get("step", [])
     curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and len(set(values) - {None}) > 1]
     # A figure of the loss by step shows what the log holds: the curve replaces it. Any other figure of the loss is richer.
@@ -109,14 +112,6 @@ def _plots(step: Step) -> tuple[list[Plot], list[Plot]]:
     drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
     first = [c for c in curves if c.y == "loss" and not drawn_by_stage]
     return [*first, *plots], [c for c in curves if c not in first]
-
-
-def _account(step: Step) -> Content:
-    columns = log_columns(step)
-    if not columns:
-        return None
-    tokens = int(sum(v for v in columns["tokens"] if v is not None))
-    return f"{len(columns['step']):,} steps of {step.stage}, {short(tokens)} tokens, {duration(step.made_seconds)}. "
 
 
 def log_columns(step: Step) -> dict[str, list[float | None]]:

@@ -28,8 +28,7 @@ BEFORE, AFTER = 120, 200
 router = pages("documents", "Documents", at=4)
 
 
-def near_form(offered: Sequence[tuple[Artifact, str]], chosen: Artifact, text: str = "") -> Html:
-    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
+def near_form(options: Sequence[Html], text: str = "") -> Html:
     form = tag("form",
         field("Text", tag("textarea", text, name="text", rows=6, required=True)),
         field("Among", tag("select", options, name="artifact")),
@@ -79,8 +78,8 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
     chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", artifacts[0])
     rules = _rules(chosen)
     choices = list({one.key: one for one in (chosen, *artifacts[:MOST_HITS])}.values())
-    offered = [(one, " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"])) for one in choices]
-    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in offered]
+    titles = {one: " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"]) for one in choices}
+    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in titles.items()]
     which = [option("", f"kept: {chosen.rows():,}", chosen=not rule)]
     if rules:
         which.append(option(ANY, f"dropped by {ANY}: {rules.total():,}", chosen=rule == ANY))
@@ -93,7 +92,7 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
         action="/puna/documents", method="get")  # fmt: skip
     return site.page(
         "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"),
-        near_form(offered, chosen, near[1] if near else ""), near[2] if near else _results(store, chosen, words, rule), here="documents",
+        near_form(options, near[1] if near else ""), near[2] if near else _results(store, chosen, words, rule), here="documents",
     )  # fmt: skip
 
 

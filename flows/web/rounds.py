@@ -40,20 +40,17 @@ def rounds_page(site: Here, project: str | None = None) -> str:
     answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
     desk = "" if store.project == DEFAULT else f"{store.project}~"
     judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
+    first = tag("a", "round", href=f"/puna/start/round?project={store.project}")
+    none = tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
     return site.page(
         "Rounds",
         projects_nav(store, store.project, "/puna/rounds"),
         _waits(waiting, store.project) if waiting else None,
-        section("rounds", "Gates", None, _gates(history), grid(gains)) if history else _none(store.project),
+        section("rounds", "Gates", None, _gates(history), grid(gains)) if history else none,
         section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
         section("next", "The next round", None, _next(store, site.prefect)), here="rounds",
     )  # fmt: skip
-
-
-def _none(project: str) -> Html:
-    first = tag("a", "round", href=f"/puna/start/round?project={project}")
-    return tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
 
 
 @router.post("/rounds/next")
