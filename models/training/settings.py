@@ -17,7 +17,6 @@ from puna.models.training.schedules import Schedule, learning_rate
 
 Steps = float
 """A number of optimization steps; below 1, a share of all steps."""
-AverageMethod = Literal["linear", "slerp", "ties"]
 """How weights are averaged: see `puna.models.training.average`."""
 Baseline = Literal["grpo", "mean", "rloo"]
 Surrogate = Literal["clipped", "cispo"]

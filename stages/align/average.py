@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from puna.models.training.settings import AverageMethod
 from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
@@ -40,15 +39,11 @@ class SearchConfig(RewardSettings):
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
-    """Settings of the average: its method and the weight of each model."""
+    """Settings of the average: the weight of each model, or their search."""
 
-    method: AverageMethod = Field(
-        "linear", description="linear: the mean; slerp: two models along the arc between them; ties: differences from `base`"
-    )
     weights: tuple[float, ...] = Field(
         (), description="One non-negative weight per model, in the order of the inputs; none: searched where prompts are given, else equal"
     )
-    density: float = Field(0.2, gt=0, le=1, description="Of each difference from the base, the share of largest magnitude that ties keeps")
     search: SearchConfig = Field(SearchConfig(), description="The search on a development set")
 
 
@@ -61,30 +56,28 @@ def needs(config: AverageConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", needs=needs, named=verifiers_named)
 def average(
-    models: list[Model], prompts: Prompts | None, base: Model | None, reward_model: list[Model] | None, judges: list[Model] | None,
-    config: AverageConfig, run: StageRun,
+    models: list[Model], prompts: Prompts | None, reward_model: list[Model] | None, judges: list[Model] | None, config: AverageConfig,
+    run: StageRun,
 ) -> None:  # fmt: skip
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
     Reward models, with the weights given or equal, become one that costs what one costs (WARM, Ramé et al. 2024).
     `prompts`: a development set, by whose mean reward of answers the weights are chosen (`search.reward`: of the verifiers,
     `reward_model`, or both; the first model is the one before training); one that is empty chooses nothing, and the evaluation's prompts
-    must not be among it. Of equal rewards the more even weights win. `base`: the model that the differences of `ties` are from. Metrics:
+    must not be among it. Of equal rewards the more even weights win. Metrics:
     `weight_N` of each model and, of a search, `development_score`, the mean reward, beside that of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 
     if config.weights and len(config.weights) != len(models):
         raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
-    check_one_tokenizer([*models, *([base] if base else [])], "average: the rows of their embeddings stand for different tokens")
+    check_one_tokenizer(models, "average: the rows of their embeddings stand for different tokens")
     check_one_tokenizer([models[0], *(reward_model or ())], "average: reward models read the models' tokens")
     weights = config.weights or tuple(1 / len(models) for _ in models)
     if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
-        weights = _searched(models, base, prompts, reward_model or (), judges or (), config, run)
+        weights = _searched(models, prompts, reward_model or (), judges or (), config, run)
     try:
-        average_checkpoints(
-            [m.path() for m in models], run.folder, weights, config.method, base=base.path() if base else None, density=config.density
-        )
+        average_checkpoints([m.path() for m in models], run.folder, weights)
     except ValueError as error:
         raise PunaError(f"average: {error}") from error
     run.metric("models", len(models))
@@ -104,8 +97,8 @@ def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
 
 
 def _searched(
-    models: Sequence[Artifact], base: Artifact | None, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact],
-    config: AverageConfig, run: StageRun,
+    models: Sequence[Artifact], prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], config: AverageConfig,
+    run: StageRun,
 ) -> tuple[float, ...]:  # fmt: skip
     """Return the weights whose average answers the development set best."""
     from puna.models.training import average as averaging
@@ -116,14 +109,13 @@ def _searched(
         raise PunaError(f"average: search.steps={config.search.steps} asks for {len(trials)} averages; {MOST_TRIALS} are the most")
     network, tokenizer = load_model(models[0], "lm", frozen=True)
     states = [load_model(model, "lm")[0].state_dict() for model in models]
-    origin = load_model(base, "lm")[0].state_dict() if base else None
     answering = _Development(prompts, reward_models, judges, tokenizer, config, run)
     if config.search.reward == "product" and config.search.center == "start":
         run.metric("center", answering.center(network))
     scores = []
     for number, weights in enumerate(trials):
         try:
-            merged = averaging.average(states, weights, config.method, base=origin, density=config.density)
+            merged = averaging.average(states, weights)
         except ValueError as error:
             raise PunaError(f"average: {error}") from error
         network.load_state_dict(merged)

@@ -139,7 +139,3 @@ def test_without_a_choice_all_weigh_the_same(tmp_path: Path, tiny_model: Callabl
         more = [*models, tiny_model(store, 2), tiny_model(store, 3)]
         config = parse(AverageConfig, {"search": {"steps": 20}}, "")
         execute(average, config, {"models": more, "prompts": development(store, "a")}, store)
-    with pytest.raises(PunaError, match="ties needs the base that the models started from"):
-        execute(average, AverageConfig(method="ties"), {"models": models}, store)
-    merged = execute(average, AverageConfig(method="ties", density=1.0), {"models": models, "base": tiny_model(store, 2)}, store)
-    assert merged.data_digest != plain.data_digest
