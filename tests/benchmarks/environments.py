@@ -90,7 +90,7 @@ class Ask(BoundedVerifier):
 
 def dialogue(draw: Random) -> list[Message]:
     """Return a dialogue in which three times in ten the digit is asked for."""
-    number, told = str(draw.randint(1, 9)), draw.random() < 0.5
+    number, told = str(draw.randint(1, 9)), draw.random() < 0.9
     messages = [{"role": "user", "content": f"Number {draw.randrange(10**6)}"}]
     if draw.random() < 0.3:
         messages += [{"role": "assistant", "content": "ask"}, {"role": "user", "content": number if told else "no"}]
@@ -120,7 +120,7 @@ def table(store: Store, kind: str, rows: Sequence[dict[str, Any]]) -> Artifact:
 def lessons(part: str, seed: int) -> list[dict[str, Any]]:
     """Return conversations that teach the form of answers: dialogues; or a few hundred chains."""
     draw, rows = Random(f"lessons-{part}-{seed}"), []
-    for _ in range(3000 if part == "turns" else 400):
+    for _ in range(20000 if part == "turns" else 400):
         if part == "turns":
             messages = dialogue(draw)
         else:
@@ -158,7 +158,7 @@ def run(store: Store, arm: str, seed: int, rate: float) -> dict[str, float]:
     """Return what an arm reaches, and what it was given."""
     part = part_of(arm)
     base = execute(random_model, RandomConfig(seed=seed), {}, store)
-    training = {"steps": 300, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
+    training = {"steps": 1000 if part == "turns" else 300, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}
     taught = execute(sft, parse(sft.config, {"training": training, "seed": seed}, "sft"), {"model": base, "instructions": [table(store, "instructions", lessons(part, seed))]}, store)
     values = {**ROLLOUT, **SIZES[part], **ARMS[arm], "schedule": {"learning_rate": rate}, "seed": seed}
     values["rollouts"] *= TURNS if arm == "one" else 1
