@@ -20,10 +20,10 @@ def align(
     model: Annotated[Output, Kind("model")], demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
     judged: list[Annotated[Output, Kind("preferences")]] | None = None, teacher: Annotated[Output, Kind("model")] | None = None,
 ) -> Output:  # fmt: skip
-    """Align a model by supervised finetuning on gold answers, then rounds; with instructions and preferences of one's own.
+    """Align a model by supervised finetuning on gold answers, then in rounds; optionally with your own instructions and preferences.
 
-    A later round must pass its `gate` over the one before: the first that is refused is the last, and the policy stays.
-    `teacher`: a better model with the same tokenizer, for the step `distill` between the two.
+    A later round must pass its `gate` against the round before. The first refused round ends the flow, and the policy stays. `teacher`: a
+    better model with the same tokenizer, for the step `distill` before the rounds.
     """
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Rounds of alignment")
     compared = switch("controls", True, description="Train and measure the control arms of each round, too")

@@ -115,8 +115,8 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train the model of the step `purpose`, if the recipe has that step; the next crawl takes NAME_classifier@latest.
+    """Train the classifier that the step `purpose` applies, if the recipe has it; publish it for the next crawl as PURPOSE_classifier.
 
-    `off`: only if the recipe names the training; the step has a model of its own.
+    `off`: train only if the recipe names the training, since the step has its own model.
     """
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

@@ -29,9 +29,9 @@ def pretrain(
     tasks: list[Files] | None = None,
 ) -> Output:  # fmt: skip
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
-    their data, whose scores are in the training's log. `domains` are the signals of the types, and those that `split.kinds` reads.
+    their data, whose scores the training log records. `domains` are the signals of the types, and those that `split.kinds` reads.
 
-    It begins from nothing, or goes on from `model`, which may be any, with its tokenizer. Phases may read their own tokens and mixtures, by
+    Training starts from scratch or continues from any `model`, with its tokenizer. Phases may read their own tokens and mixtures, made by
     `tokenize_fresh`, `tokenize_long` and `tokenize_best`. The mixture of `mix_best` is the one that `anneal_experiment` accepts, if the
     recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`, whose size is trained
     where `train_chosen_size` is set.

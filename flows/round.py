@@ -30,10 +30,10 @@ def round(
 ) -> None:  # fmt: skip
     """Run one more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
 
-    It goes on from `policy@latest`; if there is none, from the model given as `policy`, which may be any. `pretrained`: the model that the
-    reward model starts from; by default the one that the lineage begins with. `pool`: prompts of one's own, with those to evaluate on held
-    out; the recipe's generators without it. `tasks`: folders of task files with their data, on which the candidate may not get worse. With
-    nothing new it says so and ends.
+    The round continues from `policy@latest` or, if there is none, from any model given as `policy`. `pretrained`: the model that the reward
+    model starts from; by default the one that the lineage begins with. `pool`: your own prompts, with held-out ones to evaluate on; by
+    default the recipe's generators make them. `tasks`: folders of task files with their data, on which the candidate may not get worse. If
+    there is nothing new, the flow says so and ends.
     """
     learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Rounds that one run of the flow `round` makes")

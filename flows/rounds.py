@@ -59,7 +59,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError where preferences are given but no step learns from them: DPO and chosen answers take the round's own first."""
+    """Raise PunaError if preferences are given but no step learns from them: DPO and `chosen` use the round's own if it makes any."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()
@@ -73,7 +73,7 @@ def learned_from(judged: Sequence[Output]) -> None:
 
 
 def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
-    """Return the student after on-policy distillation, where the recipe has that step. `compared`: also train and evaluate one on gold
+    """Return the student after on-policy distillation, where the recipe has that step. `compared`: also train and evaluate a model on gold
     answers and the teacher's samples, as the recipe's `sft_teacher` says.
     """
     if teacher is None:
@@ -97,9 +97,9 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     """Run one round: answers, preferences, reward model, SFT on demonstrations and chosen, picked and synthetic answers, DPO, RL,
     averaging, evaluation.
 
-    Steps are labelled with `number`, which also draws the random numbers of the round. No alias is set but the reward model's.
-    `development`: prompts that are neither learned from nor evaluated on, on which the weights of the average are searched. It averages the
-    policy at the start of the round with the trained ones, which undoes some of any overtraining.
+    Steps are labelled with `number`, which also seeds the round. The reward model's alias is the only one set. `development`: prompts for
+    the search of the average's weights, which are neither learned from nor evaluated on. The average is of the policy at the start of the
+    round and the trained one, which undoes some overtraining.
     """
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
@@ -145,7 +145,7 @@ def stopped(number: int, before: State, after: State, heldout: Output) -> str:
 
 
 def _averaged(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
-    """Return the average of the policy that the round begins with and of what was trained."""
+    """Return the average of the policy at the start of the round and the trained policy."""
     return step(
         average, f"{label}_{number}", field="average", number=number, through="models", models=[before.policy, trained],
         prompts=development, reward_model=reward,
@@ -157,10 +157,10 @@ def controls(
 ) -> list[Callable[[], object]]:
     """Return the control arms of round `number`, each a model and its evaluation, averaged with the round's start as the round is.
 
-    In place of its last training, what `_equal` says. With `ablations`, of a smaller budget: finetuning alone, with as many updates as the
-    round. It learns from demonstrations, chosen answers, synthetic answers, and one more answer per prompt by each way to pick. DPO in
-    place of RL, where the recipe names `dpo_instead`; with `sample_instead` also on pairs of the finetuned model's own answers, whose
-    checks another arm is finetuned on. The round without its last training.
+    `_equal` gives the arms in place of the last training. `ablations` adds arms of a smaller budget. Finetuning alone has as many updates
+    as the round, on demonstrations, alone or with chosen answers, synthetic answers, or one more answer per prompt by each way to pick. DPO
+    replaces RL where the recipe names `dpo_instead`; with `sample_instead` it also learns from pairs of the finetuned model's own answers,
+    and another arm is also finetuned on the verified ones. One arm is the round without its last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replaced("more_steps", _last_updates())
@@ -216,12 +216,11 @@ def controls(
 def _equal(
     number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
 ) -> list[Callable[[], object]]:
-    """Return the arms in place of the round's last training, with as large a budget, where the recipe names `sft_equal`.
+    """Return the arms that replace the round's last training with an equal budget, where the recipe names `sft_equal`.
 
-    The policy that it starts from is finetuned by `_taught` on right answers, those that the reward model ranks highest; and reinforced,
-    where the recipe names `grpo_equal`. With `more_controls` also: finetuned on all distinct right answers, whose model answers held-out
-    prompts by the reward model's best of n, too, where the recipe names `evaluate_best`; on ranked ones in `ITERATIONS` parts; on half
-    of them, then half of RL, where the round is not that.
+    The policy after DPO is finetuned by `_taught` on the right answers with the highest reward, or trained by RL where the recipe names
+    `grpo_equal`. `more_controls` adds finetuning on all distinct right answers; on ranked ones in `ITERATIONS` parts; on half of these,
+    then half of RL, unless the round is that. Where the recipe names `evaluate_best`, the first also answers held-out prompts by best of n.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
@@ -267,8 +266,8 @@ def _taught(
 ) -> Output:  # fmt: skip
     """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
 
-    All distinct ones; or, `ranked`, those to each prompt with the highest reward, as many as the recipe's `pick` takes. `samples`: a
-    name of answers that arms share. `field`: the end of the recipe's fields.
+    It learns from all distinct right answers or, if `ranked`, from those with the highest reward, as many per prompt as the recipe's `pick`
+    takes. `samples`: a label of answers that arms share. `field`: the suffix of the recipe's fields.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,

@@ -22,8 +22,8 @@ def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Outpu
     """Train a model by DPO on preferences between refusals and other answers, and measure both mistakes beside control arms.
 
     Of the held-out prompts, violations are harmful ones that are answered, false refusals are borderline ones that are refused. An answer
-    that was cut off counts as a mistake. Arms: the model as it came; it and the policy with a system message, where the recipe names
-    `told`; the model finetuned on the better answers, where the recipe names `sft`.
+    that was cut off counts as a mistake. Arms: the given model; the given model and the policy with a system message, where the recipe
+    names `told`; the given model finetuned on the better answers, where the recipe names `sft`.
     """
     asked = step(refusal_prompts, preferences=judged)
     told = step(refusal_prompts, "told", off=True, preferences=judged)

@@ -108,7 +108,7 @@ def _tensor(addresses, at, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ig
 def _norm_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, GRADIENT: tl.constexpr
 ):
-    """Sum of squares of one chunk. `chunks` [programs, 2]: tensor, chunk."""
+    """Compute the sum of squares of one chunk. `chunks` [programs, 2]: tensor, chunk."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)

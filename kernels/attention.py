@@ -130,9 +130,9 @@ def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
 
 
 def prepare(mask: ForestMask, K: int, V: int) -> None:
-    """Make all that attention between keys of width K and values of width V needs to know of the mask.
+    """Compute and cache what attention with keys of width K and values of width V reads of the mask.
 
-    Without it, the first attention does; a compiled layer meets tensors alone.
+    Without this call the first attention does so. After it, a compiled layer reads tensors alone.
     """
     _layout(mask, mask.end.new_empty(0, 1, K, dtype=torch.float32), V)
 
@@ -186,7 +186,7 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
 def attention_of_rows(q_nHK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor]) -> Tensor:
     """Return attention of some rows' queries over the keys of all rows, on a CPU: [n, H, V].
 
-    `layout`: `ForestMask.some_tiles` of these rows, in which the window is already.
+    `layout`: `ForestMask.some_tiles` of these rows, with the window already applied.
     """
     out, _ = _attention(q_nHK, k_TGK, v_TGV, layout, 0)
     return out  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Exact passes: a token's numbers depend on its own path only, bit by bit, whatever else is computed with it.
 
-Generation computes a token beside others than training does: one at a time, in chunks, after a cached prefix. In exact
-passes each routine has one order of operations for a row, whatever the rows around it:
+Generation computes a token together with other tokens than training does: one at a time, in chunks, after a cached prefix. In exact passes
+each routine has one order of operations for a row, whatever the rows around it:
 
 - products: one loop in which each number is one chain of sums, whatever tile it is computed in (`linear.products`);
 - attention: one loop over the keys of a query's path in pages that begin at multiples of the page's size, wherever the

@@ -130,8 +130,8 @@ class ForestMask:
     @cached_property
     @torch.inference_mode(False)
     def paged_layout(self) -> list[Tensor]:
-        """The forest as `paged_attention` reads it, each segment a sequence: its tables, sequence and position [T], and which
-        token goes where: [M] int64 tokens and [M] int64 places. Tokens of a page that a path leaves in its midst stand in both.
+        """The forest as `paged_attention` reads it, each segment a sequence: its tables, sequence and position [T], and which token goes
+        where: [M] int64 tokens and [M] int64 places. Where a path branches within a page, each branch has a copy of it.
         """
         tables: list[list[int]] = []
         tokens: list[int] = []

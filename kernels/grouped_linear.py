@@ -1,8 +1,7 @@
 """One product with a matrix of its own for each group of rows: the experts' layers of a mixture.
 
-Rows are sorted by group; offsets[e] : offsets[e + 1] are those of group e. On a GPU the offsets stay there: tiles that
-are too many in the grid stop at once, so nothing waits for the counts. torch's own grouped product stands in for bf16 where
-`configurations.json` says so.
+Rows are sorted by group; offsets[e] : offsets[e + 1] are those of group e. On a GPU the offsets stay there: the grid has spare tiles, which
+stop at once, so nothing waits for the counts. torch's own grouped product stands in for bf16 where `configurations.json` says so.
 
 Shapes: N rows, E groups, D inputs, F outputs.
 """

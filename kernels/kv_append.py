@@ -106,9 +106,9 @@ def _append_triton(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor,
 def kv_append_(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     """Write N new keys and values into the pages, in place and in the pages' dtype, without autograd.
 
-    `places` [N] int64: page times page size plus row, all different. One that is in no page raises IndexError on
-    CPU; a GPU, which the check would have to wait for, writes nothing there. Raise ValueError for shapes that do
-    not fit, and on a GPU for pages that are not contiguous. Pages of `new_pages` are written without a copy.
+    `places` [N] int64: page times page size plus row, all different. A place outside the pages raises IndexError on CPU. A GPU writes
+    nothing there, since the check would have to wait for it. Raise ValueError for shapes that do not fit, and on a GPU for pages that are
+    not contiguous. Pages of `new_pages` are written without a copy.
     """
     shapes = (k_PSGK.shape[:3] == v_PSGV.shape[:3], k_NGK.shape == (len(places_N), *k_PSGK.shape[2:]))
     if not all(shapes) or v_NGV.shape != (len(places_N), *v_PSGV.shape[2:]):

@@ -40,7 +40,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:
     """Define `puna::schema` and return its call. `fake` gives empty outputs of the right shapes, for tracing.
 
-    It asks for `x.shape[0]`: `len(x)` would be a number, and every length a program of its own.
+    `fake` reads `x.shape[0]`: `len(x)` would be a constant, and every length would be compiled again.
     """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
@@ -119,7 +119,7 @@ def uses_triton(tensor: Tensor) -> bool:
 def differentiable(call: Any, backward: Function, setup: Function) -> None:
     """Attach a backward to the result of `operator`; `setup(ctx, inputs, output)` saves its tensors.
 
-    The operator itself is named and not its text: so whatever reaches it reaches its backward, which counts in the key of a stage.
+    The argument is the operator, not its name: so code that reaches the operator reaches its backward, which counts in a stage's key.
     """
     torch.library.register_autograd(call.dispatched, backward, setup_context=setup, lib=_LIBRARY)
 

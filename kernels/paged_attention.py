@@ -80,9 +80,9 @@ class PagedPlan:
 
     @cached_property
     def arrays(self) -> Arrays:
-        """Return the loops' arrays: tables [B W], W, sequences, positions, and stretches [stretches, 4] of (first query, end, first page,
-        end) with where those of each tile of queries begin. A tile is cut like the tree of its paths: its queries' common pages, then
-        those of neighbours that go on together."""
+        """Return the loops' arrays: tables [B W], W, sequences, positions, stretches [stretches, 4] of (first query, end, first page, end),
+        and the first stretch of each tile of queries. A tile is cut like the tree of its paths: first the pages that all its queries share,
+        then those that neighbours share."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         flat = np.ascontiguousarray(tables).ravel()
         tile_count = -(-len(sequence) // TILE)
@@ -91,7 +91,7 @@ class PagedPlan:
         return flat, tables.shape[1], sequence, position, stretches, begins
 
     def scratch(self, R: int, width: int) -> tuple[Any, Any, Any]:
-        """Return scratch for a tile's pages, queries, and scores with one vector more a row, on each thread, shared by a step's layers."""
+        """Return each thread's scratch, shared by a step's layers: a tile's pages, queries, and rows of scores with a spare vector."""
         if (R, width) not in self._scratch:
             threads, W = torch.get_num_threads(), self.tables.shape[1]
             queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, PAGE * (W + 1)))
@@ -232,7 +232,7 @@ def _values(M: int, lanes: int, p: Address, wide: int, table: Address, length: i
 @strict_jit
 def _powers(row: Address, low: int, begin: int, length: int, scale: float) -> Any:
     """Turn scores begin .. length - 1 at address `row` into e^((score - largest) scale), the rest of their pages from `low` on into 0.
-    Returns their sum."""
+    Return their sum."""
     none, zero, whole = np.float32(-np.inf), np.float32(0), length // PAGE * PAGE
     inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # only a page before and one behind are seen in part
     for t in range(begin // PAGE * PAGE, inner, PAGE):

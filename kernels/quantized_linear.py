@@ -259,7 +259,7 @@ differentiable(_low_precision_linear, _backward_low, _setup_low)
 def require_products(kind: Kind, device: torch.device) -> None:
     """Raise ValueError if `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9.
 
-    A CPU computes FP8's products in fp32: right, and slower than without.
+    A CPU computes FP8's products in fp32: correct, but slower than without quantisation.
     """
     if kind == "fp8" and device.type == "cuda" and capability(device) < 89:
         name, known = torch.cuda.get_device_name(device), capability(device) / 10

@@ -36,7 +36,7 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @strict_jit
 def _silu_times(gate: Any, up: Any) -> Any:
-    """Return sixteen numbers."""
+    """Return silu(gate) * up of sixteen numbers."""
     return times(over(gate, add(fill(np.float32(1)), exp(minus(fill(np.float32(0)), gate)))), up)
 
 

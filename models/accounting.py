@@ -62,8 +62,8 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int = 8) -> int:
     """Return the bytes of weights, gradients and the optimiser's state, `moments` bytes per parameter (AdamW's: 8).
 
-    Beside the moments 8 per parameter in fp32. In bf16 12: weights and gradients that the model computes with (2 + 2), and in
-    fp32 the summed gradients and the weights (4 each).
+    Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: weights and gradients that the model computes with (2 + 2), and
+    the summed gradients and the weights in fp32 (4 each).
     """
     if precision not in ELEMENT_BYTES:
         raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
@@ -93,8 +93,8 @@ def _layer_elements(config: ModelConfig) -> int:
 def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False) -> int:
     """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
-    With activation checkpointing each layer's input, and everything of the one layer that is computed again.
-    The output layer works in chunks and keeps its inputs' gradient instead of logits.
+    With activation checkpointing it keeps each layer's input, and everything of the one layer that is computed again. The output layer
+    works in chunks and keeps its inputs' gradient instead of logits.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
     layer = _layer_elements(config)
@@ -143,7 +143,7 @@ def peak_bytes(
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
-    """Return the keys and values of `tokens` tokens during generation, or the latents that they grow out of, in bytes."""
+    """Return the keys and values of `tokens` tokens during generation, or the latents that they are computed from, in bytes."""
     width = config.num_key_value_heads * (config.head_dim + config.value_dim)
     if config.mla is not None:
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
@@ -220,7 +220,7 @@ class DecodeTime:
 
 def decode_time(config: ModelConfig, answers: int, context: int, machine: Machine, precision: Precision = "fp32") -> DecodeTime:
     """Return the least time (the roofline of Williams et al. 2009) of a step that draws a token of each answer, the `context`-th of its
-    sequence. Weights are read once, all experts' too, and each sequence's keys and values; what a kernel's start takes is not in it."""
+    sequence. Weights (of all experts) and each sequence's keys and values are read once; kernel launches are not counted."""
     counts, matrices = parameters(config), 2 * matrix_parameters(config)
     attention = forward_flops(config, [context]) - forward_flops(config, [context - 1]) - matrices
     weights = ELEMENT_BYTES[precision] * (counts.total - (0 if config.tie_word_embeddings else counts.embedding))

@@ -1,7 +1,7 @@
-"""Processes in which programs of strangers run within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
+"""Processes that run untrusted programs within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
 
-A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since a stranger's
-program may have written them. A user's own programs run so, too, with the user's environment and by the clock.
+A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since an untrusted program
+may have written them. A user's own programs run so, too, with the user's environment and by the clock.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RopeScaling(Settings):
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Names of the fields that its kind reads."""
+        """Names of the fields that its `rope_type` reads."""
         bands = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}[self.rope_type]
         return ("factor", *bands, "original_max_position_embeddings") if bands else ("factor",)
 

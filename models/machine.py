@@ -96,8 +96,8 @@ def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, s
 def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torch.float32) -> float:
     """Return the operations per second of matrix products of `size` on torch's threads: best of many, by the fastest routine.
 
-    The ceiling against which the utilisation of a CPU run is stated: one thread's rate by CPU time, times the threads. By the
-    wall's clock beside other programs it would lie below what a step reaches once they are gone.
+    The ceiling for the utilisation of a CPU run: one thread's rate by CPU time, times the threads. Wall-clock time would understate it
+    while other programs run.
     """
     threads = torch.get_num_threads()
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
@@ -123,7 +123,7 @@ def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
 
 
 class Room(NamedTuple):
-    """The share of a device that generation takes: answers at work at once, tokens of one step, bytes of keys and values."""
+    """The limits of generation on a device: concurrent answers, tokens per step, bytes of keys and values."""
 
     sequences: int
     step_tokens: int
@@ -139,7 +139,7 @@ CPU_KEYS = 1 << 30
 
 
 def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
-    """Return the room that is asked for, else the usual one of the device."""
+    """Return the given limits, with the device's defaults in place of None."""
     if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
         raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
     kept = CPU_KEYS

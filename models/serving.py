@@ -27,7 +27,7 @@ AHEAD = 4  # tokens that a draft guesses where nothing else is said
 
 
 class ServingSettings(Settings):
-    """The computing of a model's answers."""
+    """Settings of how a model's answers are computed."""
 
     weights: Weights = Field(
         "same", description="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)"
@@ -74,7 +74,7 @@ class ServingSettings(Settings):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Limits of the engine: the tokens that it keeps of a sequence."""
+        """The engine's arguments `sinks` and `window`; empty without a window."""
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:
@@ -88,7 +88,7 @@ def guesses(speculate: int, draft: object) -> int:
 
 
 def prepared(model: Transformer, weights: Weights) -> Transformer:
-    """Return the model with such weights, changed in place; raise ValueError if it cannot have them."""
+    """Return the model, quantised in place to `weights`; raise ValueError if it cannot be quantised so."""
     from puna.models.formats.quantised import quantise
 
     return model if weights == "same" else quantise(model, weights)
@@ -132,7 +132,7 @@ def offloaded_model(
 ) -> Offloaded:  # fmt: skip
     """Return the model in a folder by the fastest plan for this work within `memory` GB, a draft's share included.
 
-    memory: None for most of the free memory. step_tokens: see `planner.choose`. Raise ValueError if nothing fits, with what would.
+    memory: None for most of the free memory. step_tokens: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits.
     """
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offloaded

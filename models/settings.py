@@ -15,13 +15,13 @@ NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extr
 
 
 class Settings(BaseModel):
-    """Frozen, and strict about names. A partial group keeps the other values of its field's default."""
+    """The base of settings: frozen; unknown names are errors. A partial group takes its other values from its field's default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a field without a description when the class is defined: it is the form, the help and the schema."""
+        """Refuse a field without a description when the class is defined: form, help and schema show it."""
         for name, field in cls.model_fields.items():
             if not field.description:
                 raise TypeError(f"{cls.__name__}.{name}: a configuration field needs a description")

@@ -203,10 +203,10 @@ class Experts(nn.Module):
 
 
 class MoeMLP(nn.Module):
-    """Each token through its top-k experts, no token dropped.
+    """A block that sends each token through its top-k experts and drops none.
 
-    With it comes the load-balancing loss: E times the sum over experts of (share of tokens that chose it) x (mean
-    router probability), k when all are even (Fedus et al. 2022, equation 4; with top-k choices it counts each).
+    It also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose it) x (mean router probability), k
+    when all are even (Fedus et al. 2022, equation 4; each of the top-k choices counts).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -229,7 +229,7 @@ class MoeMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer; with `parallel_block` one norm feeds both halves. Beside its output: the experts' load-balancing loss."""
+    """One pre-norm decoder layer; with `parallel_block` one norm feeds both halves. It also returns the experts' load-balancing loss."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def decode(
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines [T, K/2] of the rotation at each position id, grown as yarn has it, in `dtype`; computed in fp64."""
+    """Return the cosines and sines [T, K/2] of the rotation at each position id, scaled as in YaRN, in `dtype`; computed in fp64."""
     frequencies = torch.tensor(config.rotary_frequencies(), dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
     growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
@@ -325,7 +325,7 @@ def softcapped(logits_NV: Tensor, cap: float | None) -> Tensor:
 
 
 def by_rows(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets: Tensor) -> Tensor:
-    """Return [3, N] log p of the targets, log sum exp of the logits, entropies, nats. `head` makes the logits, and again going backward."""
+    """Return [3, N], in nats: log p of the targets, log-sum-exp of the logits, entropies. The backward pass recomputes the logits."""
 
     def compute(rows_CD: Tensor, own: Tensor) -> Tensor:
         z_CV = head(rows_CD).to(wide(rows_CD.dtype))

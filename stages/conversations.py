@@ -43,12 +43,12 @@ def dump(value: Any) -> str:
 
 
 def asking(text: str) -> str:
-    """Return the column `messages` of a context with one user message."""
+    """Return the JSON text of a conversation of one user message."""
     return dump([{"role": "user", "content": text}])
 
 
 def answering(text: str, finished: bool = True) -> str:
-    """Return the column of an answer: one assistant message, with `finished` false if it was cut off."""
+    """Return the JSON text of an answer: one assistant message, with `finished` false if it was cut off."""
     return dump({"role": "assistant", "content": text} | ({} if finished else {"finished": False}))
 
 

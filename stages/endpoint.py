@@ -1,4 +1,4 @@
-"""Models behind OpenAI's interface, of any home: bounded requests with retries, each answer kept with what was asked."""
+"""Models behind OpenAI-compatible endpoints, local or remote: bounded requests with retries, each answer kept with what was asked."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Endpoint:
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
     def _kept(self, id_: str, request: dict[str, Any]) -> Reply:
-        """Return the answer to a request when it is on disk."""
+        """Return the answer to a request if it is on disk."""
         reply = self._answer(request)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip

@@ -21,7 +21,7 @@ BLOCK_ROWS = 1024
 
 
 class Passage(NamedTuple):
-    """A part of a document that answers to a question."""
+    """A part of a document that matches a question."""
 
     id: str
     score: float

@@ -85,7 +85,7 @@ class Aliases:
         return match[1] or self.project, f"{match[2]}@{match[3]}"
 
     def called(self, alias: str, viewer: str = DEFAULT) -> str:
-        """Return how the project `viewer` calls an alias."""
+        """Return the name by which the project `viewer` knows an alias."""
         project, name = self.parts(alias)
         return name if project == viewer else f"{project}/{name}"
 

@@ -1,4 +1,4 @@
-"""Local copies of files of an object store, for libraries that read by path: bounded, the longest unused go first.
+"""Local copies of files of an object store, for libraries that read by path: bounded, the least recently used are removed first.
 
 Files that a process uses stay while it runs. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
 """

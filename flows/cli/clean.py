@@ -1,4 +1,4 @@
-"""The command `puna clean`: one's own pages to clean documents in plain files and a report."""
+"""The command `puna clean`: your own pages to clean documents in plain files, with a report."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Choices:
 class Cleaned:
     """The files that `puna clean` writes, and their counts.
 
-    `pages`: kept and dropped ones. `rules`: pages dropped by each rule (`step.rule`), the largest count first. `no_page`: records of the
-    inputs that hold no page, by rule; `files_without_page` names the files that hold nothing else.
+    `pages`: the number of kept and dropped pages. `rules`: pages dropped by each rule (`step.rule`), the largest count first. `no_page`:
+    records of the inputs that hold no page, by rule; `files_without_page` names the files that hold nothing else.
     """
 
     documents: Path
@@ -111,7 +111,7 @@ def clean(
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
-    """Return the choices of fields, languages and topics that the first pages and documents suggest. `named`: a person's changes."""
+    """Return the choices of fields, languages and topics that the first pages and documents suggest. `named`: the user's changes."""
     choices = Choices()
     values = load(recipe, list(named), "curate", RECIPE).values
     reading = values.get("ingest") or {}
@@ -217,7 +217,7 @@ def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBat
 
 
 def _beside(table: pa.Table, rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return the table with columns of other rows by id, null if they lack one."""
+    """Return the table with columns joined by id from `rows`, null where `rows` lacks the id."""
     place = pc.index_in(table["id"], value_set=rows["id"].combine_chunks())
     for name in names:
         table = table.append_column(name, rows[name].take(place))

@@ -61,7 +61,7 @@ def evaluate(
 ) -> None:
     """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals; or on held-out prompts.
 
-    Where the store knows what the model was trained on, the share of questions in it and the scores without them stand beside.
+    If the store knows the model's training data, also show the share of questions found in it and the scores without them.
     """
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
@@ -125,7 +125,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with the data files that it names, from its own folder or, as the harness has it, from here."""
+    """Return a task file with the data files that it names, from its folder or else, like the harness, from the working directory."""
     from puna.stages.evaluation.task_file import read_task
 
     (own,) = External.resolve(str(path))
@@ -143,7 +143,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Run the stage on a model, which is imported first if it is a folder or file. `own`: the harness runs, with its tasks so named."""
+    """Run the stage on a model, imported first if it is a path. `own`: if given, the harness runs, with these tasks of its own."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -186,7 +186,7 @@ def compare(
     every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare two models question by question on the tasks that both were asked: B less A, with 95 % intervals and Holm's correction."""
+    """Compare two models question by question on the tasks that both were asked: B minus A, with 95 % intervals and Holm's correction."""
     from puna.stages.evaluation.comparison import differences, evaluations_of, measured
 
     opened = Store.existing(store, project)

@@ -148,8 +148,8 @@ def list_(
 
 
 def leads(processes: int, modules: list[str] | None = None) -> bool:
-    """True in the process that carries a command out. Start `processes` of the command and end with their status, or join those that were
-    started; return False in one that followed rank 0 to the end."""
+    """True in rank 0, which carries the command out. If several `processes` are asked for and not yet started, start them and exit with
+    their status. The other ranks follow rank 0 until it ends, then return False."""
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
     ranks.join()
@@ -329,7 +329,7 @@ def verify(
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare every file with its checksum; name suspects, which were made from what was damaged, and aliases that are gone."""
+    """Compare every file with its checksum; also name suspects, which were made from damaged artifacts, and lost aliases."""
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you take as right")

@@ -29,8 +29,8 @@ def load_engine(
 ) -> Engine:  # fmt: skip
     """Return the engine of a model named as the commands take it.
 
-    `store`: opens the store that it may be in. `work`: what is to be answered, by tokenizer and longest context; if layers are
-    offloaded it is planned for, and told on standard error.
+    `store`: opens the store that it may be in. `work`: returns the expected workload for a tokenizer and the longest context. If layers are
+    offloaded, the plan for it is printed on standard error.
     """
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")

@@ -88,13 +88,13 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Show the steps that are reused or would run, with their cost; of pretraining also parameters, operations, memory and time, of the
-    stage sample memory of keys and values and the least time.
+    """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, operations, memory and time; for the
+    stage sample, memory of keys and values and the minimum time.
 
-    Time, disk and memory of a step are estimated from its earlier runs in the store. A step after one that runs is computed again only
-    if that one's content is new. Pretraining is computed from the model's shape: the recipe's, the input model's, or the chosen one. Each
-    row counts as one document, which costs the most attention. The time is that of this CPU's measured rates, or of a GPU's data sheet.
-    For several GPUs the three fastest layouts that fit are listed, of those that a test proves equal to one process.
+    Time, disk and memory of a step are estimated from its earlier runs in the store. A step after a running step is computed again only if
+    the content of its input is new. Pretraining is computed from the model's shape: the recipe's, the input model's, or the chosen one.
+    Each row counts as one document, which costs the most attention. Times follow from this CPU's measured rates or a GPU's data sheet. For
+    several GPUs the three fastest layouts that fit are listed, of those that a test proves equal to one process.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request

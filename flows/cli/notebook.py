@@ -39,8 +39,8 @@ def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
 def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:
     """Return the artifact of a stage: from the store if it exists, else computed.
 
-    `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its
-    kind, `NAME=ID` to that of the name. `settings`: fields of the stage's configuration. Raise PunaError if any is wrong.
+    `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its kind,
+    `NAME=ID` to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if any is wrong.
     """
     target = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(target, Stage)

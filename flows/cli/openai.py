@@ -46,7 +46,7 @@ class Limits:
 
 
 class Answerer:
-    """Request handlers of one model; `speculate` as in SamplingParams, for answers of free form."""
+    """Request handlers of one model; `speculate` as in SamplingParams, for answers without a response format."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
@@ -56,7 +56,7 @@ class Answerer:
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
-        """Return the texts that follow others, or their log-probs."""
+        """Return completions of the prompts, or the prompts' log-probs."""
         n = len(body.prompt)
         if n * body.n > self.most:
             raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
@@ -80,7 +80,7 @@ class Answerer:
         return top
 
     def _prompt(self, text: str) -> list[int]:
-        """Return ids of a text to go on with. Raise ApiError if the tokenizer's patterns take too long on it."""
+        """Return the token ids of a prompt text. Raise ApiError if the tokenizer's patterns take too long on it."""
         try:
             return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
         except ValueError as error:
@@ -161,7 +161,7 @@ class Answerer:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 
     def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
-        """Return the texts that end an answer; raise ApiError if the request does not fit the model."""
+        """Return the request's stop texts; raise ApiError if the request does not fit the model."""
         if body.model is not None:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
@@ -228,7 +228,7 @@ def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -
 
 
 def _tell_errors(app: FastAPI) -> None:
-    """Return every error in OpenAI's shape."""
+    """Register handlers that return every error in OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def told(_: Request, error: ApiError) -> Response:
@@ -251,7 +251,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """Return the server of one model; `speculate` as in SamplingParams, for answers of free form."""
+    """Return the server of one model; `speculate` as in SamplingParams, for answers without a response format."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
@@ -314,7 +314,7 @@ def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | Non
 
 
 def _tell_state(app: FastAPI, worker: Worker) -> None:
-    """Add the addresses of the server's health and of its counts."""
+    """Add the endpoints `/health` and `/metrics`."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:

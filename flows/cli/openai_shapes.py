@@ -33,7 +33,7 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """The form of an answer."""
+    """The JSON schema that an answer must follow."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field("answer", description="Of the client; not looked at")
@@ -57,7 +57,7 @@ class ResponseFormat(BaseModel):
 
 
 class Sampled(BaseModel):
-    """The fields that both kinds of request have."""
+    """The fields shared by completion and chat requests."""
 
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
@@ -103,7 +103,7 @@ class CompletionRequest(Sampled):
 
     @property
     def alternatives(self) -> int | None:
-        """Return how many of the likeliest tokens are told at each place; None without log-probs."""
+        """Return the number of likeliest tokens to report at each position; None without log-probs."""
         return None if self.logprobs is None or self.logprobs is False else 0 if self.logprobs is True else self.logprobs
 
 
@@ -140,7 +140,7 @@ class ChatRequest(Sampled):
 
     @property
     def alternatives(self) -> int | None:
-        """Return how many of the likeliest tokens are told at each place; None without log-probs. ApiError where logprobs is missing."""
+        """Return the number of likeliest tokens to report at each position; None without log-probs. ApiError if logprobs is missing."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "invalid_request_error", "top_logprobs: it needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -223,7 +223,7 @@ class Reply:
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if written is None else list(written)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return the likeliest tokens and the token itself, by their text; of those that look alike the likeliest."""
+        """Return the log-probs of the likeliest tokens and of the token itself, by text; of tokens with one text, the likeliest."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}

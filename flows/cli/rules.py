@@ -135,7 +135,7 @@ class Annotations:
         return result
 
     def spread(self, mask: Mask) -> Mask:
-        """Return a mask of documents as one of pages, bool[page]."""
+        """Return a mask of documents as a mask of pages, bool[page]."""
         result = np.zeros(len(self.pages), np.bool_)
         result[self.readable] = mask
         return result
@@ -256,7 +256,7 @@ def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -
 
 
 def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
-    """Return a row for each rule: pages, shares of good and bad words, alone and as the first; good words lost of each group `by`.
+    """Return a row for each rule: pages, shares of good and bad words, alone and as the first; lost good words by group `by=…`.
 
     The last row has all rules together.
     """

@@ -26,7 +26,7 @@ def up(
     store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4200, auth: AuthOption = "",
     limit: LimitOption = 2, urls: UrlsOption = False,
 ) -> None:  # fmt: skip
-    """Start Prefect with its UI, everything served, and Puna's own pages: one process, one address."""
+    """Start Prefect with its UI, all flows and stages, and Puna's own pages: one process, one address."""
     from puna.flows.web import serve as serving
 
     serving.up(store, host, port, limit, auth, urls)

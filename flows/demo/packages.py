@@ -14,7 +14,7 @@ WEB, WIKIPEDIA, CODE = FILES = ("web.warc.gz", "wikipedia.warc.gz", "code.warc.g
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages for one file of the sample: the members of a package that they are made of, and how."""
+    """Pages for one file of the sample: which members of a package to read, and the function that makes pages of them."""
 
     file: str
     wanted: Callable[[str], bool]

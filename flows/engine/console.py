@@ -33,8 +33,8 @@ BITS = {
 
 
 class Console:
-    """A listener of stages. On a terminal it draws a bar; elsewhere it prints a line now and then. `json`: standard output is for
-    objects.
+    """A listener of stages. On a terminal it draws a bar; elsewhere it prints a line now and then. `json`: print on standard error, since
+    standard output is for JSON objects.
     """
 
     def __init__(self, *, json: bool = False) -> None:
@@ -212,7 +212,7 @@ def in_short(changes: Sequence[Change]) -> str:
 def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
     """Call `tell` with each line that this process or a child writes to standard error, and pass the line on.
 
-    A process that is still there afterwards is passed on, and no longer told of.
+    After the context, lines of a child that still runs are passed on but no longer given to `tell`.
     """
     sys.stderr.flush()
     before = os.dup(2)

@@ -47,7 +47,7 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
 
 
 def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
-    """Return what a stage without a flow is run with."""
+    """Return the configuration, inputs and store of a single stage."""
     config = stage_config(stage, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
@@ -55,7 +55,7 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 
 
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
-    """Return what answers of the stage `sample` take at least, for each of its models: memory of keys and values, the roofline's time.
+    """Return the least cost of answers of the stage `sample`, for each of its models: memory of keys and values, and roofline time.
 
     Each answer counts as long as `max_tokens` allows, which most are not; starting kernels, drawing tokens, and exchanges within a layout
     are not in the time. Bytes are those of one process.
@@ -137,7 +137,7 @@ class Total:
 
 
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the costs of a planned pretraining: of the recipe's model, of the one that it goes on from, or of the size that is chosen."""
+    """Return the costs of a planned pretraining: of the recipe's model, of the model that it continues from, or of the chosen size."""
     from puna.models.formats.checkpoint import read_config
     from puna.stages.training.chosen_size import ChosenSize
 
@@ -150,7 +150,7 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
-    """Return the figures that `puna plan` prints, bytes and seconds as numbers. given: the model that the training goes on from.
+    """Return the figures that `puna plan` prints, bytes and seconds as numbers. given: the model that the training continues from.
 
     Without `gpu` the device is this CPU. If the training would take years there, the plan is for `LARGE` GPUs: as many as hold the state
     and end within `LONGEST`.

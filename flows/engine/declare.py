@@ -171,11 +171,11 @@ def step(
 ) -> Output:  # fmt: skip
     """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
 
-    `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names
-    it. `through`: the input that replaces the output if the step is left out (of documents stages: the documents). `number`: of a
-    round; it joins the label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that
-    takes the output; if the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs
-    mean the same step.
+    `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names it.
+    `through`: the input that replaces the output if the step is left out (of documents stages: the documents). `number`: of a round; it is
+    added to the default label and to the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that takes
+    the output; if the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs mean the same
+    step.
     """
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
@@ -335,7 +335,7 @@ class Walk(ABC):
         return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """Return a step of the recipe's own: its inputs come from the steps it names, else by kind from the place where it stands."""
+        """Return the output of a step that the recipe adds: inputs come from the steps it names, else by kind from its surroundings."""
         stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}

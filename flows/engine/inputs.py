@@ -93,7 +93,7 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
 
 
 def check_address(what: str, text: str) -> None:
-    """Raise PunaError if forms may name only local paths, and the text gives an address that a run would ask."""
+    """Raise PunaError if forms may name only local paths, and the text is an address that a run would contact."""
     uri = text.partition("=")[2] if is_named(text) else text
     scheme, sign, _ = uri.partition("://")
     if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):

@@ -88,7 +88,7 @@ class Request:
 
 
 def chosen(what: str) -> Flow | Stage:
-    """Return the flow or stage of that name; `flow:` or `stage:` before it chooses if both have it, else it is the flow."""
+    """Return the flow or stage of that name. If both exist, a prefix `flow:` or `stage:` chooses; without one it is the flow."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)
@@ -176,7 +176,7 @@ def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageC
 def checked_inputs(
     flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool
 ) -> dict[str, Given]:
-    """Return the inputs of a flow, fit for its recipe; PunaError with every need that is not met. Each file is read once."""
+    """Return a flow's inputs, checked against its recipe. Raise PunaError with all unmet needs. Each file is read once."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))

@@ -101,8 +101,8 @@ def together(sizes: Sequence[Size]) -> Size:
 class PlannedStep:
     """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
 
-    `expected`: what it may cost where it runs; None if no earlier run tells. `begins`: the model or the chosen size (by the input's
-    name) that a training begins with, its artifact's id; empty if an earlier step is yet to make it.
+    `expected`: the cost estimate if it runs; None without an earlier run. `begins`: the ids of a training's initial model and chosen size,
+    by the input's name; an id is empty if an earlier step is yet to make the artifact.
     """
 
     label: str

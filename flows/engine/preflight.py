@@ -143,7 +143,7 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of as many of the pages, drawn by chance, as that time allows; and their share, `share` for all."""
+    """Return rough texts of pages drawn at random until `seconds` have passed, and their share of all; `share`: that of the given pages."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):
@@ -154,7 +154,7 @@ def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tup
 
 
 def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """Return the documents' sources (none unless all could be read in time), the beginnings read, and their share of all.
+    """Return the documents' sources (none unless all were read in time), the beginnings of their texts, and the share that was read.
 
     Ids are hashes: the first documents are a random sample.
     """

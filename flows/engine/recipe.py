@@ -181,7 +181,7 @@ def blamed(complaint: str, layers: list[Layer]) -> str:
 def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
     """Return the values of a recipe, by name or YAML file, with `step.field=value` changes; and its layers, `--set` first, bases last.
 
-    `base`: what a file inherits from that names no base.
+    `base`: the recipe that a file inherits from if it names none.
     """
     files = _layers(name, base, ())
     values: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def _parsed(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a field named twice in one group, of which the first would be lost."""
+    """A YAML loader that refuses a field named twice in one group, since the first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a group. Raise YAMLError if it names a field twice."""
@@ -266,7 +266,7 @@ def shipped_recipes() -> list[str]:
 def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a copy in which no two values are one object; raise PunaError if following the aliases gives too many values.
 
-    YAML's aliases can name a list of lists of lists in a few lines that no memory holds, or one that holds itself.
+    With aliases, a few lines of YAML can stand for nested lists that exceed any memory, or for a list that holds itself.
     """
     left = MAX_NODES
 

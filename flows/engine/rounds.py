@@ -39,7 +39,7 @@ class Round:
 
     @property
     def mark(self) -> str:
-        """Return the alias that says that it was carried out."""
+        """Return the alias that marks the verdict as carried out."""
         return f"{SETTLED}{self.gate.key[:16]}"
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class _Lineage:
         }
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
-        """Return the artifacts with these keys, one of equal content, ordered by content."""
+        """Return the artifacts with these keys, one for each content, ordered by content."""
         one = {self.digest[key]: key for key in sorted(keys, reverse=True)}
         return tuple(self._of(one[digest]) for digest in sorted(one))
 
@@ -130,7 +130,7 @@ class _Lineage:
         return roots
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return the artifacts that were learned from: prompts of answers or models, preferences and instructions of models."""
+        """Return the artifacts learned from, by kind: preferences and instructions of models, prompts of models and answers."""
         found: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -171,7 +171,7 @@ def rounds_of(store: Store, policy: Artifact) -> list[Round]:
 
 
 def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
-    """Return the last round, where its verdict was not carried out yet."""
+    """Return the last round if its verdict has not been carried out yet."""
     last = next(reversed(list(rounds)), None)
     if last is None or store.aliases().get(last.mark) == last.deciding.key:
         return None

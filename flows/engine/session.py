@@ -78,7 +78,7 @@ class Session:
             _APART.reset(token)
 
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
-        """Run one stage, in a run that Prefect started as its task; tell the terminal, the run's log and who else watches."""
+        """Run one stage, as a Prefect task if Prefect started the run; report to the terminal, the run's log and the server."""
         inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
 
         def work(task: str | None = None) -> Outcome:
@@ -169,8 +169,8 @@ def session(
 ) -> Iterator[Session]:  # fmt: skip
     """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
 
-    `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ended well; where
-    it made nothing and an earlier run has the same artifacts, that one's page is told.
+    `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ends well. If it
+    made nothing and an earlier run has the same artifacts, name that run's page.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # A process that Prefect started for a run: the run is there already, and its end is Prefect's to tell.

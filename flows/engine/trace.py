@@ -68,7 +68,7 @@ class Tracer(Walk):
         return Output(step.stage.kind, (label,))
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """Return one empty place for every step of everything; else the recipe's, complaints about wrong ones kept."""
+        """Return [None] if all possible steps are traced; else the recipe's configurations, with wrong ones recorded as complaints."""
         if self._everything:
             return [None]
         try:
@@ -121,7 +121,7 @@ def flow_named(name: str) -> Flow:
 
 
 def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) -> Trace:
-    """Return the steps of a flow with a recipe, and what it lacks."""
+    """Return the trace of a flow with a recipe: its steps and unmet needs."""
     tracer = Tracer(recipe)
     tracer.walk(flow, flow.placeholders() if given is None else given)
     labels = {step.label for step in tracer.trace.steps}
@@ -155,7 +155,7 @@ def fields(flow: Flow) -> dict[str, Step]:
 def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", base: str = BASE) -> Recipe:
     """Return a recipe of a flow by name or file, with `step.field=value` changes. Raise one PunaError for all wrong fields.
 
-    Fields of other flows are checked too, if the recipe has them. `base`: what a file inherits from that names no base.
+    Fields of other flows are checked too, if the recipe has them. `base`: the recipe that a file inherits from if it names none.
     """
     chosen = flow_named(flow)
     values, layers = read_values(name, changes or [], base)

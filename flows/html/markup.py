@@ -179,7 +179,7 @@ def excerpt(value: str, characters: int = 420) -> str:
 
 
 def counted_rows(artifact: Artifact, table: str = "") -> str:
-    """Return the rows of a table (default: the main one) for people; empty if the artifact has no such table."""
+    """Return the number of rows of a table (default: the main one) as text; empty if the artifact has no such table."""
     name = table or artifact.kind
     return f"{artifact.rows(name):,}" if name in artifact.tables else ""
 
@@ -189,5 +189,5 @@ def stored(artifact: Artifact) -> int:
 
 
 def made_at(artifact: Artifact) -> str:
-    """Return date, hour and minute of an artifact's making, in UTC."""
+    """Return the date, hour and minute when an artifact was made, in UTC."""
     return artifact.manifest.created_at[:16].replace("T", " ")

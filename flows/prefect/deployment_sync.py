@@ -28,8 +28,8 @@ SCHEDULE = "puna-serve"
 
 
 class DeploymentSync:
-    """The deployments on a server and the state that they were made from. `ids`: of the deployments by title. `linked`: Puna's pages are
-    on the server, too.
+    """The deployments on a server and the state that they were made from. `ids`: deployment ids by title. `linked`: the server also has
+    Puna's pages.
     """
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
@@ -142,10 +142,10 @@ class DeploymentSync:
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """End runs on the server whose Puna run is over, with their steps: their process was killed before it could.
+        """End runs on the server whose Puna run is over, with their steps: their process was killed before it could report.
 
-        Looked at twice, so that a process which is about to tell may do so itself. `starting`: nothing that is offered has a process yet,
-        so runs whose process was about to start are to be started once more.
+        Each run is looked at twice, since its process may be about to report by itself. `starting`: no run of these deployments has a
+        process yet, so runs whose process was about to start are scheduled again.
         """
         body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}

@@ -50,7 +50,7 @@ def offers() -> list[Offer]:
 
 
 def flow_name(stage: Stage) -> str:
-    """Return the server's name for a stage; a flow of the same name goes first."""
+    """Return the server's name for a stage: its own, or `stage_NAME` if a flow has that name."""
     return f"stage_{stage.name}" if stage.name in FLOWS else stage.name
 
 
@@ -68,7 +68,7 @@ def defaults(offer: Offer) -> dict[str, Any]:
 
 
 def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
-    """Return a stage's configuration with the recipe's values for the step `field`, else its defaults; None if it has no such."""
+    """Return a stage's configuration with the recipe's values for the step `field`, else its defaults; None if they are invalid."""
     own = _recipe(recipe).get(field)
     try:
         if isinstance(own, dict) and field == stage.name:
@@ -80,7 +80,7 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
 
 
 def description(offer: Offer, *, linked: bool) -> str:
-    """Return the description of a flow or stage with its inputs and output. `linked` pages: with links to the form filled from a recipe."""
+    """Return the description of a flow or stage with its inputs and output. `linked`: add links to the form filled from a recipe."""
     what = offer.what
     inputs = ", ".join(f"`{spec.name}` ({described(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
@@ -118,9 +118,9 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The artifacts of a store as a form offers them, newest first, after the aliases; what the store holds now.
+    """The present artifacts of a store as choices of a form: aliases first, then artifacts, newest first.
 
-    `everywhere`: if the store has several projects, aliases have names that mean the same in each.
+    `everywhere`: if the store has several projects, aliases are named with their project.
     """
 
     def __init__(self, store: Store, *, everywhere: bool = False) -> None:

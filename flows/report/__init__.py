@@ -22,10 +22,9 @@ HEAD_BYTES = 1024
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
     """Write the page about `run` ("latest": the newest), or about it beside the run `compare`, and return its path.
 
-    The page needs nothing but itself: style, script and plots are inside, and no address is fetched.
-    Default of `output`: runs/<run>.html in the store (runs/<compare>-<run>.html), of which a local path is returned. A run that is
-    at work, failed or was stopped gives a page too.
-    Raise PunaError when there is no such run, or one of its artifacts cannot be read.
+    The page needs nothing but itself: style, script and plots are inside, and no address is fetched. By default the page is runs/<run>.html
+    in the store (runs/<compare>-<run>.html), and a local path of it is returned. A run that is at work, failed or was stopped has a page,
+    too. Raise PunaError when there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)
     other = None if compare is None else Run.open(store, compare)

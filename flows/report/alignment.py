@@ -33,7 +33,7 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """Return the step without the word that all evaluations share."""
+        """Return the step's name as words, without the prefix `evaluate_`."""
         return model_label(self.step.name)
 
 
@@ -61,7 +61,7 @@ def models_by_step(store: Store) -> dict[str, str]:
 
 
 def evaluations(run: Run) -> list[Step]:
-    """Return steps that evaluated a model, but for control arms; experiments and gates write the same kind of artifact."""
+    """Return the steps that evaluated a model: no control arms, and no experiments or gates, which write the same kind of artifact."""
     steps = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
     return [s for s in steps if not arms.CONTROL.fullmatch(s.name)]
 
@@ -178,7 +178,7 @@ def _share_and_gain(one: arms.Arms, arm: str, metric: str) -> tuple[Content, Con
 
 
 def _ratio(one: arms.Arms, arm: str) -> str:
-    """Return an arm's budget over the round's, as the law counts it; empty if one of the two is unknown."""
+    """Return an arm's budget over the round's, see `Budget.ratio`; empty if one of the two is unknown."""
     ratio = one.ratio(arm, "round")
     return "" if ratio is None or math.isinf(ratio) else f"{math.floor(ratio * 100) / 100:.2f}"
 

@@ -67,9 +67,9 @@ class Budget:
         return self.trained_answers / self.updates if self.updates else 0.0
 
     def ratio(self, other: Budget) -> float:
-        """Return the smallest share of another arm's budget that this one has; tokens and seconds are shown, and do not count.
+        """Return the smallest ratio of this budget to another's, over the resources in `LAW`.
 
-        They say how an implementation lays answers out, on which machine; `cpu_ratio` compares them.
+        Trained tokens and CPU seconds are only shown: they depend on how an implementation lays out answers, and on the machine.
         """
         return min((getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))), default=math.inf)
 
@@ -89,7 +89,7 @@ def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
 
 
 def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
-    """Return an artifact and all that it was made of, by key; of one that is no longer in the store, not what it was made of."""
+    """Return an artifact and its ancestors, by key. An ancestor that is no longer in the store is returned without its own."""
     every, left = {artifact.key: artifact}, [artifact]
     while left:
         try:
@@ -104,7 +104,7 @@ def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
 
 
 def _spent(artifact: Artifact) -> tuple[float, ...]:
-    """Return what one artifact took, in the order of `Budget`; KeyError where its stage should have recorded more than it did."""
+    """Return the resources that one artifact took, in the order of `Budget`; KeyError if its stage did not record a required one."""
     manifest, metrics = artifact.manifest, artifact.manifest.metrics
     trains, samples = manifest.stage in POLICY_STAGES, manifest.stage in ("sample", "grpo", "ppo")
     return (
@@ -134,7 +134,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words: no gain where the interval holds 0, and none earned over a control with a smaller budget."""
+        """Return the verdict in words: no gain if the interval holds 0, and no earned gain if the control's budget is smaller."""
         if self.gain.low <= 0:
             return "cost" if self.gain.high < 0 else "earned nothing"
         return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"

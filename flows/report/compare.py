@@ -88,7 +88,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
 
 
 def again_view(run: Run) -> Html:
-    """Return a list of terms; facts that an older run's log lacks are shown as unknown."""
+    """Return how to repeat a run, as a list of terms; facts missing from an older run's log are shown as unknown."""
     about = run.log.about
     terms: list[tuple[str, Content]] = [
         ("Command", tag("code", about["command"]) if about.get("command") else "not told by the log"),

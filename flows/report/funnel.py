@@ -63,7 +63,7 @@ class Level:
 
     @property
     def dropped(self) -> int:
-        """Return rows that the rules removed, but for records that hold no page."""
+        """Return the number of rows that the rules removed, without records that hold no page."""
         return sum(rule.rows for rule in self.rules) - self.no_page
 
     @property

@@ -115,8 +115,8 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
 def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
     """Return each node's place, and each edge's places. `edges`: for each node its sources, which stand before it.
 
-    Long edges pass the layers between in lanes, one a source. Each layer in turn, down and up, is ordered by the means of its neighbours'
-    positions. Nodes are placed as near to them as the order allows (Sugiyama, Tagawa and Toda 1981).
+    Long edges pass the layers between in lanes, one per source. Each layer in turn, down and up, is ordered by the means of its neighbours'
+    positions. Nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
     """
     layer: dict[str, int] = {}
     for name, sources in edges.items():

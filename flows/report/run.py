@@ -105,9 +105,9 @@ class Run:
         return [s for s in self.steps if s.artifact.kind in kinds]
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
-        """Return the artifact that an input means: the run's own one of that key, or of that content, else the store's.
+        """Return the artifact that an input record means: an earlier step's with its key, else with its content, else the store's.
 
-        A reused artifact may name an artifact of an earlier run with the same content as the one this run made or found.
+        A reused artifact may name an earlier run's input, whose content equals that of this run's artifact.
         """
         if record.kind == "external":
             return None
@@ -173,7 +173,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """Return DuckDB's answers, in bounded memory, to queries of one side table, which they call `found`."""
+    """Return DuckDB's results of queries on one side table, which the queries call `found`, in bounded memory."""
     with (
         TemporaryDirectory() as folder,
         duckdb.connect(config={"memory_limit": "128MB", "threads": 1, "temp_directory": folder}) as connection,

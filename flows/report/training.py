@@ -24,7 +24,7 @@ def of_curation(step: Step) -> bool:
 
 
 def figures(step: Step, without: str = "") -> list[Plot]:
-    """Return the figures in a step's manifest, but not that of the name `without`, nor the heat map."""
+    """Return the figures in a step's manifest, except the one named `without` and the heat map."""
     return [Plot.of(figure) for name, figure in sorted(step.artifact.manifest.figures.items()) if name not in (without, HEAT)]
 
 

@@ -140,7 +140,7 @@ def _silent(headers: Mapping[str, str]) -> bool:
 
 
 def own_page(headers: Mapping[str, str]) -> bool:
-    """True if a browser says that a page of this site, or its reader, asks."""
+    """True if the browser's headers say that a page of this site, or its user, sent the request."""
     site = headers.get("sec-fetch-site")
     if site is None:
         return "referer" in headers and not foreign(headers, headers.get("host", ""))
@@ -269,7 +269,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def _here(name: str) -> bool:
-    """True if a host's name can only mean this machine, or is an address, which nobody can make to mean another one."""
+    """True if a host name can only mean this machine, or is an IP address, which DNS cannot redirect."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -250,7 +250,7 @@ def slug(text: str) -> str:
 
 
 def progress_text(progress: tuple[float, float, str], seconds: float) -> str:
-    """Return a step's progress, its rate, and the time it may end."""
+    """Return a step's progress in percent and counts, its note, and the estimated time left."""
     done, total, note = progress
     share = done / max(total, 1e-9)
     left = f", about {duration(seconds * (1 - share) / share)} left" if 0.02 < share < 1 else ""

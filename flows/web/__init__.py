@@ -1,4 +1,4 @@
-"""Puna's own web pages over a store: their doors, the pages of every module beside it that registers some, and its errors."""
+"""Puna's own web pages over a store: access checks, the pages that the modules beside this file register, and error pages."""
 
 from __future__ import annotations
 

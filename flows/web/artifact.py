@@ -139,7 +139,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")
 
 
 def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
-    """Return two values of the same name, and by how much the second is more."""
+    """Return the cells of two values of one name and of their difference, the second minus the first."""
     cells: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
     both = all(isinstance(value, int | float) for value in (one, other))
     gap = float(other) - float(one) if both and one is not None and other is not None else 0.0

@@ -38,7 +38,7 @@ def near_form(options: Sequence[Html], text: str = "") -> Html:
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return the documents that were asked about, the text, and which of them resemble it. Raise PunaError if it has no words."""
+    """Return the form's documents and text, and a view of the documents that resemble the text. Raise PunaError if it has no words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")

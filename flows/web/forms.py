@@ -31,7 +31,7 @@ MANY = 8
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
     """Return the form of the flow or stage, and its plan if that was asked for.
 
-    `own`: a page of this site led here, so that the script may ask for the plan by itself; `refused`: why it was not started.
+    `own`: a page of this site led here, so that the script may ask for the plan by itself; `refused`: why the run was not started.
     """
     store = site.store
     offer, project = offer_of(name), project_of(form)
@@ -182,7 +182,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a stage that people rarely change: no numbers, not asked for, in no shipped recipe; and seeds."""
+    """Return the fields of a stage that people rarely change: seeds, and optional fields that are no number and in no shipped recipe."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]
@@ -202,7 +202,7 @@ def _setting(path: str, value: Any, form: Asked, about: str, choices: Sequence[s
 
 
 def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
-    """Return the description of a field of nested settings, and the words that it may be."""
+    """Return the description of a field of nested settings, and the values of its enum, if it is one."""
     now: Mapping[str, Any] = schema
     for name in path.split("."):
         now = now.get("properties", {}).get(name, {})

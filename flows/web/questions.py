@@ -86,7 +86,7 @@ def answered(store: Store, question: str) -> Html:
 
 @router.post("/sql")
 async def ask(site: Here, request: Request) -> Response:
-    """Run the statement of the box, which sends the token; an address only fills it."""
+    """Run the statement of the box's form, which sends the token; the query of an address only fills the box."""
     form = await sent(request)
     text = form.get("q", [""])[0]
     answer: Html | None = None

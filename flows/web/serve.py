@@ -50,7 +50,7 @@ STEADY_SECONDS = 60.0
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
     """Serve a store until stopped, a new one if there is none. `urls`: forms may name inputs that are not local paths.
 
-    PunaError, with nothing made, where the port is taken, or where others could reach it and `auth` is empty.
+    Raise PunaError, before a store is made, if the port is taken, or if other machines could reach it and `auth` is empty.
     """
     began = time.perf_counter()
     check_auth(host, auth)

@@ -29,7 +29,7 @@ BYTES = ir.VectorType(llvm.BYTE, STEP)
 
 
 def row_bytes(D: int) -> int:
-    """Return the bytes of a row of x: its numbers, to whole steps, and a vector of its scale."""
+    """Return the bytes of a quantised row of x: its D numbers, rounded up to whole steps, and its scale in each lane of a vector."""
     return -(-D // STEP) * STEP + 4 * LANES
 
 

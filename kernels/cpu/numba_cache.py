@@ -143,7 +143,7 @@ class LoopCache:
 
 
 class _Results(CompileResultCacheImpl):  # type: ignore[misc]
-    """Compiled loops as data and back, without numba's choice of files."""
+    """A serialiser of compiled loops, without numba's choice of cache files."""
 
     def __init__(self) -> None:
         pass
@@ -217,7 +217,7 @@ def processor() -> str:
 
 
 def target() -> str | None:
-    """Return the target whose instructions this processor has, if it is that of a machine in `TARGETS`."""
+    """Return this machine's target in `TARGETS`; None if it has none or the processor lacks the target's instructions."""
     name, needs = TARGETS.get(platform.machine(), (None, ""))
     has = get_host_cpu_features()
     return name if all(has.get(instruction) for instruction in needs.split()) else None
@@ -225,7 +225,7 @@ def target() -> str | None:
 
 @cache
 def shipped() -> Path | None:
-    """Return the folder of loops that come compiled and that this processor can run; None where another target is asked for."""
+    """Return the folder of shipped loops that this processor can run; None without one, or if NUMBA_CPU_NAME sets another target."""
     name = target() if numba.config.CPU_NAME is None else None
     return SHIPPED / name if name and (SHIPPED / name).is_dir() else None
 

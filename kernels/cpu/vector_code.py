@@ -19,7 +19,7 @@ VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
 
 def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes an operation of numba's loops, with these types, of a function that writes its code.
+    """Return a decorator that turns a function that writes LLVM code into an operation of numba's loops, with these types.
 
     The function gets a builder and LLVM values, and returns a value, or None if the result is void.
     """
@@ -109,14 +109,14 @@ def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
 
 
 def prefetch(builder: Any, address: Any, near: int = 3) -> None:
-    """Ask for the 64 bytes at an address; `near` is 3 for the first cache, 2 for the second."""
+    """Prefetch the 64 bytes at an address; `near` is 3 for the first cache, 2 for the second."""
     where = builder.inttoptr(address, BYTE.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [where.type, INT32, INT32, INT32])
     builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind), [where, INT32(0), INT32(near), INT32(1)])
 
 
 class Sums:
-    """Sums that stay in registers while a loop adds to them, a row of them for each of some left factors."""
+    """A table of sums [left factors, right factors] that stay in registers while a loop adds to them."""
 
     def __init__(self, builder: Any, rows: int, columns: int, zero: Any) -> None:
         self.builder, self.columns = builder, columns
@@ -130,7 +130,7 @@ class Sums:
 
     @property
     def rows(self) -> list[list[Any]]:
-        """Return the sums."""
+        """Return the sums, row by row."""
         values = [self.builder.load(place) for place in self.places]
         return [values[first : first + self.columns] for first in range(0, len(values), self.columns)]
 

@@ -94,8 +94,8 @@ def _page_scores(width: int, rows: int) -> Any:
 def _page_sums(width: int, rows: int) -> Any:
     """Compile out[m, 0 : 16 width] += sum over pages i < length of a table and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
 
-    Each number is one chain of fused products in the order of i and c. The page that stands `AHEAD` places further in the table is asked
-    for on the way.
+    Each number is one chain of fused products in the order of i and c. The page that stands `AHEAD` places further in the table is
+    prefetched on the way.
     """
 
     @llvm.operation(types.void, *[types.intp] * 10)

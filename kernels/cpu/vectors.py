@@ -1,7 +1,7 @@
 """Sixteen fp32 numbers as one value in numba's loops, for loops that LLVM's own vectoriser leaves slow.
 
-Each operation is one IEEE operation per lane; `fma` is the fused one. So a loop in these words has one order of operations on every CPU:
-bits agree, and registers hold sums. An address is an integer, in bytes.
+Each operation is one IEEE operation per lane; `fma` is the fused one. So a loop of these operations has one order of operations on every
+CPU: bits agree, and registers hold sums. An address is an integer, in bytes.
 """
 
 from __future__ import annotations

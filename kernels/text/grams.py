@@ -56,7 +56,7 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return places of the n-grams that a table (`hash_table.table_of`) holds; a place too many is as likely as two equal hashes."""
+    """Return the places of the n-grams that a table (`hash_table.table_of`) holds; a false place needs two n-grams with one hash."""
     out, size = np.empty(len(grams), np.int64), 0
     for at in range(len(grams)):
         if contains(table, grams[at]):
@@ -66,8 +66,8 @@ def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray
 
 
 class Sieve(NamedTuple):
-    """N-grams of several lengths: `keys` a table of the hashes of all, `lengths` int64[k]; `steps` int64[k]: each how-manyeth n-gram of a
-    text is looked up."""
+    """N-grams of several lengths: `keys`, a table of all hashes; `lengths` int64[k]; `steps` int64[k]: of a text, every steps[i]-th n-gram
+    of lengths[i] words is looked up."""
 
     keys: NDArray[np.uint64]
     lengths: NDArray[np.int64]

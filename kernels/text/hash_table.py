@@ -66,7 +66,7 @@ def emptied(slots: NDArray[np.int32], entries: int) -> int:
 def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
     """Return the slot that holds the place of `key` in `keys`, counted from 1, or its free slot, in a table of 2^bits slots.
 
-    A quarter full at most, and half as large as one of the keys themselves: most looks are the first slot's alone.
+    The table is at most a quarter full, so most lookups read one slot; a table of the keys themselves would be twice as large.
     """
     mask = (1 << bits) - 1
     at = np.int64((key * MIX) >> np.uint64(64 - bits))

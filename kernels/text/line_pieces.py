@@ -129,7 +129,7 @@ def _newlines(data: U8, start: int, stop: int) -> int:
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
-    """Return the places of hashes that occur more than `most` times, the count of each, and whether it is its first place."""
+    """Return the places of hashes that occur more than `most` times, each hash's count, and a mask of first occurrences."""
     ordered = np.sort(hashes)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
     counts = np.diff(np.r_[starts, len(ordered)])

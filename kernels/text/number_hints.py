@@ -21,7 +21,7 @@ U8 = NDArray[np.uint8]
 
 
 class Hint(IntFlag):
-    """Signs in a text; one without a sign has nothing of the kind."""
+    """Signs of personal data in a text: without a sign, the text has no data of its kind."""
 
     AT = 1  # an @ in a word, a dot later in that word
     HIDDEN_AT = 2  # [at], (at), {at}
@@ -78,14 +78,14 @@ def hints_of(text: str) -> int:
 
 
 def phone_stretches(text: str) -> list[tuple[int, int]]:
-    """Start and stop of each stretch of the characters of phone numbers, as long as it can be, that has the digits of one."""
+    """Return start and stop of each longest run of phone number characters that has enough digits for a phone number."""
     result: list[tuple[int, int]] = list(map(tuple, _stretches(code_points(text), _in_phones()).tolist()))
     return result
 
 
 @functools.cache
 def _in_phones() -> U8:
-    """True if a code point is in phone numbers, and whether it is a digit; at the end of all others."""
+    """Return the bits IN_PHONE and OF_PHONE of each code point; the last entry stands for all code points beyond the table."""
     result = np.append(np.where(_digits(), np.uint8(IN_PHONE | OF_PHONE), np.uint8(0)), np.uint8(0))
     result[[ord(character) for character in BETWEEN_PHONES + IN_PHONES]] = IN_PHONE
     return result
@@ -109,7 +109,7 @@ def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[n
 
 @functools.cache
 def _digits() -> NDArray[np.bool_]:
-    """True if a code point is a decimal digit; no later one is."""
+    """Return a mask of the code points that are decimal digits; none beyond the mask is one."""
     every = np.arange(CODES_OF_DIGITS, dtype=np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
     result = np.zeros(CODES_OF_DIGITS, np.bool_)
     result[[match.start() for match in re.finditer(r"\d", every)]] = True

@@ -151,7 +151,7 @@ SSN = re.compile(r"(?<![\w./-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\
 
 
 def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield United States social security numbers: three groups with dashes, none of the groups that are never given out."""
+    """Yield United States social security numbers: three groups with dashes, without groups that are never issued."""
     for match in SSN.finditer(text):
         yield Span(match.start(), match.end(), "ssn")
 
@@ -239,7 +239,7 @@ def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of a form in stretches of a text out of which none of its matches reaches."""
+    """Yield all matches of a pattern, searching only the stretches of the text that can contain one."""
     for start, stop in stretches:
         yield from pattern.finditer(text, start, stop + BEHIND)
 

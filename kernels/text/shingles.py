@@ -54,10 +54,10 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
 
 @njit(cache=True, nogil=True)
 def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
-    """Return `Words` again with words in scripts without spaces. `long`: documents that have characters of three bytes; `room`: how
-    many.
+    """Return the fields of `Words` with scripts without spaces split into words. `long`: a mask of documents with characters of three bytes
+    or more; `room`: how many such characters.
 
-    What lies beyond a space decides nothing, so that only words with such letters are parted.
+    Text beyond a space never decides a boundary, so only words with such letters are split.
     """
     documents, most = len(offsets_D1) - 1, longest(offsets_D1)
     out = np.empty(len(data) + 2 * room, np.uint8)
@@ -119,7 +119,7 @@ def table() -> Table:
 
 
 def _form(c: str) -> bytes:
-    """Return `character` as bytes; most are decided by their category: what Unicode leaves open, and ideographs."""
+    """Return `character` as bytes; the category alone decides most: unassigned ones (spaces) and ideographs (themselves)."""
     category = unicodedata.category(c)
     if category in _OPEN:
         return b" "

@@ -70,7 +70,7 @@ def _before(data: U8, first: int, start: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _behind(data: U8, stop: int, last: int) -> bool:
-    """Return names and a word for a street behind them, `12 N. Main Street`, or the word at once, `12 bis, rue`."""
+    """True if a word for a street follows the number, after names (`12 N. Main Street`) or at once (`12 bis, rue`)."""
     at = stop
     if at < last and _is_letter(data[at]):
         at += 1

@@ -79,9 +79,9 @@ def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: in
 def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Return the number of non-blank lines and the number of code lines among them.
 
-    Such a line ends in a brace, or has at least two brackets, operators and the like besides one in parentheses. These must be an eighth of
-    its visible characters; at most a third of it is digits, and it has a letter or nothing but marks: tables of numbers are not code, nor
-    are the items of a list.
+    A code line ends in a brace, or has at least two marks (brackets, operators and the like; its first pair of parentheses counts once)
+    that are at least an eighth of its visible characters. At most a third of these are digits, and it has a letter or nothing but marks:
+    tables of numbers are not code, nor are the items of a list.
     """
     lines = code = visible = marks = digits = letters = last = opened = closed = item = 0
     for at in range(len(codes) + 1):

@@ -21,9 +21,9 @@ BASE = np.uint64(0x9E3779B97F4A7C15)  # odd
 
 
 def window_hashes(data: NDArray[np.uint8], offsets_D1: I64, width: int) -> tuple[U64, I64, I64, I64, I64]:
-    """Return windows of `width` words of documents given as UTF-8 bytes one after another.
+    """Return hashes of all windows of `width` words in documents given as concatenated UTF-8 bytes.
 
-    Returns hashes_N, their documents' offsets_D1, and of the words the first bytes and the ends in `data` and offsets_D1.
+    These are hashes_N and their documents' offsets_D1, then the words' first bytes and ends in `data` and their offsets_D1.
     """
     data, offsets_D1 = np.ascontiguousarray(data), np.ascontiguousarray(offsets_D1, dtype=np.int64)
     return _window_hashes(data, offsets_D1, width, tables().flags, weights())  # type: ignore[no-any-return]

@@ -266,7 +266,7 @@ def _spaced(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
     breaks: NDArray[np.int8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Return the bytes of the lines of words, where each begins and the last ends, and which are right: see `characters.lowered`."""
+    """Return the texts' words as lines of bytes, the lines' bounds, and a mask of the texts that `characters.lowered` gets right."""
     texts = len(offsets) - 1
     longest = size = 0
     for n in range(texts):

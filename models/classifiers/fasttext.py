@@ -129,7 +129,7 @@ def write(model: Model, file: Path) -> None:
 
 
 def read(file: Path) -> Model | None:
-    """Return the model of a file; None for one that is compressed, of parts of words, with another loss, or damaged."""
+    """Return the model of a file; None if it is compressed, uses subwords or a loss other than softmax, or is damaged."""
     data, at, names, matrices = file.read_bytes(), HEAD.size, [], []
     try:
         magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
@@ -159,8 +159,8 @@ def _aligned(rows: int, dimension: int) -> NDArray[np.float32]:
 
 
 def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the bytes of lines with fastText's word for the end and a space behind it, and where each begins; a zero byte, which ends
-    a name in a file, is a one."""
+    """Return the bytes of lines, each followed by fastText's end word `</s>` and a space, and their bounds. A zero byte, which would end a
+    name in a file, becomes a one."""
     whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
     ended = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
     data, bounds = buffers(pc.ascii_ltrim_whitespace(ended))  # where the line is empty
@@ -222,7 +222,7 @@ def _sum(rows: NDArray[np.int32], first: NDArray[np.float32], into: NDArray[np.f
 
 @njit(cache=True, borrows=True)
 def _add(rows: NDArray[np.int32], first: NDArray[np.float32], more: NDArray[np.float32]) -> None:
-    """Add the same to some rows."""
+    """Add the vector `more` to some rows of `first`."""
     for k in range(0, len(more), LANES):
         at, left = first.ctypes.data + 4 * k, len(more) - k
         value = load_first(more.ctypes.data + 4 * k, left)
@@ -271,7 +271,7 @@ def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weigh
 @njit(cache=True)
 def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray[np.int32], short: NDArray[np.uint64],
              classes: NDArray[np.int32], weights: Weights, rate: float, epochs: int, start: int, stop: int) -> bool:  # fmt: skip
-    """Train the matrices in place from one step to another, a line each, the rate falling to 0; return whether they stayed numbers."""
+    """Train the matrices in place for steps start .. stop - 1, one line each, as the rate falls to 0; return False if they become NaN."""
     first, last, longest = weights.first, weights.last, np.diff(bounds).max() if len(classes) else 0
     here, hashes, rows = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest * max(1, weights.ngrams), np.int32)
     hidden, grad, output = np.empty(first.shape[1], np.float32), np.empty(first.shape[1], np.float32), np.empty(len(last), np.float32)

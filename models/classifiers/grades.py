@@ -36,7 +36,7 @@ LINES = np.array([1, 3, 9, 19, 49], np.int64)  # most words of a line of each le
 
 
 class Model(NamedTuple):
-    """Weights [BUCKETS + sizes] and what is added to their sum, which is the grade; `slope`, `middle`: its chance to be a good one."""
+    """Weights [BUCKETS + sizes] and bias of the grade; `slope`, `middle`: the logistic function from grade to probability of GOOD."""
 
     weights: NDArray[np.float32]
     bias: float

@@ -210,8 +210,8 @@ def _paragraphs(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: in
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, b: int, m: Measures, own: NDArray[np.int32], row: NDArray[np.float32], k: int) -> None:
-    """Write the number of the block's words that other paragraphs say, each alike and the rare ones more, and its first words. `own`
-    [SLOTS] is zeros, and is left so."""
+    """Write the share of the block's words that other paragraphs have, plain and weighted by rarity, and the kind of its first character.
+    `own` [SLOTS] is zeros, and is left so."""
     blocks = page.blocks
     start, stop = blocks[b - 1, L.HASHES] if b else 0, blocks[b, L.HASHES]
     for t in range(start, stop):

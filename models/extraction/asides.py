@@ -3,9 +3,9 @@
 Teasers: the article's body is the deepest element that holds most of its prose. A block after the end of that element stays only where
 the trees have little doubt about it, or where it has the tags and classes of the body's paragraphs: an article may be cut into sections.
 
-Cards: units that repeat, each of a linked title and a few lines. Lists of articles that are the content of a page are made of such units
-as well. So they go only where a body of paragraphs stands outside of them, which the trees believe in no less, and not among its
-paragraphs: entries of a "best of" stay.
+Cards: units that repeat, each of a linked title and a few lines. Lists of articles that are the content of a page are made of such units as
+well. So cards go only where a body of paragraphs stands outside them with at least their mean chance, and none stands among its paragraphs:
+entries of a "best of" stay.
 
 Comments: containers that name themselves so, in a class or an id, go with their content where enough of the article stands above them.
 In forums, questions and reviews such words are the content: only certain articles are examined.
@@ -60,7 +60,7 @@ PARAGRAPHS, PARAGRAPH_WORDS = 5, 150  # paragraphs of a body that can do without
 
 @njit(cache=True)
 def without_units(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the cards of others; `p` [blocks]: the chance of each block to be content."""
+    """Return `keep` [blocks] of an article without the cards of other articles; `p` [blocks]: the chance of each block to be content."""
     blocks = _filled(page)
     keys = kin(page)[blocks]
     units, free = _units(page, blocks, keys)
@@ -98,7 +98,7 @@ def _filled(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def _units(page: Scan, blocks: NDArray[np.int64], keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return a mask of the elements of `blocks` that are such units, by the `kin` of each; and one of the blocks of text outside them."""
+    """Return a mask of the elements `blocks` that are card units, by their `kin` keys, and a mask of the text blocks outside units."""
     n = len(page.blocks)
     sums = np.zeros((n + 1, 2), np.int64)  # words, titles
     for b in range(n):

@@ -1,4 +1,4 @@
-"""Attributes of a page's elements: classes, what hides, formulas; and what the page says about itself."""
+"""Attributes of a page's elements (classes, hidden content, formulas) and the page's statements about itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "
 
 @njit(cache=True, borrows=True)
 def attributes(page: Scan, element: int, tag: int, at: int) -> int:
-    """Read the attributes from `at` on; returns where the tag ends."""
+    """Read the attributes from `at` on; return where the tag ends."""
     html, s = page.html, page.state
     size = len(html)
     s[L.MATHS] = tag == T_MATH
@@ -121,7 +121,7 @@ def _said(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
-    """True if a class names what is no text: marks of permanent links, edit links, the drawn twin of a formula."""
+    """True if a class marks an element that is no text: a permanent link, an edit link, the drawn copy of a formula."""
     if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
         return True
     for at in range(start, stop):

@@ -1,8 +1,8 @@
 """Cost of a page for a parser, from its tags: pages built to hang one are refused before it sees them.
 
-A parser of HTML takes time that grows with the square of four things: elements nested in each other, formatting
-elements (`b`, `font`, ...) that were never closed and that it opens again in every paragraph, attributes of one tag, and
-options of a list to choose from, which hold no text of the page: where there are many, their tags are taken out instead.
+The time of an HTML parser grows with the square of four counts: nested elements, attributes of one tag, options of a selection list, and
+unclosed formatting elements (`b`, `font`, ...), which the parser opens again in every paragraph. Options hold no text of the page: where
+there are many, their tags are taken out instead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BREAKS_OUT = flags(
 
 
 class Burden(NamedTuple):
-    """Tags of a page; elements nested or formatting left open at a time, at most; attributes of a tag, at most, or of one that costs as
-    much as all with many; elements opened again; options of lists to choose from."""
+    """Counts of a page: tags; the most elements nested, or formatting elements open, at a time; the most attributes of a tag, or the root
+    of the sum of squares over tags with many; elements opened again; options of selection lists."""
 
     tags: int
     depth: int

@@ -35,8 +35,8 @@ def _of(text: str, lines: bool) -> str:
 
 
 def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
-    """Return texts in UTF-8, one after the other, as `cleaned` leaves those that are not `MISREAD`; where each begins, and the end;
-    doubts."""
+    """Return concatenated UTF-8 texts, as `cleaned` leaves those that are not `MISREAD`; the bounds of the texts; and the doubts about
+    each."""
     return _cleaned(texts, ends, roles(), True)  # type: ignore[no-any-return]
 
 
@@ -53,7 +53,7 @@ def _cleaned(
 
 @njit(cache=True, borrows=True)
 def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: NDArray[np.uint8], lines: bool) -> tuple[int, int]:
-    """Write a text from `start` on; returns where it ends, and the doubts about it. `lines`: their ends are cleaned, too."""
+    """Write a text from `start` on; return where it ends, and the doubts about it. `lines`: their ends are cleaned, too."""
     at, end, before = 0, start, np.int64(0)  # before: the role of the character before
     misread, sound, visible = False, True, False  # visible: not all is white space
     while at < len(text):
@@ -148,8 +148,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """Return the line decoded once more; as it is where that leaves more letters with accents alone than it undoes: they would be undone,
-    too. "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread."""
+    """Return the line decoded once more, or unchanged if this leaves more accented letters than it removes characters: misread ones would
+    go, too. "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread."""
     from ftfy import fix_encoding
 
     fixed = fix_encoding(line)

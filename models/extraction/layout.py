@@ -40,7 +40,7 @@ MAX_HEAD_WORDS = 256  # words about the page from its head
 
 
 class Scan(NamedTuple):
-    """A page while it is read, and what was found. See the columns above."""
+    """A page while it is read, and its tables so far. See the columns above."""
 
     html: NDArray[np.uint8]
     state: NDArray[np.int64]
@@ -55,7 +55,7 @@ class Scan(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages that are read: the tables of `Scan`, page after page; numbers of elements, blocks and places are those in a page's own part."""
+    """Pages after reading: the tables of `Scan`, page after page; numbers of elements, blocks and places count within a page's part."""
 
     html: NDArray[np.uint8]
     states: NDArray[np.int64]  # [pages, STATES]
@@ -107,7 +107,7 @@ def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int
 
 @njit(cache=True)
 def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
-    """Return a number for the key of each entry, equal where keys are; and how many there are."""
+    """Return a number for the key of each entry, the same for equal keys, and the count of distinct keys."""
     n, size, count = len(keys), 2, 0
     while size < 2 * n:
         size *= 2
@@ -137,7 +137,7 @@ def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int
 
 @njit(cache=True)
 def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the number of entries with the key of each, and of those before it."""
+    """Return, for each entry, the number of entries with its key, and of those among them that come before it."""
     numbers, count = numbered(keys)
     sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
     for k in range(len(keys)):
@@ -148,7 +148,7 @@ def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 @njit(cache=True)
 def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return sums of the rows of `values` [n, k] over the entries with the key of each, in their order."""
+    """Return, for each entry, the sum of the rows of `values` [n, k] whose entries have its key, added in order."""
     numbers, count = numbered(keys)
     sums, out = np.zeros((count, values.shape[1]), np.float32), np.empty(values.shape, np.float32)
     for k in range(len(keys)):

@@ -1,8 +1,7 @@
-"""Pages with code and maths: what their markup says is put where the extractor keeps it, before it reads the page.
+"""Preparation of pages with code and maths for the extractor: what their markup says becomes text that it keeps.
 
-Numbers of lines go; lines of code that are cells of a table, or elements of an editor, become one `pre`, as do formulas
-that stand on lines of their own; and MathML that has no annotation in TeX gets one, because a fraction or a power in
-plain text is another formula.
+Line numbers are removed. Lines of code that are cells of a table or elements of an editor become one `pre`. So do formulas on lines of
+their own. MathML without an annotation in TeX gets one, because a fraction or a power in plain text is another formula.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def hinted(html: bytes) -> bool:
 
 
 def prepared(tree: Any, size: int) -> bool:
-    """Rewrite code and maths of a page of `size` characters that Resiliparse has parsed, in place; returns whether there was any."""
+    """Rewrite code and maths of a page of `size` characters that Resiliparse has parsed, in place; return whether there was any."""
     document = tree.document
     if document is None:
         return False

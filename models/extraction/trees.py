@@ -45,7 +45,7 @@ def splits(trees: Trees) -> Splits:
     leaf = np.zeros((len(trees.roots), MAX_LEAVES), np.float32)
 
     def leaves(node: int, number: int, first: int) -> int:
-        """Settle the nodes below one whose leftmost leaf is `first`; return the leaf after its last."""
+        """Fill in the subtree of a node whose leftmost leaf is `first`; return the leaf after its last."""
         if node < 0:
             if first == MAX_LEAVES:
                 raise ValueError(f"tree {number} has more than {MAX_LEAVES} leaves; train it with fewer (num_leaves)")

@@ -156,8 +156,8 @@ def _count(page: Scan, last: int, chars: int, words: int, upper: int, digits: in
 
 @njit(cache=True, borrows=True)
 def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """Return the ASCII mark that means what the character does whose first byte stands before `at`: a sentence's end or a comma; 0 for
-    letters."""
+    """Return the ASCII equivalent of a sentence's end or comma of another script; 0 for other characters. `first`: the character's first
+    byte, which stands before `at`."""
     second, third = int(html[at]) if at < len(html) else 0, int(html[at + 1]) if at + 1 < len(html) else 0
     if first == 0xE3 and second == 0x80:  # Chinese and Japanese
         return 44 if third == 0x81 else 46 if third == 0x82 else 0
@@ -173,7 +173,7 @@ def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _part_of_word(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """Return 1 for some of the letters of scripts without spaces, as many as they have words; `first` stands before `at`."""
+    """Return 1 for about one letter per word of scripts without spaces, else 0; `first`: the byte before `at`."""
     if 0xE3 <= first <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
         return at & 1
     if (first != 0xE0 and first != 0xE1) or at >= len(html):
@@ -191,7 +191,7 @@ def _in_word(c: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _add_hash(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
-    """Keep the hash of a word, where there is room; returns where the next one goes."""
+    """Store the hash of a word if there is room; return the place of the next hash."""
     if place == len(hashes):
         return place
     hashes[place] = word
@@ -287,7 +287,7 @@ def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], 
 
 @njit(cache=True, borrows=True)
 def _item_mark(out: NDArray[np.uint8], at: int, marker: int) -> int:
-    """Write the bullet (-1) or the number of a list item; returns where it ends."""
+    """Write the bullet (-1) or the number of a list item; return where it ends."""
     if marker < 0:
         for byte in b"\xe2\x80\xa2 ":
             out[at] = byte

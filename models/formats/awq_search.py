@@ -2,9 +2,9 @@
 The model is unchanged, but these weights get a smaller error.
 
 The scales of a matrix's inputs are s = (mean |x|)^a, divided by the root of the largest times the least; a is the exponent, of 21 from 0
-(plain rounding) to 1, with the least squared error of the products on the calibration texts (the paper's equations 4 and 5). What the
-inputs are divided by moves into what makes them: the norm before them, or the rows of the matrix before. Then each group's range may
-shrink, where that lessens the error, too. Matrices that read the same inputs share scales.
+(plain rounding) to 1, with the least squared error of the products on the calibration texts (the paper's equations 4 and 5). The divisors
+of the inputs move into the part that makes them: the norm before, or the rows of the matrix before. Then each group's range may shrink,
+where that lessens the error, too. Matrices that read the same inputs share scales.
 
 Shapes: T tokens read, D inputs, N outputs, groups of `group` neighbouring inputs.
 """

@@ -183,7 +183,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token. For rewards, read at the last token that is not padding, it must end no answer."""
+    """Return the padding token. A reward is read at the last token that is not padding, so its padding token must end no answer."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)

@@ -63,7 +63,7 @@ class PunaBlock(GradientCheckpointingLayer, Block):
 
 
 class PunaPreTrainedModel(PreTrainedModel):
-    """Loading, saving and conversion shared by the models below."""
+    """The base class of the models below: loading, saving and conversion."""
 
     config_class = PunaConfig
     base_model_prefix = "model"

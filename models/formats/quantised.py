@@ -2,7 +2,7 @@
 
 INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are in 8 bits, too, and each
 token's vector gets a scale of its own (`kernels/quantized_linear.py`). NF4 with quantised scales (QLoRA, Dettmers et al. 2023), through
-bitsandbytes: matrices that are not trained, beside which PEFT puts adapters.
+bitsandbytes: the matrices are frozen, and PEFT adds adapters to them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def to_nf4(model: Transformer) -> Transformer:
 
 
 def _replaced(model: Transformer, layer: Callable[[Linear], nn.Module], setting: str, bits: str) -> Transformer:
-    """Put another layer in the place of each matrix of the model's layers, one after the other."""
+    """Replace each `Linear` of the model's layers by `layer` of it, in place, one at a time."""
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(f"{setting}: the experts' matrices of a mixture cannot be kept in {bits}")
     for module in list(model.model.layers.modules()):
@@ -104,7 +104,7 @@ class Nf4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x [..., D] times the unpacked matrix; what is kept for the backward pass is the packed one."""
+    """The product of x [..., D] and the unpacked matrix; only the packed matrix is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Nf4Linear) -> Tensor:

@@ -1,8 +1,8 @@
 """A dense model on a CPU, in fp32 or with its layers' matrices in INT8, by compiled loops, one per layer. Generation runs a model this way,
 on the model's own weights.
 
-Where the loops do not reach (experts, latent attention, parallel blocks, other types and devices, INT8 without AVX-512 VNNI) the
-model's own operators serve.
+The model's own operators compute what the loops cannot: experts, latent attention, parallel blocks, other dtypes and devices, INT8 without
+AVX-512 VNNI.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Guesses by a draft: a smaller model of the same vocabulary that runs ahead of a larger one (Leviathan et al. 2023; Chen et al. 2023).
 
-A draft keeps keys and values of its own in the pages of the larger model's cache: what is shared, copied, kept or given up there is so
-here. A guess drawn from the draft's distribution q is taken with probability min(1, p / q), where p is the larger model's. A rejected guess
-is replaced by a draw from the residual max(p - q, 0). So answers have the model's distribution, after penalties and cuts, and at
-temperature 0 they are those without a draft; else they are others, which follow from the seed and from where guesses were made: in a step
-too full for guesses a token is drawn without.
+A draft has its own cache with the page numbers of the larger model's: a page is shared, copied, kept or released in both.
+A guess drawn from the draft's distribution q is taken with probability min(1, p / q), where p is the larger model's. A rejected guess
+is replaced by a draw from the residual max(p - q, 0). So answers have the model's distribution, after penalties and cuts. At temperature 0
+a draft changes no token. Otherwise the tokens depend on the seed and on which steps had room for guesses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from puna.models.transformer import Transformer
 
 
 class DraftedEngine(Engine):
-    """An engine in which `draft` guesses, where `SamplingParams.speculate` asks for guesses; `limits` are the engine's.
+    """An engine whose `draft` guesses up to `SamplingParams.speculate` tokens ahead; `limits` are those of `Engine`.
 
     A draft computes no exact passes: nothing depends on its bits.
     """
@@ -73,7 +72,7 @@ class DraftedEngine(Engine):
         return super()._compute(work)
 
     def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
-        """Return hidden states of the answers' last tokens [B, D], after the draft has computed all before them."""
+        """Run the draft on each answer's `due` tokens; return the hidden states of the last ones [B, D]."""
         work = [Stretch(answer.pages, answer.drafted, tokens) for answer, tokens in zip(answers, due, strict=True)]
         weight = self.draft.model.embed_tokens.weight
         with exact_passes(weight.dtype, weight.device, False):
@@ -83,7 +82,7 @@ class DraftedEngine(Engine):
         return hidden_ND[torch.tensor([len(tokens) for tokens in due]).cumsum(0).to(hidden_ND.device) - 1]
 
     def _guess_of(self, answer: Answer, number: int) -> Draw:
-        """Return the draw of an answer's guess of this number."""
+        """Return the `Draw` of an answer's guess `number`, counted from 0 in this step."""
         params = answer.request.params
         if answer not in self._numbers:
             seed = [params.seed, answer.number, *answer.request.words, 1]  # others than the draws of the answer itself
@@ -120,8 +119,8 @@ class DraftedEngine(Engine):
 
 
 def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
-    """Return [S] tokens of the distribution p: a guess drawn from q is taken with probability min(1, p / q), by its number in [0, 1).
-    Otherwise the token comes from max(p - q, 0), by the inverse of its cumulative distribution at `uniforms`."""
+    """Return [S] tokens distributed as p. A guess drawn from q is accepted if its `numbers` entry in [0, 1) is below p / q. Otherwise the
+    token is drawn from max(p - q, 0), by the inverse of its cumulative distribution at `uniforms`."""
     guess_S1 = torch.tensor(guesses, device=p_SV.device)[:, None]
     number_S = torch.tensor(numbers, dtype=torch.float64, device=p_SV.device)
     accepts = number_S * q_SV.gather(1, guess_S1)[:, 0].double() < p_SV.gather(1, guess_S1)[:, 0].double()
@@ -131,7 +130,7 @@ def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
     """Return each row's distribution [S, V], in at least fp32, after penalties, masks and cuts, and the errors of rows that fail.
 
-    At temperature 0 it is only the likeliest token. A row that fails, having a NaN or no finite entry, has all tokens alike.
+    At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0.
     """
     z_SV = logits_SV.to(wide(logits_SV.dtype), copy=True)
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], device=z_SV.device)

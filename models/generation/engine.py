@@ -2,9 +2,9 @@
 
     Engine(model, tokenizer).generate(prompts, SamplingParams(n=4, temperature=0.7))
 
-Each step computes whatever is at hand in one ragged pass: the next token of every answer that runs, and chunks of prompts (`schedule.py`,
-`step.py`), over keys and values in pages (`pages.py`). Prompts and answers stay in the cache for who begins alike, until their pages are
-needed or the weights change.
+Each step is one ragged pass over the next token of every running answer and chunks of prompts (`schedule.py`, `step.py`), with keys and
+values in pages (`pages.py`). Prompts and answers stay in the cache as prefixes for later requests, until their pages are needed or the
+weights change.
 
 With `exact`, log-probs of drawn tokens are bit-identical to a training forward pass in `exact_passes`. Batching, chunked prompts, pauses
 and cached prefixes do not change them (see `kernels/exact.py`).
@@ -50,13 +50,13 @@ class _Watch(torch.autograd.Function):
 
 
 def watch(tensors: Sequence[Tensor]) -> Any:
-    """Return a node of autograd for `unchanged`."""
+    """Return an autograd node by which `unchanged` detects in-place changes."""
     with torch.inference_mode(False), torch.enable_grad():
         return _Watch.apply(torch.zeros((), requires_grad=True), tensors).grad_fn  # type: ignore[no-untyped-call]
 
 
 def unchanged(watched: Any) -> bool:
-    """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` count for nobody."""
+    """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` are not noticed."""
     try:
         watched.saved_tensors  # noqa: B018  # reading them is the check
     except RuntimeError:
@@ -67,8 +67,8 @@ def unchanged(watched: Any) -> bool:
 class Completion(NamedTuple):
     """One answer: its tokens (a stop token included), their log-probs, and whether it ended by itself.
 
-    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, whatever cut or shifted the
-    draw, at temperature 1 when it was greedy: what `Transformer.token_logprobs` returns for the token at that temperature.
+    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks and cuts. A
+    greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same at that temperature.
     `replies` of others between the model's turns (`turns.py`): where their tokens begin and end, and their messages; log-probs are 0 there.
     """
 
@@ -98,7 +98,7 @@ class AnswerEngine(Protocol):
 
 
 class Event(NamedTuple):
-    """A token that was drawn; the last of an answer brings its completion."""
+    """A drawn token of an answer; the last one has the answer's `completion`."""
 
     request: Request
     number: int
@@ -108,11 +108,11 @@ class Event(NamedTuple):
 
 
 class Engine:
-    """Samples from a model.
+    """A generation engine for one model.
 
-    sequences: answers at work at once. step_tokens: tokens that one step computes at most, beside one for each answer.
-    memory: bytes of keys and values. Each None: `generation_room` of the device. exact: see above; it needs fp32 on a CPU.
-    window: of each sequence keep only the first `sinks` tokens and the last `window`, however long it becomes (`sinks.py`); None: all.
+    sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, beside one for each answer. memory:
+    bytes of keys and values. Where these are None, `generation_room` decides. exact: see above; it needs fp32 on a CPU. window: keep only
+    the first `sinks` and the last `window` tokens of each sequence (`sinks.py`); None: keep all.
     """
 
     caches: list[Cache]
@@ -160,7 +160,7 @@ class Engine:
         return [[row[number] for number in sorted(row)] for row in completions.values()]
 
     def room(self, prompt: int, wanted: int) -> int:
-        """Return how many of `wanted` tokens an answer may have: the rest of the model's context; with a window all."""
+        """Return `wanted`, limited to the rest of the model's context; a window lifts this limit."""
         return wanted if self.kept is not None else min(wanted, max(0, self.model.config.max_position_embeddings - prompt))
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:

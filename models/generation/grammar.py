@@ -37,7 +37,7 @@ class Grammar:
         self.tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
     def schema(self, schema: Mapping[str, Any] | None) -> Mask:
-        """Return the mask of a JSON schema; None: any JSON object. Raise ValueError if it is not a schema, or cannot be kept to."""
+        """Return the mask of a JSON schema; None: any JSON object. Raise ValueError if it is no schema, or cannot be enforced."""
         from llguidance import LLMatcher
 
         if schema is not None and not isinstance(schema, Mapping):
@@ -60,7 +60,7 @@ class Mask:
         self._reached: dict[tuple[int, ...], LLMatcher] = {}
 
     def __call__(self, answer: Sequence[int]) -> Tensor:
-        """Return [V] bool on the CPU."""
+        """Return [V] bool on the CPU, True for tokens that may follow."""
         tokens = tuple(answer)
         state = self._reached.pop(tokens[:-1], None) if tokens else None
         if state is None or not state.consume_token(tokens[-1]):

@@ -3,10 +3,10 @@ the keys and values of all heads.
 
 Two ways to the same numbers, up to the order of sums:
 
-- spelled out: each step computes the keys and values of all its pages again, by the product of training, for ordinary attention.
-  A token has the bits that it has in training, so exact passes take this way. It is cheap where many queries look at few tokens.
-- absorbed: queries go through the keys' matrix, and what the softmax makes of the latents through the values': no key or value is ever
-  spelled out (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.
+- spelled out: each step recomputes the keys and values of all its pages, by training's matrix product, for ordinary attention. A token's
+  bits equal those in training, so exact passes take this way. It is cheap where many queries look at few tokens.
+- absorbed: the keys' matrix multiplies the queries, the values' matrix the softmax-weighted sums of latents: no key or value is spelled out
+  (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.
 
 Passes that are not exact take the way that multiplies less.
 
@@ -32,7 +32,7 @@ from puna.models.transformer import LatentAttention, Linear, OverLatents
 
 
 def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return pages of zeros [P, S, 1, L + R]; on a CPU fp32 at least, and they take memory when first written."""
+    """Return zeroed pages [P, S, 1, L + R]. On a CPU they are at least fp32, and take memory only once written."""
     shape = (count, PAGE, 1, mla.kv_lora_rank + mla.qk_rope_head_dim)
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -47,7 +47,7 @@ class LatentPages(OverLatents):
         self._room: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def over_latents(self, layer: LatentAttention, q_NHC: Tensor, q_NHR: Tensor, latent_NL: Tensor, k_NR: Tensor) -> Tensor:
-        """Return attention's output [N, H, V], once the tokens themselves are in the pages."""
+        """Write the tokens' latents into the pages; return the attention's output [N, H, V]."""
         pages = self.layers[layer.layer - self.first]
         pages.view(-1, pages.shape[3])[self.places] = torch.cat([latent_NL, k_NR], -1).to(pages.dtype)
         matrix = None if exact() else _matrix(layer)
@@ -65,7 +65,7 @@ class LatentPages(OverLatents):
         return torch.bmm(seen_NHL.transpose(0, 1), values_HVL.transpose(1, 2)).transpose(0, 1)
 
     def _spelled_out(self, layer: LatentAttention, q_NHK: Tensor, pages: Tensor) -> Tensor:
-        """Return the attention over keys and values of all heads, for as long as the layer needs them."""
+        """Return attention over keys and values of all heads, which exist only during this call."""
         mla, rows = layer.mla, pages[self._at_hand[0]].to(q_NHK.dtype).view(-1, pages.shape[3])
         grown = layer.spelled_out(*(part.contiguous() for part in rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)))
         return self._attend(q_NHK, *(part.unflatten(0, (-1, PAGE)) for part in grown))
@@ -81,7 +81,7 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _at_hand(self) -> tuple[Tensor, PagedPlan]:
-        """Return the pages that a query sees, and the plan over only these."""
+        """Return the pages that any query sees, and the plan renumbered to them."""
         plan = self.plan
         tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
         last = np.zeros(len(tables), np.int32)
@@ -108,7 +108,7 @@ class LatentPages(OverLatents):
 
 
 def _matrix(layer: LatentAttention) -> Tensor | None:
-    """Return the matrix [H (C + V), L] that keys and values grow by; None if an adapter has a part in it."""
+    """Return the matrix [H (C + V), L] that projects latents to keys and values; None if an adapter wraps it."""
     grow = layer.kv_b_proj
     if isinstance(grow, QuantisedLinear):
         return grow.q.to(grow.scale.dtype) * grow.scale[:, None]

@@ -1,9 +1,9 @@
 """The pages of the cache: references, and the tree of prefixes that stay between calls.
 
-A page belongs to everybody who refers to it: sequences, and the tree. The tree has a node for each whole page of tokens below the page
-before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). A page that only the tree refers to is free to be taken when no
-other is left, the one unused for longest first; a page in use keeps its predecessor in use, and paths are released from the end, so leaves
-go before their parents. Whoever writes to a page that others see writes to a copy.
+Sequences and the tree hold references to pages. The tree has a node for each whole page of tokens below the page
+before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). When no page is free, those that only the tree holds are
+evicted, least recently used first. A page in use keeps its predecessor in use, and paths are released from the end, so leaves go before
+their parents. A shared page is copied before it is written.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PagePool:
                 self.spare[page] = None
 
     def writable(self, pages: list[int], index: int) -> tuple[int, int] | None:
-        """Copy the page `pages[index]` if others share it, so that it can be written. (copied from, copied to) where others see it, else
+        """Replace the page `pages[index]` by an unshared one if others share it. Return the pages (from, to) that the caller must copy, or
         None."""
         page = pages[index]
         if self.references[page] == 1:
@@ -106,6 +106,6 @@ class PagePool:
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
-    """Yield the tree nodes of these tokens' whole pages; each hangs below the current page in `pages`."""
+    """Yield the tree node of each whole page of `tokens`: its tokens, and the page before it, read from `pages` just then."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])

@@ -40,7 +40,7 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A token and a log-prob for each row. A row in `errors` has neither: what stands in its place means nothing."""
+    """A token and a log-prob for each row. The values of a row in `errors` are meaningless."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -71,7 +71,7 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
 
 
 def shifted(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, RowError]:
-    """Return the errors of rows that cannot be drawn from, with all logits zero then. Shifts the rows in place."""
+    """Apply `shift` to the rows, in place. Return the errors of rows that cannot be drawn from; their logits become 0."""
     errors: dict[int, RowError] = {}
     for number, row in enumerate(rows):
         try:

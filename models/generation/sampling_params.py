@@ -19,16 +19,15 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 class SamplingParams:
     """The sampling of a prompt's answers.
 
-    n: answers. temperature: divides the logits; 0 takes the likeliest token, and
-    so does any number below `COLDEST`, which reads as 0 from then on. top_k: draw from the k likeliest tokens only (0: all). top_p:
+    n: number of answers. temperature: divides the logits; 0 takes the likeliest token. A temperature below `COLDEST` becomes 0.
+    top_k: draw from the k likeliest tokens only (0: all). top_p:
     from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020). min_p: from tokens at
-    least that likely compared with the likeliest (Nguyen et al. 2024). max_tokens: longest answer. stop: token ids and texts that end an
-    answer; None is the tokenizer's end of turn. seed: with the prompt's tokens and the answer's number all that the draws depend on.
+    least this share as likely as the likeliest (Nguyen et al. 2024). max_tokens: longest answer. stop: token ids and texts that end an
+    answer; None is the tokenizer's end of turn. seed: draws depend only on it, the prompt's tokens and the answer's number.
     repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each time it occurs. logit_bias:
     added to logits, by token id. mask: which tokens may follow an answer's tokens. speculate: tokens that a step may guess ahead
-    (`schedule.Pace`). priority: waiting requests with the
-    lowest number are begun first.
+    (`schedule.Pace`). priority: waiting requests with the lowest number start first.
     """
 
     n: int = 1

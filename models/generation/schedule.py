@@ -5,9 +5,9 @@ for an answer, it gives its own back and waits. Later it is computed again from 
 tree still holds.
 
 Tokens are guessed ahead: what followed the same tokens before (prompt lookup, Saxena 2023), or what a draft draws (`draft.py`). A step
-computes the guesses with the token before them. Each position of an answer has its random number, so what is drawn there does not depend
-on the guess: one that was looked up is right if it is what is drawn. So answers are the same as without guesses. A guess of one token holds
-with its probability, as often as speculative sampling (Leviathan et al. 2023) can accept it.
+computes the guesses with the token before them. Each position of an answer has its own random number, so the token drawn there does not
+depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. This happens with the token's
+probability, as often as speculative sampling (Leviathan et al. 2023) can accept it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Lookup(Pace):
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return the tokens after the longest and latest run that ends as these tokens do; beyond the last token a guess repeats itself."""
+        """Return the tokens that followed the latest earlier occurrence of the longest suffix of `tokens`, repeated as far as needed."""
         most = len(super().guess(tokens, most))
         if not most:
             return []
@@ -121,8 +121,8 @@ class Answer:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt with its parameters. `begun` answers have been started, the first with the number `first`; `leading` while one of
-    them computes the prompt. `trunk` is the computed prompt's pages and last hidden state, kept until all are begun."""
+    """A prompt with its parameters. `begun` answers have started, numbered from `first` on; `leading`: one of them is computing the prompt.
+    `trunk`: the computed prompt's pages and last hidden state, kept until all answers have started."""
 
     prompt: list[int]
     params: SamplingParams
@@ -136,7 +136,7 @@ class Request:
 
 
 class Scheduler:
-    """Requests that wait, answers that run, and the pages between them. `drafted`: guesses are a draft's. `kept`: of each sequence."""
+    """Waiting requests, running answers, and their pages. `drafted`: a draft guesses. `kept`: the tokens kept of each sequence."""
 
     def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False, kept: Kept | None = None) -> None:
         self.pool, self.sequences, self.step_tokens, self.drafted, self.kept = pool, sequences, step_tokens, drafted, kept
@@ -187,7 +187,7 @@ class Scheduler:
         return work
 
     def fork(self) -> Iterator[Answer]:
-        """Start as many answers as fit of computed prompts; each begins with the prompt's last hidden state."""
+        """Start as many answers to computed prompts as fit; each begins with the prompt's last hidden state."""
         for request in list(self.waiting):
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:
@@ -295,7 +295,7 @@ class Scheduler:
         return False
 
     def _guess(self, answer: Answer, most: int) -> list[int]:
-        """Guess tokens after an answer's last one, if that comes next and pages are free."""
+        """Guess up to `most` tokens after an answer's last one, if only that is left to compute and pages are free."""
         params = answer.request.params
         if not answer.logprobs or len(answer.tokens) - answer.computed > 1:
             return []
@@ -320,7 +320,7 @@ class Scheduler:
         answer.pages, answer.computed, answer.fallen, answer.sliding, answer.room = [], 0, 0, False, 0
 
     def _keep(self, answer: Answer) -> None:
-        """Put the answer's pages into the tree, as long as they hold its tokens from the first on."""
+        """Put the answer's pages into the tree, unless some of its tokens were dropped."""
         if not answer.fallen and not answer.sliding:
             self.pool.keep(answer.tokens[: answer.computed], answer.pages)
 
@@ -333,7 +333,7 @@ class Scheduler:
         return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
 
     def _slide(self, answer: Answer, kept: Kept) -> None:
-        """Drop pages behind the sinks once the cache is full, and rotate the rest back, on the answer's own pages."""
+        """Once the cache is full, drop the first pages after the sinks; unshare the later ones and queue them to be rotated back."""
         if answer.place < kept.room:
             return
         first, end, answer.sliding = kept.sinks // PAGE, (kept.sinks + kept.step) // PAGE, True

@@ -52,7 +52,7 @@ class Scoring:
             return next(self._passes, True)
 
     def _run(self) -> Iterator[bool]:
-        """Yield False after each pass."""
+        """Score all lanes; yield False after each pass."""
         longest, beside = self.engine.scheduler.step_tokens, list[Lane]()
         for lane in self._lanes():
             if beside and sum(self._length(one) for one in (*beside, lane)) > longest:
@@ -62,7 +62,7 @@ class Scoring:
         yield from self._run_lanes(beside, longest)
 
     def _lanes(self) -> list[Lane]:
-        """Return the lanes: a prompt joins the lane before it where it shares half of its tokens."""
+        """Return the lanes: in sorted order, a prompt that shares half of its tokens with the one before joins its lane."""
         lanes: list[Lane] = []
         before: list[int] = []
         for number in sorted(range(len(self.prompts)), key=self.prompts.__getitem__):

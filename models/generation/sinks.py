@@ -1,9 +1,9 @@
-"""Generation without end in bounded memory: a cache of the first tokens, the attention's sinks, and of the last (StreamingLLM, Xiao et al.
+"""Endless generation in bounded memory: a cache of the first tokens (attention sinks) and of the last ones (StreamingLLM, Xiao et al.
 2024).
 
-Positions count within the cache, as in the paper's 3.2. A key is kept turned by its position there, so tokens fall out some at a time:
-what stays behind them is turned back by as many positions, each key a few times in its life. Which tokens a token sees follows from its
-number alone, not from chunks, pauses or what runs beside it.
+Positions count within the cache, as in the paper's 3.2. Keys are cached rotated by that position. So tokens are dropped in blocks, and the
+keys behind a block are rotated back by its length, each key only a few times. The tokens that a token sees depend on its number alone, not
+on chunks, pauses or the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from puna.models.transformer import rotary_table
 class Kept:
     """The tokens of a sequence that a cache keeps: its first `sinks` tokens and at least its last `window`, both in whole pages.
 
-    `step` tokens fall out at once, a quarter of the window, when the cache holds `room`. Raise ValueError if it cannot be so.
+    At `room` tokens, `step` of them (a quarter of the window) are dropped. Raise ValueError unless `sinks` and `window` are whole pages.
     """
 
     sinks: int
@@ -41,7 +41,7 @@ class Kept:
 
     @property
     def room(self) -> int:
-        """Return the number of tokens that the cache holds of a sequence at most."""
+        """Return the maximum number of a sequence's tokens in the cache."""
         return self.sinks + self.window + self.step
 
     def fallen(self, computed: int) -> int:
@@ -49,7 +49,7 @@ class Kept:
         return -(-max(0, computed - self.room) // self.step) * self.step
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if a model cannot have such a cache."""
+        """Raise ValueError if a model has its own sliding windows, or a context below `room`."""
         if any(config.windows):
             raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
         if self.room > config.max_position_embeddings:

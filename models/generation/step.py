@@ -1,7 +1,6 @@
 """One step of the model over ragged work: any number of tokens of any number of answers, over pages.
 
-Shapes: N tokens of the step, B answers, D model width. The decoder is the one of training with another `attend`; the weights are the
-model's own.
+Shapes: N tokens of the step, B answers, D model width. The decoder is training's, with another `attend`, and uses the model's own weights.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from puna.models.transformer import Attend, Transformer
 
 
 class Stretch(NamedTuple):
-    """Tokens of one answer to be computed: where they begin on its path, and the pages of the path to their end."""
+    """Tokens of one answer to be computed, the cache position `begin` of the first, and the answer's pages up to the last."""
 
     pages: Sequence[int]
     begin: int

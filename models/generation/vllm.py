@@ -1,8 +1,8 @@
 """vLLM as the second engine of generation: the same prompts, parameters and completions, computed by its `LLM`.
 
-Its tokens are another draw of the same distribution. Log-probs are those that `Completion` promises, of the whole vocabulary at the
-request's temperature: vLLM tells them raw, at temperature 1, or processed, after penalties and cuts, too. If neither fits (another
-temperature together with penalties or cuts), the request is refused.
+Its tokens are another draw of the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
+temperature. vLLM returns them raw, at temperature 1, or processed, after penalties and cuts, too. If neither fits (another temperature
+together with penalties or cuts), the request is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 
 
 class VllmEngine:
-    """Samples from the model in a folder of Hugging Face's layout.
+    """A vLLM engine for the model in a folder of Hugging Face's layout.
 
     weights: `same` or `fp8`, which vLLM computes as it loads them. memory: the share of the GPU's memory that it takes.
     ImportError without the package vllm.
@@ -41,8 +41,8 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return answers as `Engine.generate` does: equal prompts draw different ones, which follow from seed and prompt, as far as vLLM's
-        products do not depend on what is computed beside it. `progress` is told once, at the end."""
+        """Return answers as `Engine.generate` does. Equal prompts draw different answers, which depend on seed and prompt only, up to
+        rounding that varies with vLLM's batches. `progress` is called once, at the end."""
         if not prompts:
             return []
         repeats: Counter[tuple[int, ...]] = Counter()
@@ -59,7 +59,7 @@ class VllmEngine:
         return completions
 
     def _loaded(self, params: SamplingParams) -> Any:
-        """Return vLLM's model, loaded so that it gives log-probs as these parameters need them."""
+        """Return vLLM's model, loaded with the log-prob mode that these parameters need; raise ValueError if that is impossible."""
         if params.temperature in (0.0, 1.0):
             mode = "raw_logprobs"
         elif params.cuts or params.shifts:

@@ -1,7 +1,7 @@
 """Naive Bayes on character n-grams: how probable a text is in each of some hundred languages.
 
-N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored,
-by the first 600 letters: more tell no more. `tests/benchmarks/train_language_grams.py` counts `grams.npz`.
+N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored, by
+its first 600 letters: more do not help. `tests/benchmarks/train_language_grams.py` counts `grams.npz`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def grams() -> Grams:
 
 @njit(cache=True)
 def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Return room for the letters and bins of texts of which `limit` letters are looked at."""
+    """Return empty arrays that hold the letters and the bins of a text's first `limit` letters."""
     return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
 
 
@@ -130,8 +130,8 @@ def advantages(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return float64[texts, labels]: the log-probability of each of `texts` (codes[bounds[n]:bounds[n + 1]]) under each label of its
-    script, less the best label's, over the root of its number of n-grams: independence overstates evidence, the more the longer the text.
-    -inf for labels of other scripts."""
+    script, minus the best label's, divided by the root of its number of n-grams. (Naive Bayes overstates the evidence of long texts.) -inf
+    for labels of other scripts."""
     model = grams()
     ranges = model.ranges[scripts]
     total, counts = _total_costs(codes, bounds, texts, ranges, *tables(), model.costs)

@@ -81,7 +81,7 @@ def _lines(
     data: U8, offsets: I64, wanted: Any, limit: int, kinds: U8,
     begins: I64, ends: I64, letters: I64, capitals: I64, unsure: Any, bounds: I64,
 ) -> None:  # fmt: skip
-    """Write the lines that are prose unless they are code, of which some are `unsure`; `bounds` of the texts among them."""
+    """Write the lines that look like prose, `unsure` where one may be code; `bounds`: the range of each text's lines."""
     count = 0
     for d in range(len(wanted)):
         first, last = offsets[d], offsets[d + 1]
@@ -106,7 +106,7 @@ def _lines(
 
 @njit(cache=True, borrows=True)
 def _after(data: U8, at: int, last: int, characters: int) -> int:
-    """Return the place of the character so many after `at`."""
+    """Return the offset of the character `characters` after the one at `at`; at most `last`."""
     while at < last:
         characters -= data[at] & 0xC0 != 0x80
         if characters < 0:
@@ -117,8 +117,8 @@ def _after(data: U8, at: int, last: int, characters: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, int, bool]:
-    """Return the beginning of the next line; beginning and end of this one's prose, equal if it has none; its letters, capitals, and
-    whether it may be code for all that is seen here."""
+    """Return the start of the next line; start and end of this line's prose, equal if it has none; its letters, its capitals, and whether
+    it may be code."""
     begin = start = stop = at
     size = length = spaces = inner_spaces = letters = capitals = signs = 0
     blank = several = equals = alphanumeric = False
@@ -160,7 +160,7 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
 
 @njit(cache=True, borrows=True)
 def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, keep: Any, out: U8, totals: I64) -> None:
-    """Write the kept lines of each text with blanks between; made[0]: bounds of the texts, made[1], made[2]: their letters and capitals."""
+    """Write each text's kept lines, joined by blanks; totals[0]: bounds of the texts; totals[1], totals[2]: their letters and capitals."""
     size = 0
     for d in range(len(bounds) - 1):
         line_start = size

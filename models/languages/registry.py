@@ -1,9 +1,8 @@
 """Facts about each language: its stop words, and how its good text measures against English.
 
-A threshold in a recipe is English's. A language's own is that times the language's factor for the signal; where the table has no
-factor (null), there is no basis for the rule in this language, and it judges no document of it. English's factors are all 1.
-`data/languages.tsv` has a row a language and script, with the evidence for it; `language.rows` names a file of the same form
-with rows of one's own, of as few columns as one likes.
+A threshold in a recipe is for English. Other languages multiply it by their factor for the signal. Without a factor (null) the rule has no
+basis in a language and skips its documents. English's factors are all 1. `data/languages.tsv` has one row per language and script, with its
+evidence; `language.rows` names a file of the same form with a user's rows, which may leave out columns.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, own: Iterable[LanguageRow] = ()) -> Names:
-        """Return the names of the table that comes with Puna, with rows of one's own over it."""
+        """Return the names of the table that comes with Puna, overridden by the rows `own`."""
         rows = [*shipped().values(), *own]
         codes = {code: row.language for row in rows for code in row.codes} | {row.language: row.language for row in rows if row.language}
         return cls(codes, {row.language: row.group for row in rows if row.group})

@@ -64,7 +64,7 @@ def _count_scripts(
 
 @njit(cache=True)
 def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
-    """Return the number of signs of Burmese that only Zawgyi has, and that only Unicode has.
+    """Return the number of Burmese signs that occur only in Zawgyi text, and only in Unicode text.
 
     In Zawgyi the vowel E stands before its consonant, in visual order, and U+1039 kills a vowel; in Unicode E follows a consonant or
     a medial, U+1039 stacks two consonants, and U+103A kills a vowel, which in Zawgyi is a medial before a vowel or at the end.
@@ -121,7 +121,7 @@ def is_zawgyi(codes: NDArray[np.uint32]) -> bool:
 
 
 def script(text: str) -> str:
-    """Return ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty string for a text without letters."""
+    """Return the ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty string for a text without letters."""
     codes = code_points(text)
     results = script_of(codes)
     return ZAWGYI if results == CODES[MYMR] and is_zawgyi(codes) else results

@@ -56,7 +56,7 @@ class Weights(NamedTuple):
     unknown: float
 
     def of(self, share: float) -> float:
-        """Return the evidence of a share of the text for a language."""
+        """Return the evidence for a language that has this share of the text."""
         return self.weight * math.log(max(share, self.least))
 
 
@@ -134,13 +134,13 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text of letters, of one line or many; of a long one, of pieces of it. `group`: group numbers of the voters'
+    """Return the language of a text with letters, in one line or many. A long text is sampled. `group`: group numbers of the voters'
     languages, if the groups of confusable languages differ from the shipped table."""
     return votes([text], group)[0]
 
 
 def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[Found]:
-    """Return `vote` of each text, in less time."""
+    """Return the language of each text, as `vote` does, in batches."""
     result: list[Found] = []
     for first in range(0, len(texts), TOGETHER):
         result += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
@@ -216,7 +216,7 @@ def _totals(
 
 
 def _sample(text: str) -> str:
-    """Return the text, or pieces of it, the first at its beginning and the last at its end: more tell no more."""
+    """Return the text, or evenly spaced pieces of a long one, from its beginning to its end: more text does not help."""
     if len(text) <= SHOWN:
         return text
     size = SHOWN // PIECES

@@ -1,7 +1,7 @@
-"""A model larger than its memory: layers that stay, and layers whose weights are brought each time that they compute.
+"""A model larger than its memory: resident layers, and streamed layers whose weights are loaded for each pass.
 
-The layers that do not stay come in turn while those before them compute: from disk into one of two buffers, by a thread; to a GPU into one
-of two sets of weights, by a stream of copies from pinned memory. `planner.py` chooses how many stay. All operations and their order are the
+Streamed layers are loaded in turn while the layers before them compute: from disk into one of two buffers, by a thread; to a GPU into one
+of two slots, by a copy stream from pinned memory. `planner.py` chooses how many layers are resident. All operations and their order are the
 same as for a model in memory, so answers are bit-identical.
 """
 
@@ -89,7 +89,7 @@ class Source:
 
 
 class Shelf(Protocol):
-    """A place where layers wait that do not stay."""
+    """The store that streamed layers are loaded from."""
 
     def take(self, number: int) -> dict[str, Tensor]:
         """Return a layer's weights by their names in a block, until it is given back."""
@@ -143,12 +143,12 @@ class Shell:
         self._places = {name: parts[id(p)] for name, p in self.block.named_parameters()}
 
     def put(self, weights: dict[str, Tensor]) -> None:
-        """Compute with these from now on."""
+        """Attach these weights to the block, without a copy."""
         for name, (module, part) in self._places.items():
             module._parameters[part] = nn.Parameter(weights[name], requires_grad=False)
 
     def copy(self, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Compute with a copy of these."""
+        """Copy these weights into the block's own memory."""
         if next(self.block.parameters()).is_meta:
             self.put({name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in weights.items()})
         for name, (module, part) in self._places.items():
@@ -184,7 +184,7 @@ def in_turn(shelf: Shelf, source: Source) -> Compute:
 
 
 class Slot:
-    """A layer's weights on a GPU: `copied` once they have come, `used` once they may go."""
+    """A layer's weights on a GPU, with events: `copied` when they have arrived, `used` when they may be overwritten."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.shell, self.number = Shell(config), -1
@@ -230,7 +230,7 @@ class Copies:
 
 
 class Streamed(nn.Module):
-    """A layer of a model whose weights do not stay."""
+    """A layer whose weights are loaded for each pass."""
 
     def __init__(self, compute: Compute, number: int) -> None:
         super().__init__()
@@ -241,8 +241,8 @@ class Streamed(nn.Module):
 
 
 class ExactPass:
-    """Generation's way through a model on a CPU that would be computed by loops if it were in memory: the operators in exact passes, which
-    have the loops' bits."""
+    """The generation pass of an offloaded model on a CPU: operators in exact passes. They give the same bits as the compiled loops that
+    would compute the model in memory."""
 
     def __init__(self, model: Transformer) -> None:
         self._decoder = weakref.ref(model.model)  # which holds this
@@ -256,7 +256,7 @@ class ExactPass:
 
 
 def spread(streamed: int, layers: int) -> list[int]:
-    """Return the layers that do not stay, as far from each other as can be, so that each is read while others compute."""
+    """Return the indices of the streamed layers, spaced as evenly as possible, so that each is read while others compute."""
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 

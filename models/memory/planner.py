@@ -1,10 +1,9 @@
-"""The fastest plan for a model larger than its memory: layers that stay, answers at once, tokens a step (FlexGen, Sheng
-et al. 2023).
+"""The fastest plan for a model larger than its memory: resident layers, concurrent answers, tokens per step (FlexGen, Sheng et al. 2023).
 
-A pass through the model takes as long as the longer of two things that overlap, and a quarter of the shorter: bringing the layers that do
-not stay, and computing all layers. Bringing does not depend on the number of tokens. A layer takes as long as reading its weights from
-memory or multiplying its products, whichever is longer. Memory for one more answer is memory for less of the weights, so every division is
-weighed by the tokens per second that it gives. The rates are measured at start, with the model's own first layer.
+In a pass, loading the streamed layers overlaps with computing all layers: it takes the longer of both times, plus a quarter of the shorter.
+Loading does not depend on the number of tokens. Computing a layer takes the longer of reading its weights from memory and multiplying.
+Answers and weights compete for memory, so every split is rated by its tokens per second.
+The rates are measured at start, with the model's own first layer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ EXPOSED = 0.25  # of the shorter of bringing and computing: .09 to .46 of the re
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of the machine with this model, per second: bytes from where layers wait, bytes of weights for one token, operations on
+    """The machine's rates with this model, per second: bytes of streamed layers loaded, bytes of weights read for one token, operations on
     many tokens."""
 
     bringing: float
@@ -45,8 +44,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Shape:
-    """The bytes of a model that decide its memory and its time; `brought` is read for a layer that does not stay, `beside` what a layer
-    that comes takes for itself."""
+    """The sizes of a model, in bytes, that decide its memory and time; `brought`: read for a streamed layer; `beside`: taken by the buffers
+    of streamed layers."""
 
     config: ModelConfig
     element: int
@@ -58,8 +57,8 @@ class Shape:
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
-        """Return the shape of a model. Beside a CPU there are two buffers, and a layer unpacked if it has another dtype; on a GPU two
-        layers."""
+        """Return the shape of a model. Streaming needs two buffers on a CPU, and an unpacked layer if its dtype differs; two layers on a
+        GPU."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
@@ -72,7 +71,7 @@ class Shape:
         return (-(-tokens // PAGE) + 1) * PAGE * self.token
 
     def scratch(self, step_tokens: int, answers: int) -> int:
-        """Return the bytes of a step while it computes: one layer's numbers for its tokens, and the answers' logits, four times in fp32."""
+        """Return the temporary bytes of a step: one layer's activations of its tokens, and four fp32 copies of the answers' logits."""
         config = self.config
         heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
         inner = config.intermediate_size
@@ -84,7 +83,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice: layers that do not stay, answers at once, tokens a step, bytes of keys and values; and the expected speed."""
+    """A plan: streamed layers, concurrent answers, tokens per step, bytes of keys and values; and the expected speed."""
 
     streamed: int
     layers: int
@@ -109,8 +108,8 @@ class Plan:
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
     """Return the plan that fits with the most tokens per second; among those within a hundredth of it, the one with the fewest answers.
 
-    `step_tokens`: the least tokens of a pass, if scoring needs more than generation. Raise ValueError if nothing fits, with what
-    would.
+    `step_tokens`: the least tokens of a pass, if scoring needs more than generation. Raise ValueError, with the memory needed, if nothing
+    fits.
     """
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
@@ -149,7 +148,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 
 
 def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
-    """Return the seconds of a pass over so many tokens behind `context` others each, `drawn` of them drawn from, and its bound."""
+    """Return the seconds of a pass over `tokens` tokens, each after `context` others, with logits for `drawn`; and its bound."""
     config = shape.config
     bringing = streamed * shape.brought / rates.bringing
     head = config.vocab_size * config.hidden_size

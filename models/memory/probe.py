@@ -1,4 +1,4 @@
-"""This CPU's measured speed at a model's shapes; matrix products by the rest of a training step's time."""
+"""This CPU's measured rates at a model's shapes; the time of matrix products is the rest of a training step's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
     """Return this CPU's rates at a model's shapes in documents of `context` tokens, fp32, on torch's threads: each the
     best of several tries, a few seconds in all.
 
-    Attention and SwiGLU are timed alone; then forward and backward of the model with two of its layers, of which
-    the matrix products are what remains. `clock` may be `time.process_time` on one thread, which other work on
+    Attention and SwiGLU are timed alone, then forward and backward of the model with two of its layers: the remaining time is that of the
+    matrix products. `clock` may be `time.process_time` on one thread, which other work on
     the machine disturbs less.
     """
     generator = torch.Generator().manual_seed(0)

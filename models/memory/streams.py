@@ -1,7 +1,7 @@
 """A checkpoint's tensors read from disk layer by layer, ahead of need, into memory of their own.
 
-Reads go past the system's page cache if the file system allows (O_DIRECT): they are several times faster than faults of a memory map,
-and what is read takes the memory that it is given and no more. Pages in the page cache are copied from there (RWF_NOWAIT). Without
+Reads bypass the system's page cache if the file system allows (O_DIRECT): they are several times faster than page faults of a memory map,
+and take no memory beyond their buffers. Pages in the page cache are copied from there (RWF_NOWAIT). Without
 O_DIRECT, read pages are dropped from the cache.
 """
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Bytes of a file that go to a place in a buffer: `size` of them, `needed` at least."""
+    """A range of a file that is read into a buffer at `start`: `size` bytes, of which the file must hold `needed`."""
 
     path: Path
     offset: int
@@ -161,14 +161,14 @@ class Counts:
 
     @property
     def hidden(self) -> float:
-        """Share of the reading that something else was done in."""
+        """Share of the reading time in which computation did not wait."""
         return 1.0 - min(self.waiting / self.reading, 1.0) if self.reading else 0.0
 
 
 class Loader:
     """A thread that reads layouts in their order, over and over, one ahead of the one in use.
 
-    It begins when the first is taken, and ends with this object.
+    It starts at the first `take`, and ends with this object.
     """
 
     def __init__(self, reader: Reader, layouts: Mapping[int, Layout], buffers: int = 2, pinned: bool = False) -> None:

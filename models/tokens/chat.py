@@ -1,8 +1,8 @@
 """Conversations as token ids with their loss mask, by the model's own chat template.
 
 Each answer is rendered as serving would meet it: P is the conversation before it with the generation prompt, F the conversation
-with it. F has to begin with P; what follows, up to the first stop token, is the answer, and only it is trained. An answer that
-cannot be told apart so is refused with its turn and the reason (`ChatError`).
+with it. F has to begin with P; what follows, up to the first stop token, is the answer, and only it is trained. An answer that cannot be
+separated this way is refused with its turn and the reason (`ChatError`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_t
 
 
 class ChatError(ValueError):
-    """A conversation that this template cannot write, or whose answers cannot be told apart: `turn` from 0, and `reason`."""
+    """A conversation that the template cannot render, or whose answers cannot be separated: `turn`, from 0, and `reason`."""
 
     def __init__(self, turn: int, reason: str) -> None:
         super().__init__(f"turn {turn}: {reason}")
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A turn as text: `prompt`, `body` and the `stop` token behind it; `content` is the body's characters that the turn holds."""
+    """A rendered answer: `prompt`, `body` and the `stop` token after it; `content`: the range of the body that comes from the message."""
 
     prompt: str
     body: str
@@ -72,8 +72,8 @@ class ChatFormat(Vocabulary):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: those that the model's configuration names; if none of them ends an answer of the template, with
-        the special token that does so in mid-dialogue."""
+        """The tokens that end an answer: those that the model's configuration names. If the template ends answers with none of them, the
+        special token that ends one in mid-dialogue is added."""
         if self.template is None:
             return self._stops
         for dialogue in (PROBE[:2], PROBE):
@@ -88,7 +88,7 @@ class ChatFormat(Vocabulary):
         return self._stops if special is None else (*self._stops, special[2])
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Tools = None) -> list[int]:
-        """Return the ids of a conversation, up to where the model's answer begins: those of transformers' `apply_chat_template`.
+        """Return the ids of a conversation, up to where the model's answer begins, as transformers' `apply_chat_template` does.
 
         A message is a mapping with `role` and `content`. Special tokens in its text are read as text. Raise ChatError if the template
         refuses it.
@@ -102,8 +102,8 @@ class ChatFormat(Vocabulary):
         """Return the prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
 
         A string is one user message, or the assistant's. Special tokens that a message writes out are read as text. The answer ends in its
-        stop token unless it was cut off (`finished=False`). The mask holds one flag per *answer* token, True at what the template writes
-        and the answer does not: headers, the stop token. Raise ChatError if the answer cannot be told apart.
+        stop token unless it was cut off (`finished=False`). The mask holds one flag per *answer* token, True for tokens that only the
+        template writes: headers, the stop token. Raise ChatError if the answer cannot be separated.
         """
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
@@ -125,10 +125,10 @@ class ChatFormat(Vocabulary):
         return stop[2], self.encode_behind(behind[stop[1] :], stop[2], mark)[0]
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[Row]:
-        """Return the rows that train every answer of a conversation, each answer in one of them: ids and loss mask, rendered together.
+        """Return rows that train every answer of a conversation once: ids and loss mask, rendered together.
 
-        One row, or more where the template writes earlier answers otherwise once a later turn follows. ChatError with the turn and the
-        reason if an answer cannot be told apart, or a turn writes out a special token.
+        There are several rows if the template renders earlier answers differently before later turns. Raise ChatError with the turn and the
+        reason if an answer cannot be separated, or a turn writes out a special token.
         """
         self._check(messages, tools)
         rows: list[Row] = []
@@ -149,7 +149,7 @@ class ChatFormat(Vocabulary):
         return rows
 
     def _continued(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
-        """Extend the row to the next prompt, where that begins with it."""
+        """Extend the row to the next prompt if that begins with the row; return whether it does."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
         elif stop in self.special and next_prompt.startswith(text):
@@ -194,8 +194,8 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return the stop token at the beginning of the next turn, as (start, stop, id) from `size` on. Some templates write it only
-        there."""
+        """Return (`size`, `size`, id) of the stop token that begins the next turn: some templates write it only there. Raise ChatError
+        without one."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
@@ -264,7 +264,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _content(message: Message, body: str) -> tuple[int, int]:
-    """Return the characters of the body that the message wrote: from the first part found to the last; calls reach to its end."""
+    """Return the range of the body that comes from the message: from its first part to its last; tool calls extend it to the end."""
     spans = []
     for name, part in _parts(message):
         # As the message has it, or trimmed as most templates write it.

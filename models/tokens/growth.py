@@ -21,8 +21,8 @@ SIGN = 0x10000
 def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
     """Return the tokenizer with up to `count` further tokens, numbered from its `vocab_size` on. TokenizerError if it is no BPE of words.
 
-    They join the pairs of tokens that are most frequent within words of the texts. As the old merges come first, a text's ids are the old
-    ones with some joined.
+    New tokens merge the token pairs that are most frequent within words of the texts. The old merges come first, so a text's ids are the
+    old ones, some of them merged.
     """
     content = json.loads(tokenizer.backend.to_str())
     model, first = content["model"], tokenizer.vocab_size
@@ -50,10 +50,10 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
 
 
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:
-    """Return the model with rows for the tokens that `new` has beyond those of `old`; raise ValueError if it does not begin with them.
+    """Return the model with rows for the tokens that `new` adds to `old`; raise ValueError unless `new` begins with `old`'s tokens.
 
-    A row is the mean of the rows of the old tokens that the new token's text was; of all rows if it is no text (Hewitt 2021). Old rows, and
-    so the logits of old tokens, stay.
+    A new row is the mean of the rows of the old tokens that encode the token's text; of all rows if it is no text (Hewitt 2021). Old rows,
+    and so the logits of old tokens, do not change.
     """
     import torch
 

@@ -63,7 +63,7 @@ class Vocabulary:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def words(self, text: str) -> Iterator[tuple[int, ...]]:
-        """Yield the ids of each word of a text, which no token goes over the ends of."""
+        """Yield the ids of each word of a text; no token crosses a word boundary."""
         if self._trial is not None:
             self._trial.check(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
@@ -75,7 +75,7 @@ class Vocabulary:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, id_: int) -> bytes | None:
-        """Return the bytes that a token writes behind other text, None for a special token."""
+        """Return the bytes that a token decodes to after other text, None for a special token."""
         if id_ in self.special:
             return None
         before, piece = self.encode("a"), self.token(id_)
@@ -109,7 +109,7 @@ class Vocabulary:
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids of a rendered conversation, special tokens read as such, and each one's characters [start, stop). `mark`: the
+        """Return the ids of a rendered conversation, special tokens read as such, and each id's character span [start, stop). `mark`: the
         string that `guard` put into special tokens of a message's content; they are read as text."""
         if mark is None or mark not in text:
             if self._trial is not None:
@@ -146,7 +146,7 @@ class Vocabulary:
         return encoding.ids, encoding.offsets
 
     def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return the ids and characters of a text that stands behind another one."""
+        """Return the ids and character spans of a text that follows another one."""
         if self._by_context:
             lead = self.encode("\n")
             ids, spans = self._encode("\n" + text)
@@ -155,7 +155,7 @@ class Vocabulary:
         return self._encode(text)
 
     def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids and characters of markup that stands behind the token `special`, or behind some text."""
+        """Return the ids and character spans of markup that follows the token `special`, or some text."""
         lead = self.token(special) if special is not None else "\n" if self._by_context else ""
         lead_ids = [special] if special is not None else self.encode(lead)
         ids, spans = self.encode_markup(lead + text, mark)

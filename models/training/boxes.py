@@ -79,7 +79,7 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
 def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
     """Return a copy of a piece of a weight, fp32, on a device. Of a weight that is mapped from a file only the piece's pages are read.
 
-    A disk may read megabytes ahead of a page: each rank would then read the whole.
+    Read-ahead of the disk is turned off: with it each rank would read the whole weight.
     """
     import torch
 

@@ -46,10 +46,10 @@ def train(
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    In bf16 the model has its fp32 weights back afterwards. Under a layout of several processes the model has whole weights afterwards,
-    and in `on_step` of the steps that are `watched`. state: of the optimisers (`Trainer.adopt`) to go on with, or the folder
-    of the training that left it; None: they begin anew. mesh: the ranks of the layout; None: all processes. device: of this rank's pieces
-    of weights; None: the model's.
+    After training in bf16 the model has its fp32 weights again. With several processes it has whole weights after training, and in
+    `on_step` of `watched` steps. state: state of the optimisers to continue from (`Trainer.adopt`), or the folder of the training that left
+    it; None: a fresh start. mesh: the ranks of the layout; None: all processes. device: where this rank's pieces of weights are; None: the
+    model's device.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; raise ValueError if the
@@ -91,7 +91,7 @@ def train(
 
 
 def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
-    """Return the log of a checkpoint, and how far the training is: `done` of `of` steps or rollouts, in `seconds` of work."""
+    """Return the log and the progress of a training for its checkpoint: `done` of `of` steps or rollouts, `seconds` of work."""
     return {"unit": unit, "done": len(log), "of": of, "seconds": sum(row["seconds"] for row in log), "log": log}
 
 
@@ -101,9 +101,9 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
-    """Return a number of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces.
+    """Return a hash of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces.
 
-    Each element's bits, plus one, count times factors of its name and its place along each dimension, modulo 2^64.
+    It sums each element's bits, plus one, times factors of its name and of its place along each dimension, modulo 2^64.
     """
     total = np.zeros(1, np.int64)
     for name, tensor in tensors.items():
@@ -120,7 +120,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
-    """Have the optimisers go on with a state, if there is one. Return the fingerprints of weights and state."""
+    """Load `state` into the optimisers, if it is given. Return the fingerprints of weights and state."""
     frozen = {name: p for name, p in trainer.parallel.whole.named_parameters() if name not in trainer.parallel.pieces}
     prints = {"initial": fingerprint(trainer.parallel, {**trainer.weights, **frozen})}
     if state is None:

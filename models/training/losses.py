@@ -64,7 +64,7 @@ class PairLosses:
 class PreferenceLoss:
     """A preference loss from the registry, by name.
 
-    function         of: pairs, (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; answers, (log-ratios of policy over
+    function for pairs: (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; for answers: (log-ratios of policy over
                      reference [A], good answers [A], the distance to the reference, beta, own parameters) -> losses [A]. Differentiable.
                      Its keyword-only parameters are the loss's own, checked by their annotations.
     of               pairs of a better and a worse answer, or answers that are called good or bad one by one
@@ -114,8 +114,8 @@ def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, l
     """Return ``-(1 - e) log sigmoid(x) - e log sigmoid(-x)`` with
     ``x = beta * (chosen_ratio - rejected_ratio) + length_weight * (chosen_tokens - rejected_tokens)``.
 
-    DPO (Rafailov et al. 2023); with label_smoothing e conservative DPO (Mitchell 2023); with length_weight R-DPO (Park et al. 2024),
-    whose reward is less a length's worth: a longer better answer needs less of a margin, a shorter one more.
+    DPO (Rafailov et al. 2023); with label_smoothing e conservative DPO (Mitchell 2023); with length_weight R-DPO (Park et al. 2024), which
+    subtracts a length penalty from the reward: a better answer needs a smaller margin if it is longer, a larger one if shorter.
     """
     longer = length_weight * (pairs.chosen_tokens - pairs.rejected_tokens)
     return _log_ratio_losses(lambda logits: _smoothed(logits + longer, label_smoothing, label_smoothing), pairs, beta)
@@ -125,7 +125,7 @@ def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, l
 def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) -> PairLosses:
     """Return ``(-(1 - e) log sigmoid(x) + e log sigmoid(-x)) / (1 - 2 e)``, e the label_smoothing (robust DPO, Chowdhury et al. 2024).
 
-    Over labels of which the share e is flipped its mean is that of DPO's loss over the right ones.
+    If the share e of the labels is flipped, the expected loss is DPO's on the right labels.
     """
     return _log_ratio_losses(lambda logits: _smoothed(logits, label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing), pairs, beta)
 

@@ -22,7 +22,7 @@ def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[n
 
 
 def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
-    """Return the examples of a step, counted from 1: `batch_size` next ones of the endless row of epochs.
+    """Return the examples of a step, counted from 1: the next `batch_size` of an endless sequence of epochs.
 
     Every example comes exactly once per epoch, also where a step spans two of them, so a resumed run
     neither skips nor repeats one.
@@ -62,7 +62,7 @@ def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Later(Generic[BatchT]):
-    """A micro-batch of `size` tokens, which the rank that computes it makes: others never read its rows."""
+    """A micro-batch of `size` tokens that only the computing rank builds: other ranks never read its rows."""
 
     size: int
     make: Callable[[], BatchT]

@@ -69,8 +69,8 @@ def train_ppo(
     computed), gold (where a reward model rewards, the mean of the verifiers' scores beside it), clip_fraction,
     approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
 
-    With `checkpoint_dir` the state is kept after each rollout and as `Saver` says, and a run that finds one goes on from it. `rate_scales`
-    multiplies the learning rate of the policy's parameters that it names.
+    With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
+    `rate_scales`: factors of the policy's learning rate by parameter name.
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature)
@@ -217,7 +217,7 @@ class Begun:
 
 @dataclass
 class State:
-    """The state of a training beside weights and moments: numbers, log, the rollout of its updates, and one that waits for them."""
+    """The state of a training besides weights and moments: numbers, log, the rollout in training, and the next, already sampled one."""
 
     numbers: dict[str, float]
     log: TrainLog
@@ -229,7 +229,7 @@ def _begin(
     state: State, trainers: dict[str, Trainer], estimate: Callable[[Sampled, dict[str, float]], Estimate], rollouts: Rollouts[Any],
     started: float,
 ) -> Begun:  # fmt: skip
-    """Return the input of a rollout's updates, begun at a time; set the numbers for them."""
+    """Return the input of a rollout's updates; set `state.numbers` for them. `started`: the rollout's start time."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
     values, weights, returns = estimate(sampled, numbers)
@@ -255,14 +255,14 @@ def _rows(sampled: Sampled, advantages: Tensor) -> list[Row | dict[str, Any]]:
 
 
 def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dict[str, Tensor]) -> list[Group]:
-    """Return the numbers of all answers and of their tokens, prompt by prompt."""
+    """Return a `Group` per prompt, from values by answer and by token."""
     sizes, counts = [sum(map(len, row)) for row in answers], [len(row) for row in answers]
     parts = {name: value.split(counts if name in BY_ANSWER else sizes) for name, value in numbers.items()}
     return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
 
 
 def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout: int, saver: Saver) -> None:
-    """Run the updates of a rollout that are left."""
+    """Run the remaining updates of a rollout."""
     config, seed = source.rollouts.config, source.rollouts.seed
     for update in range(len(begun.rows["policy"]), updates := config.updates):
         _update(trainers, begun, config, seed, rollout, update)

@@ -90,7 +90,7 @@ class Sampled(NamedTuple):
         return torch.tensor([own for one in self.flat for own in one.mask])
 
     def text(self) -> str:
-        """Return all of it as JSON, without a loss."""
+        """Return all fields as JSON, without loss of precision."""
         return json.dumps({name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._asdict().items()})
 
     @classmethod
@@ -101,7 +101,7 @@ class Sampled(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers, their scores, whether these (an answer that was cut off earning less) differ, and their parts by name."""
+    """A prompt with its answers, their scores, whether rewards differ (a cut-off answer earns less), and the scores' parts by name."""
 
     prompt: list[int]
     completions: Sequence[Completion]
@@ -241,10 +241,10 @@ class Rollouts(Generic[Config]):
 
 
 class Source:
-    """Rollouts, sampled when they are asked for, by the ranks that train; or meanwhile, by ranks of their own.
+    """A source of rollouts: the training ranks sample on request, or ranks of their own do so while others train.
 
-    folder: of a training's state, in which waves of answers are kept until their rollout ends. identity: of the training. `follow` is
-    called after each wave.
+    folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: the training's. `follow` is called
+    after each wave.
     """
 
     def __init__(self, rollouts: Rollouts[Any], groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ class Source:
         self._sampled: Sampled | None = None
 
     def ask(self, rollout: int, version: int) -> None:
-        """Have a rollout sampled with the policy's weights as they are, which had been trained on `version` rollouts."""
+        """Request a rollout, sampled with the policy's current weights, which were trained on `version` rollouts."""
         if self.groups.apart:
             self.groups.ask(self.rollouts.policy, {"rollout": rollout, "version": version})
         else:

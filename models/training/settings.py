@@ -138,7 +138,7 @@ def _resolved(value: Steps, steps: int, most: int) -> int:
 
 
 class ComputeSettings(Settings):
-    """The computing of a step: time and memory; results change only by rounding."""
+    """Settings of how a step is computed: time and memory. They change results only by rounding."""
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
         "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
@@ -177,7 +177,7 @@ class ComputeSettings(Settings):
 
 
 class TrainConfig(Settings):
-    """All that the training loop is told: how many steps, and how each is done."""
+    """Settings of the training loop: the number of steps, and how each is computed."""
 
     steps: int = Field(ge=1, description="Optimization steps")
     schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")

@@ -32,7 +32,7 @@ announce: Callable[[], object] | None = None
 class Stop:
     """Ctrl-C and SIGTERM during a training: the first one of each waits for `act`, a second one acts at once.
 
-    Only a process's main thread is given signals. In another thread nothing waits.
+    Only a process's main thread receives signals. In other threads this does nothing.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Saver:
     """The saving of a training's state: when a step asks for it, by time, and before a signal ends the training.
 
     seconds: time after which the state is saved. Where the last write was slow, the wait grows until writing takes at most `SAVE_SHARE`
-    of the time. write: writes the state; None: it is kept nowhere. agree: whether any of the ranks that train together wishes it.
+    of the time. write: writes the state; None: it is not saved. agree: true if any of the ranks that train together wants to save.
     """
 
     def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
@@ -127,7 +127,7 @@ class Saver:
             self.end_if_asked()
 
     def end_if_asked(self) -> None:
-        """End the training where a signal waits for that, with its state saved."""
+        """Save the state and end the training if a signal is waiting."""
         if self._agree(self._stop.asked):
             self._save()
             if not self._stop.asked:
@@ -282,7 +282,7 @@ def checksum(data: bytes) -> str:
 
 
 def file_checksum(path: Path) -> str:
-    """Return the checksum of a file's content, of which little is in memory at one time."""
+    """Return the sha256 of a file's content, read in small blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -40,7 +40,7 @@ def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Give the model's parameters `precision` inside, rounded as a step of training rounds them."""
+    """Hold the model's parameters in `precision` within the context, rounded as in a training step."""
     originals = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype != DTYPES[precision]]
     for parameter, data in originals:
         parameter.data = rounded(data, DTYPES[precision])
@@ -71,8 +71,8 @@ class Trainer:
     """A model, its objective and its optimisers, one optimisation step at a time.
 
     `weights` are the trained tensors by name, fp32: the model's own parameters, or, in bf16, the
-    originals that the optimiser works on while the model holds rounded copies. As a context manager it gives
-    a bf16 model its fp32 weights back on leaving, and 8-bit layers their products.
+    originals that the optimiser works on while the model holds rounded copies. Leaving its context restores a bf16 model's fp32 weights,
+    and the usual products of 8-bit layers.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Trainer:
             self.publish_whole()
 
     def publish_whole(self) -> None:
-        """Write the weights into the model that was given; if several ranks have pieces of it, steps leave it behind."""
+        """Write the weights into the given model; with several processes, steps do not update it."""
         if self.parallel.processes > 1:
             self.parallel.publish(self.weights)
 
@@ -190,7 +190,7 @@ class Trainer:
         return part.to(self.device) if hasattr(part, "to") else part
 
     def _totals(self, parts: Sequence[Part], count: int) -> dict[str, dict[str, float]]:
-        """Return the option `totals` of the objective: the step's sums of its counts over `count` parts on all ranks."""
+        """Return the objective's argument `totals`: its counts, summed over the step's `count` parts on all ranks."""
         if not hasattr(self.objective, "totals"):
             if count > 1 or self.parallel.processes > 1:
                 raise TypeError("only an objective with totals() can split a step into micro-batches")
@@ -206,7 +206,7 @@ class Trainer:
         return {"totals": self.parallel.totals(totals)}
 
     def _balanced(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
-        """Add the load-balancing loss of a model with experts, by this micro-batch's part of the step's tokens."""
+        """Add the load-balancing loss of a model with experts, times `part`, this micro-batch's share of the step's tokens."""
         take = getattr(self.model, "take_balance_loss", None)
         balance = None if take is None else take()
         if balance is None:
@@ -266,8 +266,8 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with that of another training, the part of `tensors` named `state.`, of whole weights; this
-        rank takes its pieces. Raise ValueError if it is of another optimiser or of other weights."""
+        """Overwrite the optimisers' state with another training's: its `tensors` named `state.…`, for whole weights; this rank takes its
+        pieces. Raise ValueError if optimiser or weights differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
         # The pieces of a pipeline's other stages are other ranks'.

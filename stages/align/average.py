@@ -162,7 +162,7 @@ class _Development:
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
     def center(self, network: Transformer) -> float:
-        """Center the rewards by a model's answers from now on."""
+        """Center all further rewards by those of a model's answers; return the center."""
         self._rewards = self._rewards.centered(self._ids, self._answers(network))
         return self._rewards.center
 

@@ -98,14 +98,14 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     """Drop overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
 
     Quality is a reward in the top part OR the full score of `judge`, a language model (none: `model`), where the setting `judge` is
-    given; without that, OR the agreement of the prompt's samples. Rows without a score pass, but for those that the judge graded
-    lower. Difficulty is the judge's; without it, one minus the agreement. Near-duplicates are found by the cosine of
-    `model`'s mean hidden states, the mean over all dialogues taken off; in each cluster the dialogues are kept
-    greedily by quality times difficulty, by which `keep` draws, too. Rows that the chat template of `model` refuses, and those longer
+    given; without that, OR the agreement of the prompt's samples. Rows without a score pass, unless the judge graded them lower.
+    Difficulty is the judge's; without it, one minus the agreement. Near-duplicates are found by the cosine of `model`'s mean hidden
+    states, minus their mean over all dialogues. Each cluster keeps dialogues greedily by quality times difficulty; `keep` draws by the same
+    product. Rows that the chat template of `model` refuses, and those longer
     than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
-    What is preferred is shown: the metrics `given_easy`, `given_medium`, `given_hard` count the rows that reach the rule on quality, by
-    difficulty (below 1/3, below 2/3, above). `kept_easy` and so on count those of them that stay. Where rows have a reward and a grade,
+    Metrics show what is preferred: `given_easy`, `given_medium`, `given_hard` count the rows that reach the rule on quality, by difficulty
+    (below 1/3, below 2/3, above). `kept_easy` and so on count the kept ones. Where rows have a reward and a grade,
     `reward_and_judge`, `reward_only`, `judge_only` and `neither` count what each finds good. The side table `scores` holds the judge's mean
     grades: `points`, `difficulty` (0 to 2), `intentions`.
     """
@@ -272,7 +272,7 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
     """Return quality (the larger of reward rank and judge's points, 0 to 1) times one plus difficulty, by id.
 
-    A row that nothing is known of has quality 1; one whose difficulty is not known is as difficult as can be.
+    A row without a score or grade has quality 1; one without a difficulty has difficulty 1.
     """
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
@@ -286,7 +286,7 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
     """Draw `keep` rows without replacement, with probabilities proportional to their worth; drop the others.
 
-    Those with the least Exp(worth) numbers (Efraimidis and Spirakis 2006), which only ids and the seed decide.
+    The rows with the smallest Exp(worth) numbers are drawn (Efraimidis and Spirakis 2006); these depend only on ids and the seed.
     """
     if config.keep is None or len(rows) <= config.keep:
         return lambda row: None

@@ -56,9 +56,9 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     all on-policy; Lu and Thinking Machines 2025). Both must have one tokenizer.
 
     In each step the student, as it is by then, answers the next `training.batch_size` prompts; the loss is the mean divergence of its
-    and the teacher's distributions over the whole vocabulary, token by token of these answers, nats per token. Nothing is scored: it
-    needs neither references nor a reward. The teacher must know something worth having on these prompts; compare with `sft` on
-    answers that it samples. Prompts that the chat template refuses, and those too long, are in `dropped`; see `bad_rows`.
+    and the teacher's distributions over the whole vocabulary, token by token of these answers, nats per token. No answer is scored, so no
+    reference or reward is needed. The teacher must have something to teach on these prompts; compare with `sft` on answers that the teacher
+    samples. Prompts that the chat template refuses, and those too long, are in `dropped`; see `bad_rows`.
     """
     from puna.models.formats.checkpoint import read_config
     from puna.models.training.objectives import Distill

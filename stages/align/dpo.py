@@ -177,7 +177,7 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
     """Pair each prompt with as many answers of other examples as it has of its own, or as a row holds.
 
-    They follow in a drawn order that goes around: where all fit, every answer is taken about as often as any other.
+    Answers are taken cyclically in a random order: if all fit, each is taken about equally often.
     """
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]

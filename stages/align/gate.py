@@ -70,8 +70,8 @@ class Comparison(NamedTuple):
 def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapping[str, str]) -> list[Comparison]:
     """Compare scores prompt by prompt: over all prompts, then task by task (`tasks`: prompt → task).
 
-    Only prompts with both scores count. The interval is Student's over the differences, which the prompts' own difficulty does not
-    widen. ValueError with fewer than two pairs.
+    Only prompts with both scores count. The interval is Student's t on the paired differences, so the prompts' own difficulty does not
+    widen it. Raise ValueError with fewer than two pairs.
     """
     pairs = sorted(before.keys() & after.keys())
     if len(pairs) < 2:

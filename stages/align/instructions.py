@@ -1,4 +1,4 @@
-"""Training data from answers: gold ones for the first finetuning, chosen ones for a round's."""
+"""Training data from answers: reference answers for the first finetuning, chosen answers for a round's finetuning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChosenConfig(StageConfig):
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """Take the better answer of each training preference, edited where there is an edit; an answer stands once for a prompt."""
+    """Take the better answer of each training preference, edited where there is an edit; each answer of a prompt is taken once."""
     rows = {}
     for artifact in preferences:
         for row in artifact.read().to_pylist():

@@ -91,9 +91,9 @@ def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | No
 def judgements(answers: Answers, prompts: Prompts, judged: list[External], config: JudgementsConfig, run: StageRun) -> None:
     """Make preferences from people's judgements (Llama 3, section 4.2.1): edited > chosen > rejected, at one of four levels.
 
-    `judged`: files of JSON lines, a `Judgement` each. Where several people judged a pair, the mean of their levels, from one side to
-    the other, decides; `dropped` holds the pairs that were skipped (`skipped`) or on which they cancel out (`no_majority`). Where the
-    prompt was edited, both answers stay and the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` where
+    `judged`: files of JSON lines, a `Judgement` each. If several people judged a pair, the mean of their signed levels decides; `dropped`
+    holds the pairs that all skipped (`skipped`) or whose levels cancel out (`no_majority`). If the prompt was edited, both answers stay and
+    the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` where
     two judged a pair.
     """
     questions, by_prompt = read_answers(answers, prompts)

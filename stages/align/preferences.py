@@ -1,9 +1,9 @@
 """Preference pairs: two answers of different models, how much better the better one is, and an edit.
 
 The annotator is simulated, so that every preference can be traced to the prompt's verifier. `draw_pairs` pairs the answers to a
-prompt; `quality` is what the annotator sees of an answer; `judge` compares two, with noise on their margin as annotators make
-mistakes, and improves a chosen answer that is not right to the reference. Where the rejected answer is the reference there is no
-edit: one text cannot be the best and the worst.
+prompt; `quality` is what the annotator sees of an answer; `judge` compares two, with noise on their margin as annotators make mistakes, and
+edits a chosen answer that is not right into the reference. If the rejected answer is the reference there is no edit: one text cannot be the
+best and the worst.
 """
 
 from __future__ import annotations

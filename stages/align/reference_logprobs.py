@@ -23,8 +23,8 @@ class ReferenceLogprobsConfig(BadRowsConfig):
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 
-    `dpo` of that model on these preferences in this precision reads them, however often and with whatever loss, and computes none of
-    its own; a row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest.
+    `dpo` of that model on these preferences in this precision reads them, in any number of runs and with any loss, instead of computing its
+    own. A row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest.
     Preferences that the chat template refuses and those that are too long are kept, without log-probabilities, and are in `dropped`;
     see `bad_rows`.
     """

@@ -30,8 +30,8 @@ class RefusalPromptsConfig(StageConfig):
 def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig, run: StageRun) -> None:
     """Take the prompts of preferences in which one answer refuses and the other does not, with a verifier of refusals.
 
-    Of the task `harmful` the better answer refuses, and an answer is right if it refuses; of the task `borderline` the worse one does, and
-    an answer is right if it does not. The reference is the better answer. Prompts that are of both tasks, and preferences in which both
+    In the task `harmful` the better answer refuses, and refusals are right; in the task `borderline` the worse one refuses, and other
+    answers are right. The reference is the better answer. Prompts that are of both tasks, and preferences in which both
     answers refuse or neither does, are counted in metrics.
     """
     verifiers = {task: to_text("regex", pattern=config.pattern, absent=task == "borderline") for task in ("harmful", "borderline")}

@@ -79,8 +79,8 @@ def ppo(
     """Train by PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
 
     The reward is a frozen reward model's number (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
-    `reward`. The critic starts as the first reward model, without one as the policy with a head of zeros. `judges` are models that
-    verifiers name. An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
+    `reward`. The critic starts as the first reward model, or else as the policy with a zero head. `judges` are models that verifiers name.
+    An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
     chat template refuses, and those that with their answers may be longer than a row, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.ppo import train_ppo
@@ -113,7 +113,7 @@ def grpo(
     """Train by comparing each answer with the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
     The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it), unless `surrogate`, `ratio` and
-    `normalizer` say else; the KL divergence to the starting policy is taken off the reward of the answer. Rewards, `judges` and dropped
+    `normalizer` say else; the KL divergence to the starting policy is subtracted from the answer's reward. Rewards, `judges` and dropped
     prompts are those of `ppo`. Prompts whose answers all have one reward teach nothing: the log's `unequal_prompts` is the share of the
     others.
     """
@@ -128,7 +128,7 @@ def _optimize(
 ) -> None:  # fmt: skip
     """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
-    The `critic` starts as the first reward model (by digest), without one as the policy with a head of zeros."""
+    The `critic` starts as the first reward model (by digest), or else as the policy with a zero head."""
     from puna.models.formats.checkpoint import read_config
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
@@ -218,7 +218,7 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
-    """Record the updates and what they were given; answers that are asked for again count as if that happened each time."""
+    """Record the numbers of checks, tokens, updates and answers. Resampling counts as if every rollout used all of it."""
     each = config.prompts * config.answers
     drawn = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"
@@ -229,7 +229,7 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
 
 
 def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
-    """Center the rewards by the untrained policy's answers to as many prompts as a rollout has; the same when a run resumes."""
+    """Center the rewards by the untrained policy's answers to one rollout's number of prompts, the same in a resumed run."""
     from puna.models.generation import Engine, SamplingParams
 
     some = [asked[i] for i in run.generator("center").permutation(len(asked))[: config.prompts].tolist()]

@@ -1,4 +1,4 @@
-"""Rejection sampling: one of K answers becomes training data, by the reward model's choice or another's."""
+"""Rejection sampling: one of K answers becomes training data, picked by a reward model or another rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose a
 
 
 class RewardedConfig(BadRowsConfig):
-    """The computing of answers' rewards."""
+    """Settings of how answers' rewards are computed."""
 
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
@@ -59,10 +59,10 @@ def rejection_sample(
 ) -> None:
     """Choose one finished answer for each prompt, or several: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
 
-    Side tables: `scores` holds for each instruction `agreement`: the share of the prompt's answers with the same text. If the reward model
-    picks, each answer has its `reward`, and `scores` holds that, too; `dropped` the prompts whose answers were all cut off (`unfinished`),
-    of which none is right (`none_right`), or that cannot be scored; see `bad_rows`. Metrics compare the gold accuracy of the picked answers
-    with the mean and with the best that was there.
+    The side table `scores` holds each instruction's `agreement`: the share of the prompt's answers with the same text. If the reward model
+    picks, `scores` also holds the `reward` of each answer. `dropped` holds prompts whose answers were all cut off (`unfinished`), that have
+    no right answer (`none_right`), or that cannot be scored; see `bad_rows`. Metrics compare the gold accuracy of the picked answers with
+    that of the mean answer and of the best one.
     """
     questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}

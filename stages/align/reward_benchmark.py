@@ -1,4 +1,4 @@
-"""A reward model measured: on pairs of answers by subset, and on the answers of a model."""
+"""Measurement of a reward model: on pairs of answers by subset, and on the answers of a model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STEPS = 20
 
 
 class RewardBenchmarkConfig(RewardedConfig):
-    """The computing of the rewards."""
+    """Settings of how rewards are computed."""
 
 
 class Judged(NamedTuple):
-    """A pair of answers: its subset, the rewards of both, and whether the longer one is the chosen one (one half: as long)."""
+    """A pair of answers: its subset, the rewards of both, and whether the chosen one is longer (one half: equal length)."""
 
     id: str
     subset: str

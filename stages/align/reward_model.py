@@ -33,10 +33,10 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the
     model's layers stay as they are.
 
-    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` that
-    of as many training prompts as are held out, at least 32, drawn by chance. `heldout_longer_accuracy` is the accuracy of always
+    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` is that of
+    as many training prompts as are held out, at least 32, drawn at random. `heldout_longer_accuracy` is the accuracy of always
     preferring the longer answer. `heldout_accuracy_LEVEL` is the accuracy on one level. `heldout_calibration_error` compares the
-    probabilities that differences of rewards imply with the shares that come true. Preferences that the chat template refuses, and those
+    probabilities implied by reward differences with the observed shares. Preferences that the chat template refuses, and those
     longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     check_splits(preferences)
@@ -135,7 +135,7 @@ class Pair(NamedTuple):
     """A chosen and a rejected answer.
 
     right        1 if the rewards order them rightly, one half for a tie
-    longer       the same for length as the judge
+    longer the same if length were the reward
     difference   of lengths, as a share of the longer
     margin       difference of rewards"""
 
@@ -147,7 +147,7 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[list[Pair], list[float]]:
-    """Return the pair of each preference by its answers' rewards; and the order of each edit and its chosen answer."""
+    """Return a `Pair` for each preference; and for each edit, `order` of its reward minus that of the chosen answer."""
     ordered: list[Pair] = []
     edits: list[float] = []
     for one, values in zip(found, numbers, strict=True):

@@ -90,12 +90,12 @@ def sample(
     models that verifiers name. `draft` is a smaller model with the same tokenizer, which guesses ahead for each of the models: answers
     have the same distribution.
 
-    A model's own way of sampling is that of the generation_config.json that it was imported with; the metrics tell what was used, by
-    name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
+    A model's own sampling parameters are those of the generation_config.json that it was imported with. Metrics record the parameters used,
+    by name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
 
-    Rows name a model by its data digest, and its draws follow from that: like this artifact's own key, they depend on what
-    the model is, not on how or in which order it was given. `endpoints` are named by model and host; the side table `exchanges` holds
-    what they were asked and answered, and prompts that one refuses are in `dropped` (`refused`).
+    Rows name a model by its data digest, which also seeds its draws: like this artifact's own key, they depend on the model's content, not
+    on how or in which order it was given. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies,
+    and prompts that an endpoint refuses are in `dropped` (`refused`).
     """
     models = models or []
     if not models and not config.endpoints:
@@ -135,7 +135,7 @@ def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
-    """Write a model's answers, STRETCH prompts at a time; return the answers that were checked, and the tokens."""
+    """Write a model's answers, STRETCH prompts at a time; return the numbers of checked answers and of tokens."""
     check_shared(config.serving, draft is not None, run)
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
@@ -185,7 +185,7 @@ def _answer(
 
 
 def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> int:
-    """Write the answers of a model elsewhere. Return how many of them were scored."""
+    """Write the answers of an endpoint's model. Return how many of them were scored."""
     from puna.models.generation import Completion
 
     name, slug = endpoint.config.name, re.sub(r"\W+", "_", endpoint.config.name)

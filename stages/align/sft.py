@@ -76,7 +76,7 @@ def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: Sf
 
 
 def joined(examples: Sequence[Example], most: int, tokens: int) -> list[Example]:
-    """Return the examples with at most `most` answers to one prompt in each, and at most so many tokens."""
+    """Join examples of the same prompt; each result has at most `most` answers and `tokens` tokens."""
     whole: list[Example] = []
     last: dict[tuple[int, ...], int] = {}
     for one in examples:

@@ -1,4 +1,4 @@
-"""Synthetic training data: problems and answers by a model, of which only those stay that a check confirms.
+"""Synthetic training data: problems and answers by a model, kept only if a check confirms them.
 
 Llama 3 section 4.3: a model writes problems like the examples and answers each several times. Programs are checked by running their tests,
 maths by the agreement of answers, prompts with a verifier by the verifier. A failed answer is tried again with the check's message.
@@ -87,10 +87,10 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
 
     A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
     (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`) or are `empty`. It
-    also holds those that resemble a prompt or another problem (`copied`), or have too few tests that tell a solution from none (`tests`);
-    problems to which no answer is right (`none_right`), and those that cannot be asked, see `bad_rows`. The metrics `right_after_1`,
+    also holds problems that resemble a prompt or another problem (`copied`), have too few tests that fail without a solution (`tests`),
+    have no right answer (`none_right`), or cannot be asked, see `bad_rows`. The metrics `right_after_1`,
     `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name. With `endpoint` a
-    model elsewhere writes; the side table `exchanges` holds what it was asked and answered.
+    remote model writes; the side table `exchanges` holds its requests and replies.
     """
     rows = prompts.read().to_pylist()
     train = sorted((row for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
@@ -151,7 +151,7 @@ class Writer(Protocol):
 
 
 class RemoteWriter(Writer):
-    """A model elsewhere."""
+    """A model behind an endpoint."""
 
     def __init__(self, endpoint: Endpoint, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> None:
         self._endpoint, self._config, self._run, self._dropped = endpoint, config, run, dropped

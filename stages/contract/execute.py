@@ -50,7 +50,7 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
 
 
 def by_todays_code(artifact: Artifact, store: Store) -> Identity:
-    """Return the identity that today's code gives the work that made `artifact`. Raise PunaError if its stage or an input is gone."""
+    """Return the identity that today's code would give `artifact`. Raise PunaError if its stage or an input is gone."""
     manifest = artifact.manifest
     stage = REGISTRY.get(manifest.stage)
     if stage is None:
@@ -118,7 +118,7 @@ def perform(
 
 
 def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
-    """True if a stage runs on a worker that has an accelerator; one that processes train together runs in them."""
+    """True if a stage runs on a worker that has an accelerator; a stage that several processes run does not."""
     return stage.device and executor.has_device() and not (stage.ranks and ranks.count() > 1)
 
 

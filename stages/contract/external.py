@@ -71,7 +71,7 @@ class External:
 
     @staticmethod
     def of(sent: dict[str, Any]) -> External:
-        """Return the input of which `dataclasses.asdict` gave these values."""
+        """Return the input that `dataclasses.asdict` turned into these values."""
         return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
 
     def check_unchanged(self) -> None:

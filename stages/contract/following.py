@@ -1,4 +1,4 @@
-"""Stages that several processes run together: the job that rank 0 sends, and the run of a process that follows."""
+"""Stages that several processes run together: the job that rank 0 sends, and the `StageRun` of the other ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FollowerRun(StageRun):
     write = write_rows = rows_once = metric = figure = _nothing
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Have the rows made beside rank 0, which writes them, if it has them not yet; return none."""
+        """Call `make` together with rank 0, which writes the rows, unless rank 0 already has them. Return no rows."""
         if ranks.agree(False):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)

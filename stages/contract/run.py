@@ -185,7 +185,7 @@ class StageRun:
     def _regrouped(
         self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]
     ) -> list[Scattered]:
-        """Write the rows of items by partition. `runs`: those of each item, or one for all of them; see `Scatter`."""
+        """Write the rows of items by partition. `runs`: the partitions of each item, or of all items; see `Scatter`."""
         names = [Scatter(self._work.staging, f"{call}-{n:05d}", by, count, runs[n % len(runs)]) for n in range(len(items))]
         jobs = [Scattering(function, item, args, how) for item, how in zip(items, names, strict=True)]
         results = []
@@ -239,7 +239,7 @@ class StageRun:
         return self._work.scratch
 
     def progress(self, done: float, total: float, note: str = "") -> None:
-        """Tell how far the stage is."""
+        """Report that `done` of `total` units are finished."""
         if self._listener is not None:
             self._listener.progress(self.stage, done, total, note)
 
@@ -252,7 +252,7 @@ class StageRun:
         self.figures[name] = figure
 
     def count_input(self, rows: int) -> None:
-        """Say how many rows came in, where the input is not an artifact: they must all be kept or dropped."""
+        """Count `rows` input rows of an input that is no artifact: they must all be kept or dropped."""
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:

@@ -101,7 +101,7 @@ def _register(new: Signal) -> Signal:
 
 
 def described(name_of_table: str, table: pa.Table) -> pa.Table:
-    """Return a table, one of signals with the declared types, units and meanings; raise PunaError for an undeclared column."""
+    """Return the table; if it is `signals`, with declared types, units and meanings. Raise PunaError for an undeclared column."""
     for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":
             continue

@@ -74,7 +74,7 @@ def code_reasoning(documents: Documents, classifier: Classifier, config: StageCo
     """Score documents with the classifiers of `train_code_reasoning`: pages with code, pages that reason.
 
     `code_score` and `reasoning_score` are probabilities by models that did not see the document, null where there were too
-    few labels to learn from; `code_line_fraction`, `formulas` and `reasoning_words` are what was counted in the characters read.
+    few labels to learn from; `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read.
     All are null for documents of the sources that the classifier leaves out.
     """
     trained(classifier, "code_reasoning")

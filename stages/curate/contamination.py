@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Kind and content of the table: its id would say how it was made, too."""
+        """The table's kind and data digest: its id would also depend on how it was made."""
         return f"{self.artifact.kind} {self.artifact.data_digest[:12]}"
 
 
@@ -66,7 +66,7 @@ def contamination(
     were not trained on. Rows: the share `contaminated` of each task; with an `evaluation` of the prompts also its mean `score` beside
     `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each such prompt, `examples` its place.
     `tasks`: task files, whose questions are looked for beside the prompts or alone. `benchmark` takes the result as `overlaps`.
-    The metric `unknown_sources` counts what the lineage names and the store lacks, and imported models, whose data nobody knows.
+    The metric `unknown_sources` counts sources that the lineage names and the store lacks, and imported models, whose data are unknown.
     """
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
     learned, unknown = trained_on(model) if model is not None else ([], 0)
@@ -137,7 +137,7 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
 
 
 def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
-    """Return the prompts in a part's texts, by number, each where most of it stands."""
+    """Return the prompts that occur in a part's texts, by number, each with the text that holds most of it."""
     import pyarrow as pa
 
     texts, held = _texts(part, kind, mixture), dict[int, Held]()

@@ -57,7 +57,7 @@ class Index:
     names: list[tuple[str, str]]
 
     def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
-        """Return all n-grams without which a document holds no prompt, nor one with changes."""
+        """Return a sieve of all n-grams: a document without any of them holds no prompt, exact or changed."""
         return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
 
 

@@ -79,7 +79,7 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return `seed_counts` without the compiled tokenizer, whose start takes longer than a look at some pages before a run."""
+    """Return `seed_counts` of one text in plain Python: starting the compiled tokenizer takes longer than a look at some pages."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))

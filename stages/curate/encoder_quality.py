@@ -40,7 +40,7 @@ class TrainEncoderQualityConfig(SeededConfig):
 
 
 class EncoderQualityConfig(StageConfig):
-    """The classifier says what it reads."""
+    """Settings of the report; the classifier holds all others."""
 
     keep: float = Field(0.9, gt=0, lt=1, description="Share of documents that reach the quality in the metric `threshold`, fraction")
 
@@ -54,7 +54,7 @@ class Head(NamedTuple):
     bias: float
 
     def probabilities(self, vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return probability of a good document for each vector [n, D]."""
+        """Return the probability of a good document for each vector [n, D]."""
         logits = (vectors - self.mean) / self.scale @ self.weights + self.bias
         return np.asarray(1 / (1 + np.exp(-np.clip(logits, -60, 60))))
 
@@ -165,7 +165,7 @@ def _heads(file: Path) -> list[Head]:
 
 
 def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return probability of a good document, by the head that saw no document of its fold, float64[n]."""
+    """Return the probability of a good document, by the head that saw no document of its fold, float64[n]."""
     values = np.zeros(len(vectors))
     for fold, head in enumerate(heads):
         values[of_fold == fold] = head.probabilities(vectors[of_fold == fold])

@@ -107,7 +107,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Return title and text of one page; raises Unreadable."""
+    """Return the title and text of one page; raise Unreadable if it gives none."""
     (results,) = _found([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results
@@ -117,7 +117,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
     """Return the extraction or the error of each page (body, media type, character set), in order.
 
-    Pages for the model are parsed one by one and read together, in bytes up to `TOGETHER`; a larger one is read by itself.
+    Pages for the model are parsed one by one and read in batches of up to `TOGETHER` bytes; a larger page is read by itself.
     """
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, _Parsed] = {}

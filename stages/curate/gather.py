@@ -32,7 +32,7 @@ def _needs(config: GatherConfig, facts: Facts) -> list[str]:
 def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
     """Join documents of several origins in one table; the configuration may name the source of each input.
 
-    Of documents of one id the newest is kept, of equally new ones that of the first input; the others go by the rule `same_id`.
+    Of documents with the same id the newest is kept, of equally new ones that of the first input; the rule `same_id` drops the others.
     """
     if config.sources and len(config.sources) != len(documents):
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
@@ -45,7 +45,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
 
 
 def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
-    """Return the rows of one part with the number of their input, under its name, and the bytes of their texts."""
+    """Return one part's rows with their input's number, and its name, if any, as source; and the bytes of their texts."""
     part, at, name = given
     table = part.read()
     if name:

@@ -209,14 +209,14 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
 
 
 def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | None:
-    """Return why a record is not a page: the first of the first `LOOKED_AT` records of each file; None if all of them are pages."""
+    """Return the first rejection among the first `LOOKED_AT` records of each file; None if all of them are pages."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     judged = (_judged(record, config, {}) for job in jobs for record in itertools.islice(_records(job, config), LOOKED_AT))
     return next((one for one in judged if isinstance(one, Rejected)), None)
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """True if a file may hold pages; of JSON and CSV it reads up to the first, and reports why no row is one."""
+    """True if a file may hold pages. JSON and CSV are read up to the first page; without one, return the rejection of a row."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None

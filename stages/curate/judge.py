@@ -220,7 +220,7 @@ def judge(
 
     `model` is a model of this pipeline; `checkpoint` a local folder in Hugging Face's layout or a GGUF file. The metric
     `answer_probability` is the mean probability of all answers together: if it is low, the model did not understand the question.
-    With `endpoint` a model elsewhere writes its grades, and `answer_probability` is the share of replies that are one.
+    With `endpoint` a remote model writes its grades, and `answer_probability` is the share of replies with a grade.
     """
     place = None if config.endpoint is not None else place_of("judge", "checkpoint", model, checkpoint, gguf=True)
     ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
@@ -282,7 +282,7 @@ def _graded(
 def _asked(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grades that a model elsewhere writes, NaN for a reply without a grade, and whether it has one."""
+    """Return the grades that the endpoint's model writes, NaN for a reply without one, and whether each reply has one."""
     assert config.endpoint is not None
     endpoint, question = Endpoint(config.endpoint, run), config.asked()
     grades: list[float] = []
@@ -304,7 +304,7 @@ def _written(text: str, question: Question) -> float:
 
 
 def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Iterator[list[str]]:
-    """Yield the texts of the chosen rows, `size` at a time: the same together however the table is cut."""
+    """Yield the texts of the chosen rows, `size` at a time, in batches that do not depend on how the table is cut."""
     first = 0
     waiting: list[str] = []
     for batch in documents.batches(columns=["text"]):
@@ -319,7 +319,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
-    """Return grade and probability of a proper answer for each text, float64[2, n]; a file keeps them should the run end early."""
+    """Return the grade and the probability of a proper answer for each text, float64[2, n]; a file keeps them for a resumed run."""
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():

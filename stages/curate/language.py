@@ -135,9 +135,9 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """Return the prose of one text that a language classifier reads; None if nothing of it is in a language.
+    """Return the text that a language classifier reads: the prose, if there is enough; None for code or a text without letters.
 
-    `text` returns the text itself; it is called if there is little prose.
+    `text` returns the whole text; it is called only if there is little prose.
     """
     seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
     if letters < PROGRAM_ENOUGH:

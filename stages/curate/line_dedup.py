@@ -40,7 +40,7 @@ class LineDedupConfig(StageConfig):
     protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
 
     def limit(self, documents: int) -> int:
-        """Return the most occurrences of a line in a bucket of so many documents."""
+        """Return the maximum number of occurrences of a line in a bucket of `documents` documents."""
         return max(self.max_occurrences, int(self.max_per_million * documents / 1e6))
 
     @property

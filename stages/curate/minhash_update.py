@@ -23,7 +23,7 @@ from puna.storage.schemas import table_schema
 
 
 class MinhashUpdateConfig(SignatureConfig):
-    """Nothing else to choose: the configuration is that of the `minhash_dedup` which is continued."""
+    """Settings of the device only: the others are those of the continued `minhash_dedup`."""
 
 
 Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revisions.parquet"))]
@@ -123,7 +123,7 @@ def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]
 
 
 def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
-    """Return the added documents and all that hang together with one of them by shared bands."""
+    """Return the added documents and all documents that shared bands connect to them."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     known = [np.zeros(len(index.facts), bool) for index in indices]

@@ -21,7 +21,7 @@ ALL: tuple[Entity, ...] = ("email", "iban", "card", "ssn", "ip_address", "addres
 
 
 class PiiConfig(StageConfig):
-    """Kinds to mask, and the sources."""
+    """Settings of the kinds of personal data to mask or drop."""
 
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
     drop: dict[Entity, PositiveInt] = Field(

@@ -37,7 +37,7 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """Return the needs: the signals of `language`, and without a classifier no choice of a class."""
+    """Return the unmet needs without a classifier: the signals of `language`, and no choice of a class."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 
@@ -74,7 +74,7 @@ def write_scores(
 ) -> tuple[int, float]:
     """Write the signals `quality`, as `score(part, *args)` gives it beside the ids, and `quality_rank`.
 
-    Gives how many documents are scored, and the quality that the share `share` of them does not reach.
+    Return the number of scored documents, and the quality that the share `share` of them does not reach.
     """
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
@@ -130,7 +130,7 @@ def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], va
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Return share of its group with a lower value, float64[n] in [0, 1); equal values have equal ranks."""
+    """Return for each value the share of its group with a lower one, float64[n] in [0, 1); equal values have equal ranks."""
     ranks = np.zeros(len(values))
     for group in np.unique(groups):
         members = groups == group

@@ -23,7 +23,7 @@ def remove(
 ) -> Sequence[Any]:  # fmt: skip
     """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
 
-    Return the infos of `decide`, by item. `threshold` is that of the rule; None: it has no value either.
+    Return the infos of `decide`, by item. `threshold`: the rule's; None: the rule has no threshold and no value.
     """
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)

@@ -53,7 +53,7 @@ class SelectConfig(StageConfig):
     @field_validator("groups", mode="before")
     @classmethod
     def _of_their_classes(cls, given: Any) -> Any:
-        """Return each group as the class that is declared under its name."""
+        """Return each group as an instance of the class declared under its name."""
         plugins.offers("puna.rules")
         if not isinstance(given or {}, Mapping):
             raise ValueError("groups are named with their thresholds: {NAME: {threshold: value}}, {NAME: {}} for its own")
@@ -85,7 +85,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return the signals that the rules read, if the incoming signals are known."""
+    """Return what the rules need and the signals lack, if the incoming signals are known."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -106,8 +106,8 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     of other packages, then `sql`. With the signals of the stage `language`, a threshold is English's times the factor of the document's
     language (its table `languages`); without a factor the rule abstains, and abstained_RULE counts those documents. Documents that could
     not be measured go first, as `failed`. A document without a signal that a rule reads is an error; one whose signal is null is dropped,
-    except by rules on measures that do not exist for every document. From kept documents, lines go that repeat earlier ones, and if asked
-    for those that C4 takes out (`removed_lines`); a document without any line left is dropped.
+    except by rules on measures that do not exist for every document. Kept documents lose lines that repeat earlier ones and, if asked for,
+    lines that C4 removes (`removed_lines`); a document without any line left is dropped.
     """
     if not documents.rows():
         run.transform(_select, documents)  # signals of no documents have no columns that rules could ask for
@@ -247,8 +247,7 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
     """Return the text without the lines of these numbers, and the removed lines.
 
-    As in `line_dedup`, a line takes the blank lines after it along where what stays before it is nothing or ends in a blank
-    line.
+    As in `line_dedup`, the blank lines after a removed line go with it if the text before it is empty or ends in a blank line.
     """
     lines, kept, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):

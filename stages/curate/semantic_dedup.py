@@ -1,4 +1,4 @@
-"""`semantic_dedup`: documents that say the same, by the words they use or by an encoder's vectors (SemDeDup)."""
+"""`semantic_dedup`: near-duplicates in meaning, by TF-IDF vectors or an encoder's vectors (SemDeDup)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB_ROWS = 1 << 17  # documents of one job; sums of vectors must not depend on s
 
 
 class SemanticDedupConfig(SeededConfig):
-    """Vectors of documents, and the similarity from which one of two goes."""
+    """Vectors of documents, and the similarity from which one document of a pair is removed."""
 
     threshold: float = Field(0.95, gt=0, le=1, description="Cosine from which on a document is a duplicate of a kept one")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
@@ -118,7 +118,7 @@ def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: ND
 
 
 def _read(table: pa.Table, common: NDArray[np.float64] | None) -> NDArray[np.float32]:
-    """Return unit vectors [n, D] of documents, without what all have in common."""
+    """Return unit vectors [n, D] of documents, less their common mean."""
     column = table["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if common is None:
@@ -178,7 +178,7 @@ def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: 
 
 
 def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
-    """Return the documents of some whole clusters that go; and a number that is larger than the clusters'."""
+    """Return the documents to remove from whole clusters, and one more than the largest cluster number."""
     table = clusters.read()
     vectors = _read(table, None)
     cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))

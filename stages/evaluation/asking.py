@@ -1,4 +1,4 @@
-"""A task's questions as a model is asked them, and what its likelihoods and answers are worth."""
+"""Prompts of a task's questions, and the scores of a model's likelihoods and answers."""
 
 from __future__ import annotations
 

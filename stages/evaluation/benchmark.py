@@ -138,7 +138,7 @@ def benchmark(
 
 
 def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> str:
-    """Return how the questions of a task are asked, in words."""
+    """Return the format in which the questions of a task are asked, in words."""
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
 

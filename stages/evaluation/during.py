@@ -1,4 +1,4 @@
-"""Task files that a model is asked while it is trained."""
+"""Benchmark tasks that are run on a model during its training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Task files: the YAML of lm-evaluation-harness, over local data, without code of its own.
 
-What is read is `TaskFile`; another key is refused by its name. Keys that change no score are read over.
+What is read is `TaskFile`; another key is refused by its name. Keys that change no score are ignored.
 """
 
 from __future__ import annotations

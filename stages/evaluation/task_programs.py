@@ -1,4 +1,4 @@
-"""The programs in a task file: Jinja templates and regular expressions. They run in a process of its own, within bounds.
+"""The programs in a task file: Jinja templates and regular expressions. They run in a process of their own, within bounds.
 
 Templates read a row as lm-evaluation-harness renders them: an unknown name is an error, line ends stay, `regex_replace` is a filter.
 """

@@ -128,7 +128,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes that may follow from the ladder's best one at its largest budget: few points leave a surface's optimum open."""
+    """Return the sizes within the usual growth from the ladder's best one: a surface of few points leaves its optimum open."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 

@@ -41,7 +41,7 @@ Question = tuple[list[int], list[list[int]]]
 
 
 class LadderConfig(SeededConfig):
-    """The shapes, their tokens, and what is tuned before."""
+    """The shapes, their tokens, and the tuning that comes first."""
 
     model: ModelShape = Field(SHAPE, description="Sizes of the largest model that a law of the ladder is for, as pretrain has them")
     widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; all else shrinks along")

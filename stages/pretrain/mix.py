@@ -188,7 +188,7 @@ def _measured(part: Part, split: Artifact) -> pa.Table:
 
 
 class Amounts(NamedTuple):
-    """Of a category: bytes of its training documents, documents held out."""
+    """Amounts of a category: bytes of its training documents, documents held out."""
 
     bytes: int = 0
     heldout: int = 0

@@ -83,7 +83,7 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 
 
 class DatedGapConfig(StageConfig):
-    """Nothing to set."""
+    """An empty configuration."""
 
 
 @stage(kind="evaluation")

@@ -50,7 +50,7 @@ class SizedConfig(SeededConfig):
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases; an input size has its own")
 
     def in_vain(self, source: str) -> list[str]:
-        """Return the settings that the input `source` (model or size) decides, if they are not left out."""
+        """Return the names of settings that are given in vain, because the input `source` (model or size) decides them."""
         first = self.phases[0].replace(name=Phase().name) != Phase()
         settings = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
         return [name for name, is_set in settings.items() if is_set and (source == "size" or name == source)]

@@ -339,7 +339,7 @@ def attempt(link: Link, work: Callable[[], object]) -> str | None:
 
 
 def run_tests(read: int, write: int, verdict: int) -> None:
-    """Read the tests from standard input, run the program and each test, write what came of them."""
+    """Read the tests from standard input, run the program and each test, and write the outcomes."""
     with open(0, "rb") as stdin:
         job = json.load(stdin)
     os.open(os.devnull, os.O_RDONLY)  # the lowest number, which is free now: 0

@@ -166,7 +166,7 @@ class _Walk:
         self.tensors(tensors)
 
     def tensors(self, count: int) -> None:
-        """Check that the tensors' data lie in the file, and are not more than it has."""
+        """Check that each tensor's data lie in the file, and that all together are no larger than it."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         claims: list[tuple[str, int, int]] = []

@@ -34,10 +34,10 @@ class Model(Protocol):
         """Return the final hidden states [T, D]."""
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
-        """Return the scalar head, [N]."""
+        """Return the scalar head's output [N]."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return the language head, [N, V]."""
+        """Return the language head's logits [N, V]."""
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the log-probs of targets [N] and entropies [N], nats."""

@@ -167,7 +167,7 @@ class Kto(PreferenceObjective[KtoBatch]):
 
     @torch.no_grad()
     def measure(self, model: Model, batch: KtoBatch) -> dict[str, float]:
-        """Return the sum of the mismatched answers' log-ratios, which the step's estimate is the mean of."""
+        """Return the sum of the mismatched answers' log-ratios; the step's estimate is their mean."""
         logprobs = batch.mismatched.sum_by_answer(target_logprobs(model, batch.mismatched))
         return {"mismatched_ratio": float((logprobs - batch.mismatched_reference).sum())}
 

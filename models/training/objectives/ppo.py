@@ -28,7 +28,7 @@ def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6) -> Tensor:
-    """Return the advantages of answers by the others to their prompt: rewards [P, n] -> [P, n].
+    """Return each answer's advantage over the answers to its prompt: rewards [P, n] -> [P, n].
 
     ``grpo``: ``(r - mean) / (deviation + epsilon)`` with the sample's deviation (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
     (Dr. GRPO, Liu et al. 2025); ``rloo``: r less the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019;
@@ -66,24 +66,24 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_h
 def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Return [N] ``min(ratio, 1 + clip) * a * logprobs``, whose first factor passes no gradient (CISPO, MiniMax 2025).
 
-    All [N] float. Every token teaches, one whose ratio has left the range as well. As its authors run it, the ratio has no lower bound.
+    All [N] float. Every token has a gradient, even one whose ratio is out of range. The ratio has no lower bound, as its authors run it.
     """
     return log_ratio.exp().clamp(max=1.0 + clip).detach() * advantages * logprobs
 
 
 def answer_tokens(targets: Targets) -> Tensor:
-    """Return [N] float32, at each target the unmasked targets of its answer, at least 1."""
+    """Return [N] float32: for each target, the number of unmasked targets of its answer, at least 1."""
     counts = targets.sum_by_answer(torch.ones_like(targets.tokens, dtype=torch.float32)).clamp(min=1)
     return counts.repeat_interleave(targets.lengths)
 
 
 def sequence_log_ratio(log_ratio: Tensor, targets: Targets) -> Tensor:
-    """Return [N], at each target the mean log-ratio of its answer's unmasked targets (GSPO, Zheng et al. 2025)."""
+    """Return [N]: for each target, the mean log-ratio of its answer's unmasked targets (GSPO, Zheng et al. 2025)."""
     return targets.sum_by_answer(log_ratio).repeat_interleave(targets.lengths) / answer_tokens(targets)
 
 
 def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float) -> Tensor:
-    """Return half the squared error to the returns, the step away from the old values clipped.
+    """Return half the mean squared error to the returns: per target the larger one, with or without clipping around the old value.
 
     values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
     ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
@@ -97,8 +97,8 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 class PpoBatch(Batch):
     """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
 
-    `left_out`: answer tokens of the update that are in no batch since they teach nothing, and `answers_left_out`, their answers; the
-    mean is over them, too.
+    `left_out`: number of the update's answer tokens that are in no batch, as they have no gradient; `answers_left_out`: number of their
+    answers. Means count them, too.
     """
 
     logprobs: Tensor

@@ -24,7 +24,7 @@ class AdamW(Optimizer):
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
     def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
-        """Update the weights together that have been updated equally often."""
+        """Update the weights, those with equal step counts in one call."""
         from puna.kernels.adamw import adamw_
 
         by_step: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}

@@ -43,7 +43,7 @@ class Optimizer(ABC):
     description     a clause of the form's help
     state_bytes     memory of the state in bytes per parameter, at least
     learning_rate   peak of a schedule that names none
-    whole_matrices  True if an update needs a whole matrix of a layer: all other weights then have AdamW
+    whole_matrices True if an update needs a whole matrix of a layer: AdamW then updates all other weights
 
     Keyword-only parameters of `__init__` are the optimiser's own: `optimizer.parameters` of a recipe, checked by their annotations.
     """
@@ -99,7 +99,7 @@ class Optimizer(ABC):
 
 
 def _mapped(tensor: Tensor) -> Tensor:
-    """Return a copy in the processor's memory that is mapped to a file without a name; raise ValueError if the disk has no room for it.
+    """Return a CPU copy that is mapped to an unnamed temporary file; raise ValueError if the disk has no room for it.
 
     ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache.
     """

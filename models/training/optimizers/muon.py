@@ -21,7 +21,7 @@ Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of a gradient's
 
 
 def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
-    """Return about U V^T of each matrix's singular value decomposition [..., M, N]; singular values end in 0.7 .. 1.2.
+    """Return approximately U V^T of the singular value decomposition of each matrix [..., M, N]; singular values end in 0.7 .. 1.2.
 
     Newton-Schulz iteration, in bf16 on a GPU and in the input's dtype elsewhere.
     """

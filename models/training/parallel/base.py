@@ -35,7 +35,7 @@ class Piece:
 
     shape: the whole weight's. box: (start, stop) along each of its dimensions. cut: the axes along which ranks have different pieces.
     sums: the axes along which ranks compute different parts of its gradient.
-    copy: True if another rank's piece is the one that counts, although the axes say that they differ.
+    copy: True if this piece duplicates another rank's, although the axes say that they differ.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Piece:
 
     @staticmethod
     def of(weight: Tensor, **own: Any) -> Piece:
-        """Return the piece that is all of a weight."""
+        """Return a piece that covers the whole weight."""
         return Piece(tuple(weight.shape), tuple((0, size) for size in weight.shape), **own)
 
     def counts(self, at: Mapping[str, int]) -> bool:
@@ -59,11 +59,11 @@ class Piece:
 
 
 class Parallel:
-    """A model of which each rank has all, and computes some micro-batches: the layout `data`, and one process.
+    """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
     whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
-    trained parameters by name. pieces: each local tensor's part of the whole tensor. beside: other models of the same state, by the first
-    word of their tensors' names in it. device: where pieces of weights are computed with; None: where the whole ones are.
+    trained parameters by name. pieces: each local tensor's part of the whole tensor. beside: other models in the same state, by the prefix
+    of their tensors' names. device: where the pieces of weights are; None: where the whole model is.
     """
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
@@ -105,7 +105,7 @@ class Parallel:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
-        """Return the sums of losses and metrics of this rank's micro-batches, whose gradients are added up. `collect` follows each."""
+        """Run this rank's micro-batches forward and backward, `collect` after each; return the sums of their losses and metrics."""
         total: Tensor | None = None
         metrics: Values = {}
         for part, counted in parts:
@@ -192,7 +192,7 @@ class Parallel:
     # --- the state of a training ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return the piece that a state's tensor is of the whole: `…NAME` of a weight's size is cut like the weight NAME."""
+        """Return which piece of the whole a state's tensor is: a tensor `…NAME` of a weight's size is cut like the weight NAME."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
             return self.beside[owner].piece_of(rest, tensor)

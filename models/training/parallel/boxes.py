@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], record: dict[str, Any], mesh: Mesh) -> None:
     """Write the checkpoint of `step` under `folder`, each piece by the first rank that holds it. All ranks must call it.
 
-    As in `state.save_state`, the folder has its name once all of it is on the disk.
+    As in `state.save_state`, the folder gets its final name once it is complete on disk.
     """
     from safetensors.torch import save_file
 
@@ -59,7 +59,7 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
 
-    Each rank compares its share of the files with their checksums, and reads of the others what it needs. ValueError, on all ranks, if
+    Each rank checks the checksums of its share of the files, and reads from any file the boxes that it needs. ValueError, on all ranks, if
     a file is damaged, or a tensor is missing or has another shape.
     """
     import torch

@@ -133,7 +133,7 @@ def add_gradients(x: Tensor, group: Any) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
-    """Return all `rows` of the ranks' pieces. partial: each rank computes a part of the gradient, and not all of it."""
+    """Return all `rows` of the ranks' pieces. partial: each rank's gradient is a partial sum, not the whole."""
     return x if group is None else _GatherRows.apply(x, rows, group, partial)
 
 
@@ -143,11 +143,11 @@ def scatter_rows(x: Tensor, group: Any) -> Tensor:
 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    """Return the rows that the ranks have for this one, in their order: of x the first send[0] rows go to rank 0, and so on."""
+    """Exchange rows all-to-all: of x the first send[0] rows go to rank 0, and so on. Return the received rows by sending rank."""
     rows: Tensor = _ExchangeRows.apply(x, send, receive, group)
     return rows
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return x, whose gradient counts `factor` times."""
+    """Return x; its gradient is multiplied by `factor`."""
     return x if factor == 1 else _ScaleGradient.apply(x, factor)

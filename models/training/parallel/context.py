@@ -1,7 +1,7 @@
-"""The rows of a micro-batch dealt over ranks by their cost: each has its queries, keys and values are gathered.
+"""The rows of a micro-batch dealt over ranks by cost: each rank has its rows' queries; keys and values are gathered.
 
-A row's attention costs as many products as it sees keys: its depth in the forest, and one. Chunks of rows are dealt the dearest first,
-each to the rank with the least so far (longest processing time, Graham 1969), so documents of any length leave no rank waiting.
+A row's attention costs one product per visible key: its depth in the forest plus one. Chunks of rows are dealt in order of falling cost,
+each to the least loaded rank (longest processing time, Graham 1969), so documents of any length leave no rank waiting.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ContextTransformer(CutTransformer):
         return x_nD, dealt
 
     def _all_rows_of(self, x: Tensor, dealt: Deal, *, partial: bool) -> Tensor:
-        """Return all rows, in the forest's order, of this rank's."""
+        """Gather all ranks' rows of `x`, in the forest's order."""
         padded = nn.functional.pad(x, (0, 0) * (x.ndim - 1) + (0, dealt.size - len(x)))
         gathered = gather_rows(padded, dealt.size * len(dealt.chunks), self.context, partial=partial)
         return gathered.index_select(0, dealt.place)

@@ -1,7 +1,7 @@
 """A `Transformer` of which a rank has a piece: of each matrix (tensor), of the rows (context), of the experts (expert).
 
-Between matrices each rank has a piece of the rows (sequence parallel, Korthikanti et al. 2022): before attention and feed-forward block
-they are gathered, behind them the ranks' parts are added up and dealt again. Objectives see whole tensors, the same on each rank.
+Between matrices each rank has a piece of the rows (sequence parallel, Korthikanti et al. 2022): they are gathered before the attention and
+feed-forward blocks, and reduce-scattered after them. Objectives see whole tensors, the same on each rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INPUTS = ("o_proj", "down_proj")
 
 
 class RowParallel(Linear):
-    """A matrix cut by inputs: the ranks' parts are added up, each rank gets its piece of the rows. The bias is whole."""
+    """A matrix cut by inputs: the ranks' partial outputs are reduce-scattered by rows. The bias is whole."""
 
     group: Any = None
 
@@ -61,7 +61,7 @@ class VocabularyEmbedding(Embedding):
 class CutExperts(Experts):
     """The matrices of E / p experts, which compute the rows of all ranks along `expert`.
 
-    Two exchanges of all with all are around the products, as in GShard (Lepikhin et al. 2020), without its capacity: no row is dropped.
+    All-to-all exchanges precede and follow the products, as in GShard (Lepikhin et al. 2020), without its capacity: no row is dropped.
     """
 
     def __init__(self, whole: Experts, group: Any) -> None:
@@ -140,7 +140,7 @@ class CutTransformer(Transformer):
         return self._own(super().scalar(hidden_ND))
 
     def _own(self, values: Tensor) -> Tensor:
-        """Return values that are not view: FSDP2 warns that one changed in place would lose its hook."""
+        """Return values that are not a view: FSDP2 warns that a view changed in place would lose its hook."""
         return values.clone() if self.mesh.size("shard") > 1 else values
 
     def _attend(self, forest: Forest) -> Attend:

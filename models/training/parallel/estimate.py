@@ -33,7 +33,7 @@ class Work:
     """A training step: `rows` sequences of `length` tokens, `micro_tokens` of them at once on a reader.
 
     checkpointing: each layer is computed again in the backward pass. moments: bytes per parameter of the optimizer's state.
-    interleaved: stages that a pipeline's rank has. matrix_factor: speed of the products in 8 bits over bf16's.
+    interleaved: pipeline stages per rank. matrix_factor: speed of 8-bit products over bf16's.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Words for the time beside computing."""
+        """Shares of the step's time besides computing, in words."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
         return ", ".join(["computes each layer twice"] * self.work.checkpointing + parts) or "nothing but computing"
@@ -155,7 +155,7 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
 
 
 def layouts(devices: int) -> Iterator[Layout]:
-    """Yield all layouts of so many devices that a test proves."""
+    """Yield all layouts of `devices` devices that a test covers."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for axes in sorted(PROVED, key=sorted):
         names = sorted(axes)
@@ -168,7 +168,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
-    """Return the fastest estimates that fit, each of another set of axes; if none fits, the one that needs least memory."""
+    """Return the `most` fastest estimates that fit, one per set of axes; if none fits, the one that needs least memory."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):
@@ -187,6 +187,6 @@ def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet
 
 
 def utilisation(config: ModelConfig, one: Estimate, sheet: DataSheet, lengths: tuple[int, ...] | None = None) -> float:
-    """Return the model's operations per second of a device over its data sheet's (MFU, 0 to 1). lengths: documents of a row, tokens."""
+    """Return a device's model FLOPs per second over its data sheet's (MFU, 0 to 1). lengths: tokens of each document in a row."""
     flops = 3 * forward_flops(config, lengths or (one.work.length,)) / one.work.length
     return flops * one.tokens_per_second / sheet.flops

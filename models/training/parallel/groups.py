@@ -1,7 +1,7 @@
-"""The ranks of a reinforcement learning in two groups: the first ones train, the last ones sample answers.
+"""The ranks of a reinforcement-learning run in two groups: the first ones train, the last ones sample answers.
 
-The groups meet once a rollout. Weights are received in a buffer and copied, so that whatever was computed with the old ones is seen to be
-old, and answers travel as text.
+The groups meet once a rollout. Received weights are copied from a buffer in place, so that engines notice the change and drop what they
+cached. Answers travel as text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Groups:
         self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
 
     def beat(self) -> None:
-        """Show the other ranks that this one is at work."""
+        """Tell the other ranks that this one is alive."""
         if self.apart:
             meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
 
@@ -63,7 +63,7 @@ class Groups:
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
     def ask(self, model: nn.Module, order: dict[str, Any]) -> None:
-        """Send an order and the trained weights to the ranks that sample; by a rank that trains."""
+        """Send an order and the trained weights from the training ranks to the sampling ranks."""
         weights = _trained(model)
         if any(weight.is_cuda for weight in weights.values()):
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
@@ -75,7 +75,7 @@ class Groups:
         self._asked += 1
 
     def take(self, follow: Callable[[], object]) -> str:
-        """Return the answers that were asked for; `follow` is called after each wave of them, on all ranks at the same ones."""
+        """Return the answers to the last order, as text; `follow` is called after each wave of them, the same waves on all ranks."""
         while self._wait(f"answers-{self._taken}", self._sampling) != "all":
             self._taken += 1
             follow()
@@ -83,7 +83,7 @@ class Groups:
         return broadcast_text("", self._sampling[0], self._everyone)
 
     def end(self, text: str) -> None:
-        """Let the ranks that sample end, with a last text."""
+        """Tell the sampling ranks to end, with a last text."""
         if self.apart and dist.get_rank() == self._training[0]:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
@@ -113,7 +113,7 @@ class Groups:
         self._taken += 1
 
     def _wait(self, name: str, ranks: Sequence[int]) -> str:
-        """Return what other ranks write under a name. TimeoutError if one of them shows no sign of life for `TIMEOUT`."""
+        """Wait for the text that other ranks set under a name. Raise TimeoutError if one of them has no heartbeat for `TIMEOUT`."""
         store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
         for turn in itertools.count():
             if store.check([key]):

@@ -78,7 +78,7 @@ class Mesh:
     """A rank's place in a layout.
 
     members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place
-    among the members. One process has no groups, and every exchange returns at once. A rank that is no member makes the groups only.
+    among the members. One process has no groups, and every exchange returns at once. Non-members only help to create the groups.
     """
 
     def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
@@ -121,7 +121,7 @@ class Mesh:
         return self._groups.get(axis)
 
     def rank(self, axis: str, place: int) -> int:
-        """Return the rank, in the default group, that stands at that place of an axis, and where this one does on all others."""
+        """Return the default-group rank at this place of an axis, with this rank's places on all other axes."""
         return self._ranks[axis][place]
 
     @property
@@ -150,7 +150,7 @@ class Mesh:
         return values
 
     def agree(self, wish: bool) -> bool:
-        """Return whether `wish` is true on any rank."""
+        """True if `wish` is true on any rank."""
         return wish if self.everyone is None else bool(self.add_everywhere(torch.tensor(float(wish))))
 
     def wait(self) -> None:
@@ -190,7 +190,7 @@ class Mesh:
 
 
 def layout_of(layout: Layout) -> Layout:
-    """Return the layout of a training by all processes: as many copies as there are processes, if it asks for one process."""
+    """Return `layout`; if it asks for one process and several train together, one copy of the model per process."""
     if together and layout.processes == 1:
         return Layout(data=dist.get_world_size())
     return layout
@@ -228,11 +228,11 @@ def back_group() -> Any:
 
 
 def cut(size: int, parts: int) -> int:
-    """Return the length of each part but the last ones, which may be shorter or empty."""
+    """Return the length of a part; only the last parts may be shorter or empty."""
     return math.ceil(size / parts)
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Return where a part of `size` rows begins and ends."""
+    """Return the start and stop of part number `part` of `size` rows."""
     step = cut(size, parts)
     return min(part * step, size), min((part + 1) * step, size)

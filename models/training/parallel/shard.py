@@ -51,7 +51,7 @@ class Sharded(Cut):
         self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
-        """Return a tensor without numbers: the rank's rows are read once FSDP2 has cut it."""
+        """Return a meta tensor of the piece's shape: the rank's rows are read once FSDP2 has cut it."""
         return torch.empty([stop - start for start, stop in self.pieces[name].box], device="meta")
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
@@ -70,7 +70,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _rows(piece: Piece, mesh: Mesh) -> Piece:
-    """Return the rows that FSDP2 leaves this rank of a piece. It adds the gradients up, too."""
+    """Return the rows of a piece that FSDP2 gives this rank. FSDP2 also sums their gradients."""
     start, stop = piece.box[0]
     first, last = bounds(stop - start, mesh.size("shard"), mesh.at["shard"])
     box = ((start + first, start + last), *piece.box[1:])

@@ -1,6 +1,6 @@
 """The output layer whose vocabulary is cut over ranks: losses and log-probabilities without the logits of all tokens in one place.
 
-A chunk's maximum and its sums go over the ranks; logits stay (Shoeybi et al. 2019, section 3). Shapes: N rows, D width, V tokens of this
+Ranks exchange a chunk's maximum and sums, never logits (Shoeybi et al. 2019, section 3). Shapes: N rows, D width, V tokens of this
 rank, C rows of a chunk.
 """
 
@@ -21,7 +21,7 @@ from puna.models.training.parallel.collectives import add_gradients
 
 
 class Share(NamedTuple):
-    """A rank's tokens: from `start` on, `most` of them at most on any rank of the group."""
+    """A rank's part of the vocabulary: tokens from `start` on; `most` is the largest part in the group."""
 
     start: int
     most: int

@@ -108,7 +108,7 @@ def prepare(
 ) -> Examples:
     """Write the labelled documents below the scratch folder.
 
-    `label(rows, *args)` gives, for the classifiers by name, the class of each of some documents (`id`, `source`, `text`), or None.
+    `label(rows, *args)` returns, by classifier, the class of each document in `rows` (`id`, `source`, `text`), or None.
     Documents of the sources `exempt` have none.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
@@ -157,7 +157,7 @@ def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray
 
 
 def auc(counts: NDArray[np.int64]) -> float:
-    """Return area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
+    """Return the area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
 
     Ties are counted half (Mann-Whitney).
     """
@@ -309,12 +309,12 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
 
 
 def label_of(name: str) -> str:
-    """Return a class as a label of fastText, which ends at white space."""
+    """Return a class as a fastText label, with white space escaped, as it would end the label."""
     return ENDS_WORD.sub(lambda match: f"%{ord(match[0]):02X}", name)
 
 
 def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
-    """Return probability of every class for each line, float64[lines, classes], by a `Model` or by fastText itself."""
+    """Return the probability of every class for each line, float64[lines, classes], by a `Model` or by fastText itself."""
     if isinstance(model, Model):
         rows = model.probabilities(lines)[:, [model.labels.index(label_of(name)) for name in classes]].astype(np.float64)
     else:

@@ -1,4 +1,4 @@
-"""Networks that stages of curation read documents with: where they lie, how they compute, and documents as vectors."""
+"""The networks with which curation stages read documents: their files, how they compute, and document vectors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Compute without gradients and on one thread: a document's vector must not depend on the number of documents."""
+    """Turn off gradients and use one thread inside: a document's vector must not depend on the number of documents."""
     import torch
 
     threads = torch.get_num_threads()
@@ -60,7 +60,7 @@ def reading() -> Iterator[None]:
 def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
     """Return the mean of the last hidden states of the first `max_tokens` tokens of each text, float32[n, D].
 
-    One text at a time: a vector must not depend on its company.
+    One text at a time: a vector must not depend on the other texts.
     """
     with reading():
         encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)

@@ -61,11 +61,11 @@ class Trained:
         return list(self.about.classes)
 
     def scored(self, documents: pa.Table) -> list[int]:
-        """Return indices of the documents to score, chosen by their column `source`."""
+        """Return the indices of the documents to score: those not of exempt sources."""
         return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
 
     def probabilities(self, ids: list[str], texts: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
-        """Return probability of each class for each document, float64[n, classes]."""
+        """Return the probability of each class for each document, float64[n, classes]."""
         return self.of_lines(ids, self.lines(texts))
 
     def lines(self, texts: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -76,7 +76,7 @@ class Trained:
         return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
-        """Return `probabilities` of documents that `lines` gave: several classifiers may read the same."""
+        """Return the class probabilities of documents as `lines` gives them: several classifiers can share these."""
         result = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():

@@ -39,7 +39,7 @@ class SignatureConfig(StageConfig):
 
 
 class MinhashDedupConfig(SignatureConfig):
-    """Search of candidates, bound of a duplicate, and choice of the surviving document."""
+    """Settings of candidate search, duplicate threshold, and choice of the surviving document."""
 
     words: int = Field(5, ge=1, le=50, description="Words per shingle, without case, punctuation, accents; a shorter text is one shingle")
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")

@@ -1,4 +1,4 @@
-"""Deciding which near-duplicates go: components of candidates, in workers or in memory."""
+"""Decisions on which near-duplicates are removed, by components of candidates, in workers or in memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLOCK_DOCUMENTS = 512
 
 
 class Found(NamedTuple):
-    """Removed documents: rows of them and of their survivors, similarity, longest passage of their own in words; and how many
-    documents nothing but such a passage saved."""
+    """Removed documents: rows of them and of their survivors, similarity, longest passage of their own in words; and the number of
+    documents kept only for such a passage."""
 
     removed: I64
     kept: I64
@@ -35,14 +35,14 @@ class Found(NamedTuple):
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
     def of_rows(self, rows: I64) -> Found:
-        """Return the same, where the rows so far are places among `rows`; in the order of these."""
+        """Return the same decisions with each place replaced by its entry of `rows`, ordered by removed row."""
         order = np.argsort(rows[self.removed])
         removed, kept = rows[self.removed[order]], rows[self.kept[order]]
         return Found(removed, kept, self.similarity[order], self.new_words[order], self.saved)
 
 
 def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return lexsort's keys, the last one first, for which near-duplicate survives; `rank` by id decides between equals."""
+    """Return the lexsort keys (the last one is the primary key) of which near-duplicate survives; `rank`, by id, breaks ties."""
     if config.survivor == "latest":
         return rank, -facts["words"], -facts["fetched"], ~facts["preferred"]
     score = (-facts["score"],) if config.survivor == "best_score" else ()
@@ -175,7 +175,7 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
     """Return the near-duplicates among some texts in memory, as `minhash_dedup` finds them; the longest survive, then the first.
 
-    Rows are positions in `texts`. Takes about twice the texts' size; the stage takes any size.
+    Rows are positions in `texts`. This needs about twice the texts' size in memory; the stage has no such limit.
     """
     config = config or MinhashDedupConfig()
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])

@@ -89,7 +89,7 @@ class Index(NamedTuple):
         return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
     def sharing(self, keys: U64) -> I64:
-        """Return rows of the documents that share a band with one of the given documents [M, B]."""
+        """Return the rows of the documents that share a band with one of the given keys [M, B]."""
         results = [np.zeros(0, np.int64)]
         for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
             low, high = np.searchsorted(own, wanted, side="left"), np.searchsorted(own, wanted, side="right")
@@ -139,8 +139,8 @@ def signature_table(documents: Artifact) -> pa.Table:
 
 
 class Resemblance(NamedTuple):
-    """A document beside a text, by their sets of shingles: `similarity` shared by those of either (Jaccard), `of_text` by those of
-    the text, `of_document` by those of the document."""
+    """The overlap of a document's and a text's shingles: shared ones over their union (`similarity`, Jaccard), over the text's (`of_text`),
+    over the document's (`of_document`)."""
 
     id: str
     similarity: float
@@ -152,7 +152,7 @@ def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resem
     """Return the documents of which `similarity` or one of the shares is at least `least`, the most similar first.
 
     With an index (`minhash_dedup.keep_index`), only documents that share a band are compared, so less similar ones may be missed.
-    PunaError: the text has no words.
+    Raise PunaError if the text has no words.
     """
     at_hand = indexed(documents)
     config = configuration(documents) if at_hand else MinhashDedupConfig()

@@ -173,7 +173,7 @@ def shared(sets: Any, m: Any, k: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
-    """Return length of the longest run of values of `sequence_S` that are not in the set of member k."""
+    """Return the length of the longest run of values of `sequence_S` that are not in the set of member k."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
     longest, run = 0, 0
@@ -214,7 +214,7 @@ class Verdicts(NamedTuple):
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
     """Return bool[M]: True if a member's signature agrees in a share of at least `estimate` with another member of one of its groups. A
-    group holds members with equal keys in a band; groups are numbered from 0 over all bands. Only these need their shingles."""
+    group holds members with equal keys in a band; groups are numbered from 0 over all bands. Only members with True need their shingles."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
@@ -235,7 +235,7 @@ def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _lists(groups_MB: Any) -> Any:
-    """Return members of a group as a linked list: the newest one of each group, the one before each member, and who saw a member."""
+    """Return empty linked lists of groups: the newest member of each group, the member before each, and who last saw each."""
     members, bands = groups_MB.shape
     newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
     return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
@@ -253,8 +253,8 @@ def _agreeing(signatures_MP: Any, m: Any, k: Any) -> Any:
 def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any, criteria: Any) -> Any:
     """Return `Verdicts`, decided member after member, in order of preference.
 
-    A member goes when one kept before it, which shares one of its groups (see `near`), is verified to hold the same text. Of several
-    the most similar one is the survivor, of equally similar ones the first.
+    A member is removed when a member of one of its groups (see `near`) that was kept before it is verified to hold the same text. Of
+    several the most similar one is the survivor, of equally similar ones the first.
     """
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)

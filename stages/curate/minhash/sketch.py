@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Shingles(NamedTuple):
-    """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, `words` int64[D], and the normal
-    texts they are of."""
+    """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, number of `words` int64[D], and the
+    `normal` texts that they are from."""
 
     hashes: U64
     offsets: I64

@@ -32,7 +32,7 @@ REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*",
 
 @dataclass(frozen=True)
 class SqlRule:
-    """It drops a document if `expression` is true; `columns`: the signals it reads, or `source`."""
+    """A rule that drops a document if `expression` is true; `columns`: the signals it reads, or `source`."""
 
     name: str
     expression: str
@@ -70,7 +70,7 @@ def parsed(name: str, expression: str) -> SqlRule:
 
 
 def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]) -> None:
-    """Raise PunaError if a rule reads what no input carries, or is not a condition on it. `kinds`: signal → type, None if unknown."""
+    """Raise PunaError if a rule reads a signal that no input carries, or is no condition. `kinds`: signal → type, None if unknown."""
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
@@ -121,7 +121,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str) -> None:
-    """Raise PunaError if a function does not exist, is of several rows, or does not give the same value each time."""
+    """Raise PunaError if a function does not exist, reads several rows, or does not give the same value each time."""
     results = connection.execute("select function_type, stability from duckdb_functions() where function_name = ?", [name]).fetchall()
     if not results:
         raise PunaError(f"{where}: there is no function {name}")

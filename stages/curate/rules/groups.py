@@ -25,7 +25,7 @@ Missing = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Drop:
-    """Marks a configuration field as a rule: a document goes when `signal` `when` threshold.
+    """A mark that makes a configuration field a rule: it drops a document when `signal` `when` threshold.
 
     `missing`: the decision on a document whose signal is null (not measured).
     """
@@ -43,12 +43,12 @@ def threshold(signal: str, when: Comparison, default: Any, description: str, mis
 
 
 def below(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the threshold of a rule that drops documents with less."""
+    """Return the threshold of a rule that drops documents with a lower `signal`."""
     return threshold(signal, "<", default, description, missing)
 
 
 def above(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the threshold of a rule that drops documents with more."""
+    """Return the threshold of a rule that drops documents with a higher `signal`."""
     return threshold(signal, ">", default, description, missing)
 
 
@@ -210,7 +210,7 @@ class NgramCoverageRules(RuleGroup):
 
 class NoticeRules(WebRules):
     """Boilerplate pages: terms of use, privacy and cookie policies, and notices instead of a page (JavaScript required, page not found).
-    Told by phrases: of terms and policies in English, German, French, Spanish, Italian, Dutch, Portuguese, of the others in English.
+    Found by phrases: terms and policies in English, German, French, Spanish, Italian, Dutch, Portuguese; the others in English.
     Thresholds are Puna's own.
     """
 
@@ -256,7 +256,7 @@ class CodeReasoningRules(WebRules):
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
-        """Bounds that make a document such a page."""
+        """Bounds of signals that make a document a page with code or reasoning."""
         bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 
@@ -269,7 +269,7 @@ class QualityRules(WebRules):
 
 
 class DomainRules(RuleGroup):
-    """The knowledge classifier's category."""
+    """Rules on the type that the knowledge classifier gives."""
 
     excluded: tuple[str, ...] | None = threshold("domain", "in", None, "Knowledge types to drop")
     min_score: Share = below("domain_score", None, "Minimum probability of the knowledge type")

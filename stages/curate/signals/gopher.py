@@ -97,8 +97,8 @@ def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
 def duplicate_pieces(
     codes: U32, flags: U16, hashes: U64, power: U64, first: int, last: int, newlines: int, keys: U64
 ) -> tuple[int, int, int, int]:
-    """Return pieces of first..last between runs of at least `newlines` newlines: how many, how many were seen before, their characters,
-    and those of pieces that are more than white space.
+    """Return four counts of the pieces of first..last between runs of at least `newlines` newlines: pieces, pieces seen before, characters
+    of those, and characters of pieces that are not blank.
 
     `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty table.
     """

@@ -125,7 +125,7 @@ def _space(characters: int) -> Space:
 
 
 class Measurements(NamedTuple):
-    """Of D documents. `values` RECORD[D], NaN if not measured.
+    """Measurements of D documents. `values` RECORD[D], NaN if not measured.
 
     Document d's words for the divergence: `bins` and `counts` uint32 in bin_offsets[d : d + 2]. Its lines that are
     covered enough: `line` (number), `line_words`, `line_covered` int32 in line_offsets[d : d + 2].

@@ -23,7 +23,7 @@ IN_A_ROW = 16  # documents, one after another, for which a definition takes too 
 
 
 class Budget(NamedTuple):
-    """Budget of a definition for one document: seconds of the clock, and MiB beyond the memory of its process at its start."""
+    """Budget of a definition for one document: wall-clock seconds, and MiB beyond the memory of its process at its start."""
 
     seconds: float
     memory_mb: int

@@ -22,7 +22,7 @@ def ngram_coverage(text: str) -> float:
 
 
 def coverage(text: str, n: int) -> float:
-    """Return share of the words inside n-grams seen earlier; one with letters in fewer than half of its words does not count."""
+    """Return the share of words inside n-grams seen earlier; an n-gram counts if at least half of its words have letters."""
     words = plain_words(text)
     seen: set[tuple[str, ...]] = set()
     covered: set[int] = set()

@@ -86,7 +86,7 @@ def top_gram(text: str, n: int) -> float:
 
 
 def duplicate_gram(text: str, n: int) -> float:
-    """Return characters of n-grams seen earlier; after one the search goes on behind it."""
+    """Return the characters of n-grams seen earlier; the search continues after each of them."""
     results = words_of(text)
     seen: set[str] = set()
     at = characters = 0

@@ -150,7 +150,7 @@ def code_lines(text: str) -> int:
 
 
 def is_code(line: str) -> bool:
-    """True if a line reads as code: no item of a list, and no table, of which a third is digits, or none letters."""
+    """True if a line reads as code. Items of a list do not, nor lines of a table: over a third digits, or without letters."""
     visible = [c for c in line if c not in " \t\r\v\f"]
     marks, digits = sum(c in MARKS for c in visible), sum(c in "0123456789" for c in visible)
     letters = any(c.isascii() and c.isalpha() for c in visible)
