@@ -169,7 +169,8 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
             values.pop(label, None)
     complaints: list[str] = []
-    general, given = General(), {field: values[field] for field in General.model_fields if values.get(field) is not None}
+    additions = values.pop("add", None) or {}
+    general, given = General(), {field: values[field] for field in ("seed", "project") if field in values} | {"add": additions}
     try:
         general = parse(General, given, "")
     except PunaError as error:
@@ -183,7 +184,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
             complaints.append(f"add.{label}: {kind}: no such stage{did_you_mean(kind, REGISTRY)}; --module FILE brings your own")
         else:
             steps[label] = Step(label, label, stage)
-    names = [*General.model_fields, *settings, *steps, *(given.get("add") or ())]
+    names = ["name", "seed", "project", "add", *settings, *steps, *(additions if isinstance(additions, dict) else ())]
     complaints += [f"{field}: no such field{did_you_mean(str(field), names)}" for field in values if field not in names]
     if "project" in values:
         complaints += complaints_of(lambda: checked_project(values["project"]))

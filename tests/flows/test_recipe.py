@@ -405,6 +405,9 @@ def test_a_change_reaches_a_nested_field_and_a_member_of_a_list() -> None:
         ("rounds=99", "rounds: takes a whole number from 0 to 20"),
         ("seed=-1", "seed: .*greater than or equal to 0"),
         ("line_dedup", "write FIELD=VALUE"),
+        ("seed=true", "seed: .*valid integer"),
+        ("base=clean", "base: no such field"),
+        ("add=5", "add: .*dictionary"),
         ("seed.deep=1", "seed is not a group"),
     ],
 )
