@@ -2,16 +2,14 @@
 
     q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-Products of INT8 are summed in int32, of FP8 in fp32. Rounding passes gradients as if it were not there: dx is again an 8-bit product, of
-the weights that the forward used; their scales move into dy before it is quantised. dw = dy^T x stays in x's precision, which training
-needs to be stable (SwitchBack, Wortsman et al. 2023).
+Products of INT8 are summed in int32, of FP8 in fp32.
 
 Shapes: T rows, D inputs, N outputs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +18,7 @@ from torch.nn import functional
 from puna.kernels.configurations import capability, configuration
 from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
-from puna.kernels.linear import product
-from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
+from puna.kernels.operators import fused_on_cpu, operator, wide
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -29,7 +26,7 @@ if has_numba():
     from puna.kernels.cpu.int8_products import AVAILABLE, products8, quantize_row, row_bytes
     from puna.kernels.cpu.vectors import LANES
 
-NUMERICS = {"quantize_rows": 1, "low_precision_linear": 1, "quantized_linear": 1}
+NUMERICS = {"quantize_rows": 1, "quantized_linear": 1}
 
 Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -48,9 +45,9 @@ def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return q_TD.nan_to_num(0.0).to(TYPES[kind]), torch.where(peak_T.isfinite(), peak_T / top, torch.nan)
 
 
-def low_precision_linear_reference(x_TD: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
-    """Return x w^T in x's dtype, of both factors quantised by their rows."""
-    (q_TD, scale_T), (q_ND, scale_N) = quantize_rows_reference(x_TD, kind), quantize_rows_reference(w_ND, kind)
+def quantized_linear_reference(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
+    """Return x w^T in x's dtype of x quantised by its rows."""
+    q_TD, scale_T = quantize_rows_reference(x_TD, "fp8" if q_ND.dtype == torch.float8_e4m3fn else "int8")
     return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None]).T
 
 
@@ -63,15 +60,14 @@ def _quantize_loop(part: int, start: int, stop: int, D: int, x: Address, rows: A
         quantize_row(D, x + 4 * t * D, rows + t * size)
 
 
-def _quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
-    if not fp8 and columns is None and fused_on_cpu(x_TD):
+def _quantize(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
+    if not fp8 and fused_on_cpu(x_TD):
         (T, D), size = x_TD.shape, row_bytes(x_TD.shape[1])
         rows = torch.empty(T, size, dtype=torch.uint8)
         run_rows(_quantize_loop, T, D, D, x_TD.data_ptr(), rows.data_ptr(), size)
         # The bytes are q + 128, whose highest bit is turned; the row's scale stands behind them.
         return (rows[:, :D] ^ 128).view(torch.int8), rows.view(torch.float32)[:, -1].clone()
-    x_TD = x_TD.to(wide(x_TD.dtype))
-    return quantize_rows_reference(x_TD if columns is None else x_TD * columns, "fp8" if fp8 else "int8")
+    return quantize_rows_reference(x_TD.to(wide(x_TD.dtype)), "fp8" if fp8 else "int8")
 
 
 @strict_jit
@@ -107,8 +103,7 @@ def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.
 
 @triton_jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    x, columns, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr,
-    COLUMNS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    x, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Quantise one row: find its largest magnitude, then convert its numbers, which are still in the cache."""
     t = tl.program_id(0).to(tl.int64)
@@ -117,8 +112,6 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, width, BLOCK):
         d = first + tl.arange(0, BLOCK)
         row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
-        if COLUMNS:
-            row *= tl.load(columns + d, d < width, 0.0)
         peaks = tl.maximum(peaks, tl.abs(row))
         zeros += row * 0.0
     peak = tl.maximum(tl.max(peaks, 0), LEAST) + tl.sum(zeros, 0)
@@ -127,8 +120,6 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, width, BLOCK):
         d = first + tl.arange(0, BLOCK)
         row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
-        if COLUMNS:
-            row *= tl.load(columns + d, d < width, 0.0)
         row = tl.minimum(tl.maximum(row * inverse, -TOP), TOP)
         if ROUND:
             row = (row + 12582912.0) - 12582912.0  # 1.5 * 2^23: what the sum drops are the digits behind the point
@@ -162,15 +153,15 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, y.to(out.dtype.element_ty), (t[:, None] < T) & (n[None, :] < N))
 
 
-def _quantize_triton(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
+def _quantize_triton(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     kind = torch.float8_e4m3fn if fp8 else torch.int8
     q_TD, scale_T = torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(len(x_TD), dtype=torch.float32)
     block = min(BLOCK, max(16, 1 << (x_TD.shape[1] - 1).bit_length()))
     if len(x_TD):
         _quantize_kernel[(len(x_TD),)](
-            x_TD, scale_T if columns is None else columns, q_TD, scale_T, x_TD.shape[1], x_TD.stride(0), TOP=TOP[kind], LEAST=LEAST,
-            COLUMNS=columns is not None, ROUND=not fp8, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+            x_TD, q_TD, scale_T, x_TD.shape[1], x_TD.stride(0), TOP=TOP[kind], LEAST=LEAST, ROUND=not fp8, BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
     return q_TD, scale_T
 
@@ -197,13 +188,13 @@ def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype:
 # --- façade ----------------------------------------------------------------------------------------------
 
 
-def _fake_quantize(x_TD: Tensor, columns: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
+def _fake_quantize(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
     kind = torch.float8_e4m3fn if fp8 else torch.int8
     return torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(x_TD.shape[0], dtype=wide(x_TD.dtype))
 
 
 _quantize_rows = operator(
-    "quantize_rows(Tensor x, Tensor? columns, bool fp8) -> (Tensor, Tensor)", _quantize, _quantize_triton, _fake_quantize
+    "quantize_rows(Tensor x, bool fp8) -> (Tensor, Tensor)", _quantize, _quantize_triton, _fake_quantize
 )
 _scaled_product = operator(
     "scaled_product(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype) -> Tensor",
@@ -212,48 +203,8 @@ _scaled_product = operator(
 
 
 def _forward(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    q_TD, scale_T = _quantize_rows(x_TD, None, q_ND.dtype == torch.float8_e4m3fn)
+    q_TD, scale_T = _quantize_rows(x_TD, q_ND.dtype == torch.float8_e4m3fn)
     return _scaled_product(q_TD, scale_T, q_ND, scale_N, x_TD.dtype)  # type: ignore[no-any-return]
-
-
-def _input_gradient(dy_TN: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    q_TN, scale_T = _quantize_rows(dy_TN, scale_N, q_ND.dtype == torch.float8_e4m3fn)
-    # 8-bit units want both factors' summed axis contiguous; turning bytes around is cheap beside quantising again.
-    return _scaled_product(q_TN, scale_T, q_ND.T.contiguous(), scale_N.new_ones(q_ND.shape[1]), dy_TN.dtype)  # type: ignore[no-any-return]
-
-
-def _low_precision(x_TD: Tensor, w_ND: Tensor, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q_ND, scale_N = _quantize_rows(w_ND, None, fp8)
-    return _forward(x_TD, q_ND, scale_N), q_ND, scale_N
-
-
-_input_gradient_ = operator(
-    "low_precision_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
-    _input_gradient, _input_gradient, lambda dy, q, scale: dy.new_empty(dy.shape[0], q.shape[1]),
-)  # fmt: skip
-_low_precision_linear = operator(
-    "low_precision_linear(Tensor x, Tensor w, bool fp8) -> (Tensor, Tensor, Tensor)",
-    _low_precision, _low_precision, lambda x, w, fp8: (x.new_empty(x.shape[0], w.shape[0]), *_fake_quantize(w, None, fp8)),
-)  # fmt: skip
-
-
-def _setup_low(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[0], *output[1:])
-    ctx.dtype = inputs[1].dtype
-
-
-def _backward_low(ctx: Any, dy_TN: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if dy_TN is None:
-        return None, None, None
-    x_TD, q_ND, scale_N = ctx.saved_tensors
-    dx = _input_gradient_(dy_TN, q_ND, scale_N) if ctx.needs_input_grad[0] else None
-    dw = product(dy_TN.T, x_TD.T).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-    return dx, dw, None
-
-
-differentiable(_low_precision_linear, _backward_low, _setup_low)
 
 
 def require_products(kind: Kind, device: torch.device) -> None:
@@ -271,14 +222,7 @@ def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
     A row with a number that is not finite has the scale NaN.
     """
-    return _quantize_rows(x_TD, None, kind == "fp8")  # type: ignore[no-any-return]
-
-
-def low_precision_linear(x: Tensor, w_ND: Tensor, kind: Kind) -> Tensor:
-    """Return x w^T with both factors quantised by row, for training: [..., D] and [N, D] to [..., N] in x's dtype."""
-    if kind not in TYPES:
-        raise ValueError(f"kind is 'int8' or 'fp8', not {kind!r}")
-    return _low_precision_linear(x.reshape(-1, x.shape[-1]), w_ND, kind == "fp8")[0].view(*x.shape[:-1], len(w_ND))  # type: ignore[no-any-return]
+    return _quantize_rows(x_TD, kind == "fp8")  # type: ignore[no-any-return]
 
 
 def quantized_linear(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_token_logprobs import linear_token_logprobs
 from puna.kernels.moe import combine, dispatch, sort_by_expert, top_k_routing
 from puna.kernels.operators import wide
-from puna.kernels.quantized_linear import Kind, low_precision_linear
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
 from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu
@@ -53,9 +52,7 @@ class OverLatents(ABC):
 
 class Linear(nn.Linear):
     """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint, never from torch's global random
-    numbers. With `eight_bits`, passes with gradients multiply in 8 bits; all others in full precision."""
-
-    eight_bits: Kind | None = None
+    numbers."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -64,10 +61,7 @@ class Linear(nn.Linear):
         """Do nothing: see `Transformer.initialise`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.eight_bits is not None and torch.is_grad_enabled():
-            y = low_precision_linear(x, self.weight, self.eight_bits)
-        else:
-            y = linear(x, self.weight)
+        y = linear(x, self.weight)
         return y if self.bias is None else y + self.bias
 
     if TYPE_CHECKING:

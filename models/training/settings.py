@@ -144,9 +144,6 @@ class ComputeSettings(Settings):
         "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
         "auto: bf16 on a GPU, fp32 on a CPU; fastest: bf16 on a CPU, too, where a measurement at start says that it pays",
     )  # fmt: skip
-    linear_precision: Literal["same", "int8", "fp8"] = Field(
-        "same", description="Products of the layers' matrices: as the rest, or in 8 bits with a scale per row (fp8: GPU from 8.9 on)"
-    )
     activation_checkpointing: bool = Field(
         False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
     )

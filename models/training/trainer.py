@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from puna.kernels.adamw import clipping_factor
 from puna.kernels.operators import deterministic
-from puna.kernels.quantized_linear import Kind, require_products
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
@@ -25,7 +24,7 @@ from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
-from puna.models.transformer import Decoder, Experts, Linear
+from puna.models.transformer import Decoder
 
 Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
@@ -71,8 +70,7 @@ class Trainer:
     """A model, its objective and its optimisers, one optimisation step at a time.
 
     `weights` are the trained tensors by name, fp32: the model's own parameters, or, in bf16, the
-    originals that the optimiser works on while the model holds rounded copies. Leaving its context restores a bf16 model's fp32 weights,
-    and the usual products of 8-bit layers.
+    originals that the optimiser works on while the model holds rounded copies. Leaving its context restores a bf16 model's fp32 weights.
     """
 
     def __init__(
@@ -100,18 +98,12 @@ class Trainer:
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
             decoder.checkpointing = config.compute.activation_checkpointing
-        kind = config.compute.linear_precision
-        self._linears = [] if kind == "same" else eight_bit_linears(model, kind)
-        for matrix in self._linears:
-            matrix.eight_bits = None if kind == "same" else kind
 
     def _check_layout(self) -> None:
         """Raise ValueError for settings that no test proves under the layout."""
-        layout, compute, name = self.parallel.mesh.layout, self.config.compute, self.config.optimizer.name
+        layout, name = self.parallel.mesh.layout, self.config.optimizer.name
         if self.precision == "bf16" and layout.axes - {"data"}:
             raise ValueError(f"the layout {layout} is proved only in fp32: set compute.precision to fp32")
-        if compute.linear_precision != "same" and layout.axes:
-            raise ValueError(f"the layout {layout} is proved only without 8-bit products: set compute.linear_precision to same")
         capped = getattr(getattr(self.model, "config", None), "final_logit_softcapping", None) is not None
         for setting, there in (("z_loss", bool(getattr(self.objective, "z_loss", 0.0))), ("final_logit_softcapping", capped)):
             if there and layout.axes - {"data"}:
@@ -125,8 +117,6 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         for decoder in self._decoders:
             decoder.checkpointing = False
-        for matrix in self._linears:
-            matrix.eight_bits = None
         for weight in (*self.parameters.values(), *self.weights.values()):
             weight.grad = None
         for parameter, data in self._originals:
@@ -319,21 +309,6 @@ def inner_matrices(model: nn.Module) -> set[str]:
     """Return the names of the matrices inside the layers: not embeddings, heads or routers."""
     outer, skipped = ("lm_head.weight", "score.weight", "mlp.gate.weight"), embeddings(model)
     return {name for name, p in model.named_parameters() if p.ndim >= 2 and name not in skipped and not name.endswith(outer)}
-
-
-def eight_bit_linears(model: nn.Module, kind: Kind) -> list[Linear]:
-    """Return the matrices inside the layers, which `linear_precision` puts into 8 bits.
-
-    Raise ValueError if 8 bits cannot be used: on a device without 8-bit products, with grouped experts, or without our linear layers.
-    """
-    names = inner_matrices(model)
-    layers = [m for name, m in model.named_modules() if isinstance(m, Linear) and f"{name}.weight" in names]
-    if any(isinstance(m, Experts) for m in model.modules()):
-        raise ValueError(f"linear_precision = {kind!r}: a mixture of experts is not trained in 8 bits; set it to 'same'")
-    if not layers:
-        raise ValueError(f"linear_precision = {kind!r}: the model has no decoder layer of puna.models.transformer")
-    require_products(kind, layers[0].weight.device)
-    return layers
 
 
 def embeddings(model: nn.Module) -> set[str]:

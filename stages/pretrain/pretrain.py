@@ -189,14 +189,8 @@ def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] |
 def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:
     import torch
 
-    from puna.kernels.quantized_linear import require_products
     from puna.models.transformer import Transformer
 
-    if config.compute.linear_precision != "same":
-        try:
-            require_products(config.compute.linear_precision, device())
-        except ValueError as error:
-            raise PunaError(f"compute.linear_precision: {error}") from error
     shape = config.model.complete(vocab_size, positions)
     return on_threads(Transformer(shape, generator=torch.Generator().manual_seed(seed))).to(device())
 

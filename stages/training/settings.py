@@ -20,7 +20,7 @@ TRL_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "
 TRL_ONLY: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",), "optimizer.embedding_scale": (1.0,), "optimizer.spike_window": (0,),
     "schedule.shape": ("cosine", "linear", "constant"), "schedule.final_ratio": (0.0,), "schedule.anneal_steps": (0.0,),
-    "schedule.average": (0,), "schedule.ema": (0.0,), "compute.linear_precision": ("same",), "compute.deterministic": (False,),
+    "schedule.average": (0,), "schedule.ema": (0.0,), "compute.deterministic": (False,),
 }  # fmt: skip
 """Settings that TRL's trainers have with these values only: with others they do something else than Puna, or nothing at all."""
 

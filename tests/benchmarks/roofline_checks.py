@@ -30,7 +30,7 @@ from puna.kernels.moe import (
 )
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
-from puna.kernels.quantized_linear import low_precision_linear, quantize_rows_reference
+from puna.kernels.quantized_linear import quantize_rows, quantize_rows_reference, quantized_linear
 from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from puna.kernels.rope import rope, rope_reference, rope_table
 from puna.kernels.swiglu import swiglu, swiglu_reference
@@ -148,7 +148,7 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
         expected = (a.double() * s.double()[:, None]) @ (b.double() * r.double()[:, None]).T
         # The interpreter's casts to FP8 do not round, which is a sixteenth of a number.
         loose = 0.1 if quantized == "fp8" and not x.is_cuda else 8 * torch.finfo(kind).eps
-        yield equal(f"{quantized} linear", low_precision_linear(x, w, quantized), expected, loose)
+        yield equal(f"{quantized} linear", quantized_linear(x, *quantize_rows(w, quantized)), expected, loose)
     lengths = torch.tensor([3, 1, 0, 2000 // n, 77], device=dev)
     tokens, scores = [fixed(int(lengths.sum())) for _ in range(3)], fixed(5)
     exact = advantages_reference(*tokens, scores, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), 0.1, 0.99, 0.95)

@@ -25,7 +25,7 @@ from puna.kernels import configurations
 from puna.kernels.attention import ForestMask, attention
 from puna.kernels.configurations import Configuration, Place
 from puna.kernels.grouped_linear import grouped_linear
-from puna.kernels.quantized_linear import low_precision_linear
+from puna.kernels.quantized_linear import quantize_rows, quantized_linear
 
 Run = Callable[[], tuple[Tensor, ...]]
 GAIN = 0.02  # a configuration that is faster by less is noise, and leaves the table alone
@@ -90,7 +90,8 @@ def _scaled(place: Place, device: torch.device, tokens: int) -> Run:
     width, inner = (4096, 14336) if tokens > 1024 else (64, 48)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x, w = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, inner))
-    return lambda: (low_precision_linear(x, w, "int8"),)
+    quantised = quantize_rows(w, "int8")
+    return lambda: (quantized_linear(x, *quantised),)
 
 
 def work(place: Place, device: torch.device, tokens: int = 8192) -> Run:

@@ -147,7 +147,6 @@ def cases() -> dict[str, Callable[[], Any]]:
         "paged_attention.PagedPlan": paged,
         "paged_attention.new_pages": generated,
         "quantized_linear.quantize_rows": lambda: [quantized_linear.quantize_rows(x, kind) for kind in ("int8", "fp8")],
-        "quantized_linear.low_precision_linear": lambda: quantized_linear.low_precision_linear(x, w, "int8"),
         "quantized_linear.quantized_linear": lambda: quantized_linear.quantized_linear(x, *quantized),
         "rms_norm.rms_norm": lambda: trained(lambda x, w: rms_norm(x, w, 1e-5), x, numbers(2, D)),
         "rms_norm.add_rms_norm": lambda: trained(lambda x, r, w: add_rms_norm(x, r, w, 1e-5), x, numbers(3, T, D), numbers(2, D)),

@@ -110,8 +110,8 @@ CASES = {
     "kv_append": Case(kv_append._append_kernel, "ppppl" + "nnnnn", {"BLOCK": kv_append.BLOCK}),
     "quantize_rows": Case(
         quantized_linear._quantize_kernel,
-        "pfbfnn",
-        {"TOP": 127.0, "LEAST": quantized_linear.LEAST, "COLUMNS": True, "ROUND": True, "BLOCK": quantized_linear.BLOCK},
+        "pbfnn",
+        {"TOP": 127.0, "LEAST": quantized_linear.LEAST, "ROUND": True, "BLOCK": quantized_linear.BLOCK},
         8,
     ),
     "routing": Case(moe._route_kernel, "pffln", {"K": 8, "BLOCK": 128, "NORMALIZE": True}, 1),

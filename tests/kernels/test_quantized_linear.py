@@ -6,10 +6,9 @@ import torch
 from puna.kernels import quantized_linear as module
 from puna.kernels.quantized_linear import (
     TYPES,
-    low_precision_linear,
-    low_precision_linear_reference,
     quantize_rows,
-    quantize_rows_reference,
+    quantized_linear,
+    quantized_linear_reference,
 )
 
 KINDS = ["int8", "fp8"]
@@ -43,39 +42,34 @@ def test_rounding_errs_by_half_a_step(kind, dtype):
 def test_products_equal_their_definition(kind, shape):
     """The quantised numbers are the same, so that only the sums' rounding is left."""
     T, D, N = shape
-    x, w, dy = draw(T, D).requires_grad_(), draw(N, D, seed=1).requires_grad_(), draw(T, N, seed=2)
-    y = low_precision_linear(x, w, kind)
-    torch.testing.assert_close(y.detach(), low_precision_linear_reference(x.detach(), w.detach(), kind), rtol=1e-5, atol=1e-5)
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    q, scale = quantize_rows(w.detach(), kind)
-    g, scale_dy = quantize_rows_reference(dy * scale, kind)
-    torch.testing.assert_close(dx, (g.float() * scale_dy[:, None]) @ q.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dw, dy.T @ x.detach(), rtol=1e-5, atol=1e-5)
+    x, quantised = draw(T, D), quantize_rows(draw(N, D, seed=1), kind)
+    torch.testing.assert_close(quantized_linear(x, *quantised), quantized_linear_reference(x, *quantised), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.012), ("fp8", 0.04)])
 def test_close_to_the_product_in_full_precision(kind, bound):
     """Relative error of normal numbers: two roundings of about 1 / (127 * 12 / 3.3)^0.5 or 2^-4 / 3^0.5 each, added in squares."""
-    x, w, dy = draw(256, 512).requires_grad_(), draw(192, 512, seed=1).requires_grad_(), draw(256, 192, seed=2)
-    y, exact = low_precision_linear(x, w, kind), x @ w.T
-    assert (y - exact).norm() < bound * exact.norm()
-    for ours, full in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(exact, (x, w), dy), strict=True):
-        assert (ours - full).norm() < bound * full.norm()
+    x, w = draw(256, 512), draw(192, 512, seed=1)
+    exact = x @ w.T
+    assert (quantized_linear(x, *quantize_rows(w, kind)) - exact).norm() < bound * exact.norm()
 
 
-def test_leading_axes_and_no_rows():
-    w = draw(8, 16)
-    assert low_precision_linear(draw(2, 3, 16), w, "int8").shape == (2, 3, 8)
-    assert low_precision_linear(torch.zeros(0, 16), w, "int8").shape == (0, 8)
-    with pytest.raises(ValueError, match="'int8' or 'fp8'"):
-        low_precision_linear(draw(2, 16), w, "int4")
+def test_no_rows():
+    assert quantized_linear(torch.zeros(0, 16), *quantize_rows(draw(8, 16), "int8")).shape == (0, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_registered_as_torch_expects(kind):
-    checks = ("test_autograd_registration", "test_faketensor") + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
-    x, w = draw(4, 16).requires_grad_(), draw(8, 16, seed=1)
-    torch.library.opcheck(module._low_precision_linear.dispatched, (x, w.requires_grad_(), kind == "fp8"), test_utils=checks)
+    checks = ("test_faketensor",) + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
+    torch.library.opcheck(module._quantize_rows.dispatched, (draw(4, 16), kind == "fp8"), test_utils=checks)
+
+
+def test_devices_without_fp8_are_named(monkeypatch):
+    monkeypatch.setattr(module, "capability", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(ValueError, match=r"A100 \(compute capability 8.0\) has no FP8 products"):
+        module.require_products("fp8", torch.device("cuda"))
+    module.require_products("int8", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 7), (6, 13, 100), (17, 64, 64), (5, 130, 192)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from puna.kernels.exact import exact_passes
-from puna.kernels.quantized_linear import low_precision_linear_reference
+from puna.kernels.quantized_linear import quantize_rows_reference, quantized_linear_reference
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.formats.quantised import QuantisedLinear, quantise
@@ -26,7 +26,7 @@ def spelled_out(model, kind):
     """The model with each of its layers' products replaced by the definition."""
     for module in model.model.layers.modules():
         if isinstance(module, Linear):
-            module.forward = lambda x, w=module.weight, b=module.bias: low_precision_linear_reference(x, w, kind) + (0 if b is None else b)
+            module.forward = lambda x, w=module.weight, b=module.bias: quantized_linear_reference(x, *quantize_rows_reference(w, kind)) + (0 if b is None else b)
     return model
 
 

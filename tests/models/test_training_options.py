@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from puna.kernels import quantized_linear
-from puna.models import accounting, transformer
+from puna.models import accounting
 from puna.models.config import ModelConfig, Moe
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
@@ -26,9 +25,7 @@ from puna.models.training.schedules import Ramp
 from puna.models.training.settings import OptimizerSettings
 from puna.models.training.spikes import NO_LIMITS, spike_limits
 from puna.models.training.trainer import inner_matrices
-from puna.models.transformer import Linear, Transformer
-
-from .nested import nested
+from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 EXPERTS = CONFIG.replace(moe=Moe(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, router_aux_loss_coef=0.1), model_type="mixtral")
@@ -479,55 +476,3 @@ def test_experts_add_up_in_one_order_on_any_device():
         torch.zeros(3, 16).index_add(0, torch.tensor([1, 1]), x[torch.tensor([0, 0])].detach())
         x[torch.tensor([1, 1])].sum().backward()
     assert {name.lstrip("_") for name in seen.names} >= {"index_add"} and len(seen.names) >= 2
-
-
-# ---- 8-bit layers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.04), ("fp8", 0.12)])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_in_8_bits_follows_full_precision(kind, bound: float, checkpointing: bool):
-    """The losses fall together: what differs is rounding, a small part of what the training has gained."""
-
-    def run(**how: object) -> tuple[list[float], Transformer]:
-        made = model()
-        settings_ = TrainConfig(**nested(steps=30, learning_rate=0.02, activation_checkpointing=checkpointing, **how))
-        log = train(made, o.LanguageModeling(), lambda step: batches(step % 3), settings_, seed=1)
-        return [row["loss"] for row in log], made
-
-    full, _ = run()
-    losses, made = run(linear_precision=kind)
-    gained = full[0] - full[-1]
-    assert gained > 0.5 and losses != full
-    assert max(abs(a - b) for a, b in zip(losses, full, strict=True)) < bound * gained
-    assert losses[0] == pytest.approx(full[0], rel=1e-4)
-    assert all(m.eight_bits is None for m in made.modules() if isinstance(m, Linear))
-
-
-@pytest.mark.parametrize("config", [CONFIG, CONFIG.replace(qkv_bias=True, model_type="")])
-def test_only_the_layers_matrices_are_in_8_bits_and_only_where_a_gradient_is_kept(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
-    made, used, original = model(config), [], transformer.low_precision_linear
-    monkeypatch.setattr(transformer, "low_precision_linear", lambda x, w, k: used.append((id(w), k)) or original(x, w, k))
-    with Trainer(made, o.LanguageModeling(), TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"linear_precision": "int8"})) as trainer:
-        trainer.step(1, batches(1, 1), seed=0)
-        names = {id(p): name for name, p in made.named_parameters()}
-        assert sorted(names[w] for w, _ in used) == sorted(inner_matrices(made)) and {k for _, k in used} == {"int8"}
-        used.clear()
-        with torch.no_grad():
-            made.hidden(batches(1, 1)[0].forest)
-        assert not used
-
-
-def test_8_bits_are_refused_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch):
-    asked = TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"linear_precision": "fp8"})
-    with pytest.raises(ValueError, match="mixture of experts is not trained in 8 bits"):
-        Trainer(model(EXPERTS), o.LanguageModeling(), asked)
-    with pytest.raises(ValueError, match="no decoder layer"):
-        Trainer(torch.nn.Linear(3, 3), o.LanguageModeling(), asked)
-    monkeypatch.setattr(quantized_linear, "capability", lambda device: 80)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(ValueError, match=r"A100 \(compute capability 8.0\) has no FP8 products"):
-        quantized_linear.require_products("fp8", torch.device("cuda"))
-    quantized_linear.require_products("int8", torch.device("cuda"))
-    with pytest.raises(ValueError, match="linear_precision\n.*'same', 'int8' or 'fp8'"):
-        TrainConfig(steps=3, schedule={"learning_rate": 0.01}, compute={"linear_precision": "int4"})

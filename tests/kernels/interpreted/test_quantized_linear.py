@@ -5,7 +5,7 @@ import torch
 
 from puna.kernels import quantized_linear as module
 from puna.kernels.configurations import Configuration
-from puna.kernels.quantized_linear import low_precision_linear, quantize_rows, quantize_rows_reference
+from puna.kernels.quantized_linear import quantize_rows, quantize_rows_reference, quantized_linear
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +34,11 @@ def test_int8_numbers_are_the_definitions(monkeypatch, dtype, block):
 @pytest.mark.parametrize("shape", [(5, 33, 7), (40, 64, 48), (1, 1, 1)])
 def test_int8_linear(shape):
     T, D, N = shape
-    x, w, dy = draw(T, D).requires_grad_(), draw(N, D, seed=1).requires_grad_(), draw(T, N, seed=2)
-    y = low_precision_linear(x, w, "int8")
-    (a, s), (b, r) = (quantize_rows_reference(z.detach(), "int8") for z in (x, w))
+    x, w = draw(T, D), draw(N, D, seed=1)
+    y = quantized_linear(x, *quantize_rows(w, "int8"))
+    (a, s), (b, r) = (quantize_rows_reference(z, "int8") for z in (x, w))
     exact = (a.double() @ b.double().T) * s.double()[:, None] * r.double()
     assert (y.double() - exact).abs().max() <= 1e-6 * exact.abs().max()
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    g, t = quantize_rows_reference(dy * r, "int8")
-    exact = (g.double() @ b.double()) * t.double()[:, None]
-    assert (dx.double() - exact).abs().max() <= 1e-6 * exact.abs().max()
-    torch.testing.assert_close(dw, dy.T @ x.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_linear():
@@ -56,4 +51,4 @@ def test_fp8_linear():
     assert right.float().mean() > 0.9 and torch.equal(q.float()[right], expected.float()[right])
     other, other_scale = quantize_rows(w, "fp8")
     product = (q.float() * scale[:, None]) @ (other.float() * other_scale[:, None]).T
-    torch.testing.assert_close(low_precision_linear(x, w, "fp8"), product, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(quantized_linear(x, other, other_scale), product, rtol=1e-5, atol=1e-5)

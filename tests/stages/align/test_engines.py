@@ -519,7 +519,7 @@ def test_trl_refuses_a_loss_that_it_would_train_otherwise() -> None:
         DpoConfig(loss="robust", loss_parameters={"label_smoothing": 0.5})
     with pytest.raises(ValueError, match="no preference loss sigmiod; did you mean sigmoid"):
         DpoConfig(loss="sigmiod")
-    for wrong, message in (({"schedule": {"ema": 0.9}}, "training.schedule.ema cannot be 0.9"), ({"compute": {"linear_precision": "int8"}}, "linear_precision")):
+    for wrong, message in (({"schedule": {"ema": 0.9}}, "training.schedule.ema cannot be 0.9"), ({"compute": {"deterministic": True}}, "compute.deterministic")):
         with pytest.raises(ValueError, match=message):
             DpoConfig(engine="trl", nll_normalization="tokens", training=wrong)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
 
-from puna.kernels import quantized_linear
 from puna.models import transformer
 from puna.models.training.loop import TrainingDiverged
 from puna.models.training.settings import OptimizerSettings
 from puna.stages.contract import execute
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig
 from puna.stages.experiments.mix_experiment import MixExperimentConfig
-from puna.stages.pretrain import pretrain as module
 from puna.stages.pretrain.pretrain import PretrainConfig, Watch, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
@@ -108,18 +105,6 @@ def test_checkpointed_layers_give_the_same_model(store, given, monkeypatch: pyte
     monkeypatch.setattr(transformer, "checkpoint", lambda *a, **k: calls.append(1) or original(*a, **k))
     made = execute(pretrain, config(compute={"activation_checkpointing": True}, steps=6), given, store)
     assert len(calls) >= 6 * SHAPE.num_hidden_layers and weights(made) == weights(plain)
-
-
-def test_layers_in_8_bits_give_another_model_of_the_same_quality(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, made = (execute(pretrain, config(compute=o), given, store) for o in ({}, {"linear_precision": "int8"}))
-    first, last = plain.read("training_log").to_pylist()[0]["loss"], plain.manifest.metrics["validation_loss"]
-    assert weights(made) != weights(plain)
-    assert abs(made.manifest.metrics["validation_loss"] - last) < 0.1 * (first - last)
-    monkeypatch.setattr(module, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(quantized_linear, "capability", lambda device: 80)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(PunaError, match="compute.linear_precision: A100 .* has no FP8 products"):
-        execute(pretrain, config(compute={"linear_precision": "fp8"}), given, store)
 
 
 def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
