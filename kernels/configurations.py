@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,26 +48,15 @@ class Place:
     fp32: bool = False
 
 
-def read(text: str) -> dict[Place, tuple[Configuration, str | None]]:
-    """Return the table of a JSON list: each place's configuration and the machine that it was measured on."""
+@cache
+def table() -> dict[Place, tuple[Configuration, str | None]]:
+    """Return the table in the repository: each place's configuration and the machine that it was measured on."""
     table = {}
-    for row in json.loads(text):
+    for row in json.loads(FILE.read_text(encoding="utf-8")):
         place = Place(*(row.pop(name) for name in ("kernel", "capability", "width", "window", "fp32")))
         machine = row.pop("machine")
         table[place] = (Configuration(**row), machine)
     return table
-
-
-def written(table: dict[Place, tuple[Configuration, str | None]]) -> str:
-    """Return a table as JSON for `read`, one row a line, so that a change is one line of a diff."""
-    rows: list[dict[str, Any]] = [vars(place) | vars(values) | {"machine": machine} for place, (values, machine) in table.items()]
-    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-
-
-@cache
-def table() -> dict[Place, tuple[Configuration, str | None]]:
-    """Return the table in the repository."""
-    return read(FILE.read_text(encoding="utf-8"))
 
 
 def capability(device: torch.device) -> int:

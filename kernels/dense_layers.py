@@ -185,11 +185,13 @@ def _attention_loop(part: int, start: int, stop: int, number: int, step: Any, la
 
 
 @strict_jit
-def _add_product(
-    part: int, start: int, stop: int, s: Any, inputs: int, a: Address, w: Address, scale: Address, sums: Address, bias: Address
-) -> None:
-    """Compute the panels start .. stop - 1 of x += a w^T + bias."""
+def _residual_loop(part: int, start: int, stop: int, number: int, down: bool, step: Any, layers: Any) -> None:
+    """Compute the panels start .. stop - 1 of the output projection, or of the down projection, and add them to x."""
+    s, layer = step[0], layers[number]
     N, outputs, a8 = s.N, s.D, s.small + part * s.small_part
+    inputs, a, w, scale, sums, bias = s.G * s.R * s.K, s.seen, layer.o, layer.o_scale, layer.o_sums, layer.o_bias
+    if down:
+        inputs, a, w, scale, sums, bias = s.F, s.inner, layer.down, layer.down_scale, layer.down_sums, 0
     if scale:
         _to_int8(N, inputs, a, a8)
     y, x = s.panel + 4 * part * N * PANEL, s.x
@@ -200,20 +202,6 @@ def _add_product(
             if bias:
                 _add_row(width, y + 4 * n * PANEL, bias + 4 * first)
             _add_row(width, x + 4 * (n * outputs + first), y + 4 * n * PANEL)
-
-
-@strict_jit
-def _output_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
-    """Compute panels of the output projection and add them to x."""
-    s, w = step[0], layers[number]
-    _add_product(part, start, stop, s, s.G * s.R * s.K, s.seen, w.o, w.o_scale, w.o_sums, w.o_bias)
-
-
-@strict_jit
-def _down_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
-    """Compute panels of the down projection and add them to x."""
-    s, w = step[0], layers[number]
-    _add_product(part, start, stop, s, s.F, s.inner, w.down, w.down_scale, w.down_sums, 0)
 
 
 @strict_jit
@@ -250,9 +238,9 @@ def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
     wide, inner = (s.D + PANEL - 1) // PANEL, (s.F + PANEL - 1) // PANEL
     for i in range(len(layers)):
         _attention_loop(0, 0, s.G, i, step, layers, plan, room)
-        _output_loop(0, 0, wide, i, step, layers)
+        _residual_loop(0, 0, wide, i, False, step, layers)
         _swiglu_loop(0, 0, inner, i, step, layers)
-        _down_loop(0, 0, wide, i, step, layers)
+        _residual_loop(0, 0, wide, i, True, step, layers)
 
 
 class DenseLayers:
@@ -319,17 +307,17 @@ class DenseLayers:
         else:
             for number in range(len(layers)):
                 run_rows(_attention_loop, G, heads, number, step, layers, plan.arrays, room)
-                self._add(x_ND, _output_loop, work, number, step, layers)
+                self._add(x_ND, work, number, False, step, layers)
                 run_rows(_swiglu_loop, -(-F // PANEL), 2 * work, number, step, layers)
-                self._add(x_ND, _down_loop, work, number, step, layers)
+                self._add(x_ND, work, number, True, step, layers)
         if self.norm is not None:
             run_rows(_norm_loop, N, D // LANES, D, x, self.norm.data_ptr(), self.eps)
 
-    def _add(self, x_ND: Tensor, loop: Any, work: int, *given: Any) -> None:
-        """Run a loop that adds to x, and add up what it is in all processes."""
+    def _add(self, x_ND: Tensor, work: int, *given: Any) -> None:
+        """Run the loop that adds to x, and add up what it is in all processes."""
         if self.parts is not None and not self.parts.first:
             x_ND.zero_()
-        run_rows(loop, -(-x_ND.shape[1] // PANEL), work, *given)
+        run_rows(_residual_loop, -(-x_ND.shape[1] // PANEL), work, *given)
         if self.parts is not None:
             self.parts.add(x_ND)
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from puna.kernels.exact import exact_passes
 from puna.kernels.operators import wide
-from puna.kernels.token_cut import cut
 from puna.kernels.token_draw import invert
 from puna.models.generation.engine import Engine
-from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw, shifted
+from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, cut, draw, shifted
 from puna.models.generation.schedule import Answer
 from puna.models.generation.step import Stretch, run
 from puna.models.tokens.tokenizer import Tokenizer

@@ -24,10 +24,6 @@ STEPS = 20
 """Bars of the distribution of rewards."""
 
 
-class RewardBenchmarkConfig(RewardedConfig):
-    """Settings of how rewards are computed."""
-
-
 class Judged(NamedTuple):
     """A pair of answers: its subset, the rewards of both, and whether the chosen one is longer (one half: equal length)."""
 
@@ -41,7 +37,7 @@ class Judged(NamedTuple):
 @stage(kind="evaluation")
 def reward_benchmark(
     reward_model: list[Model], preferences: list[Preferences] | None, answers: Answers | None, prompts: Prompts | None,
-    config: RewardBenchmarkConfig, run: StageRun,
+    config: RewardedConfig, run: StageRun,
 ) -> None:  # fmt: skip
     """Measure a reward model, or several as one: its accuracy on pairs of each subset, and its rewards of n answers to a prompt.
 
@@ -65,7 +61,7 @@ def reward_benchmark(
 
 
 def _judged(
-    preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardBenchmarkConfig, bad: BadRows, run: StageRun
+    preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows, run: StageRun
 ) -> list[Judged]:
     """Return the pairs with their rewards; those without both answers, and those that cannot be rendered, are dropped."""
     check_one_tokenizer(models, "reward models of an ensemble read the same tokens")
@@ -129,7 +125,7 @@ def _grouped(answers: Artifact, prompts: Artifact) -> tuple[dict[str, Row], dict
 
 
 def _report_answers(
-    asked: dict[str, Row], groups: dict[str, list[Row]], models: Sequence[Artifact], config: RewardBenchmarkConfig, bad: BadRows,
+    asked: dict[str, Row], groups: dict[str, list[Row]], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows,
     run: StageRun,
 ) -> None:  # fmt: skip
     scored = rewarded({key: groups[key] for key in sorted(groups)}, asked, models, config, bad, run)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -40,6 +41,7 @@ TESTS = (
     "in a Python code block."
 )
 AGAIN = "That is not right: {detail}\nFind the mistake and answer again."
+ONE_WRITER = "model: give one as --input model=…, or an endpoint to ask, and not both"
 NO_ANSWER = "The answer must end with a line `The answer is …`."
 
 
@@ -70,7 +72,7 @@ class SynthesizeConfig(BadRowsConfig, SeededConfig):
 def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
     """Require a model with a chat template, or an endpoint with its key."""
     if (config.endpoint is None) == ("model" not in facts.inputs):
-        return ["model: give one as --input model=…, or an endpoint to ask, and not both"]
+        return [ONE_WRITER]
     return chat_template(facts, "model") if config.endpoint is None else config.endpoint.unmet("endpoint")
 
 
@@ -96,21 +98,13 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     train = sorted((row for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
     if not train:
         raise PunaError(f"synthesize: {prompts.id} has no training prompts")
-    dropped: list[Row] = []
-    endpoint = None if config.endpoint is None else Endpoint(config.endpoint, run)
-    writer: Writer
-    if endpoint is not None:
-        writer = RemoteWriter(endpoint, config, run, dropped)
-    elif model is not None:
-        writer = OwnWriter(*load_model(model, "lm", frozen=True), config, run, dropped)
-    else:
-        raise PunaError("synthesize: give a model, or an endpoint to ask")
-    problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run, dropped)
+    writer = Writer(model, config, run)
+    problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run)
     run.metric("problems", len(problems))
     solutions = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
-    _save(problems, solutions, dropped, config, run)
-    if endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
-        endpoint.write()
+    _save(problems, solutions, writer.dropped, config, run)
+    if writer.endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
+        writer.endpoint.write()
 
 
 class Kept(NamedTuple):
@@ -142,63 +136,46 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
     return solutions
 
 
-class Writer(Protocol):
-    """A model that answers rows of prompts."""
+class Writer:
+    """The model that answers rows of prompts: one of the store, or one elsewhere."""
+
+    def __init__(self, model: Artifact | None, config: SynthesizeConfig, run: StageRun) -> None:
+        if (model is None) == (config.endpoint is None):
+            raise PunaError(f"synthesize: {ONE_WRITER}")
+        self._config, self._run = config, run
+        self.endpoint = None if config.endpoint is None else Endpoint(config.endpoint, run)
+        self._own = None if model is None else load_model(model, "lm", frozen=True)
+        self.dropped: list[Row] = []
 
     def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
         """Sample `count` texts for each row, none for a row that is refused or too long. `purpose` seeds the draws."""
-        ...
-
-
-class RemoteWriter(Writer):
-    """A model behind an endpoint."""
-
-    def __init__(self, endpoint: Endpoint, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> None:
-        self._endpoint, self._config, self._run, self._dropped = endpoint, config, run, dropped
-
-    def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
-        """Ask for `count` texts for each row, none for a row that is refused."""
-        fields = {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens}
-        bad = BadRows(self._config, "synthesize")
-        answered = replies_of(self._endpoint, rows, bad, count, fields, self._run.seed(purpose))
-        _note_dropped(bad, self._dropped)
-        texts = {row["id"]: [Text(reply.final, reply.finished) for reply in some] for row, some in answered}
+        config, bad, seed = self._config, BadRows(self._config, "synthesize"), self._run.seed(purpose)
+        texts: dict[str, list[Text]] = {}
+        if self.endpoint is not None:
+            fields = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+            for row, replies in replies_of(self.endpoint, rows, bad, count, fields, seed):
+                texts[row["id"]] = [Text(reply.final, reply.finished) for reply in replies]
+        elif self._own is not None:
+            texts = self._sampled(*self._own, rows, bad, count, seed, purpose)
+        before = {row["id"] for row in self.dropped}
+        self.dropped += [row for row in bad.dropped if row["id"] not in before]
         return [texts.get(row["id"], []) for row in rows]
 
-
-def _note_dropped(bad: BadRows, dropped: list[Row]) -> None:
-    """Add the rows that cannot be asked, each once."""
-    before = {row["id"] for row in dropped}
-    dropped += [row for row in bad.dropped if row["id"] not in before]
-
-
-class OwnWriter(Writer):
-    """A model of the store."""
-
-    def __init__(self, network: Transformer, tokenizer: Tokenizer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> None:
-        # `dropped` takes the rows that cannot be rendered.
-        self._network, self._tokenizer, self._config, self._run, self._dropped = network, tokenizer, config, run, dropped
-        self._within = context_limit(network, config.max_tokens)
-
-    def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
-        """Sample `count` texts for each row, none for a row that is refused or too long. `purpose` seeds the draws."""
+    def _sampled(
+        self, network: Transformer, tokenizer: Tokenizer, rows: Sequence[Row], bad: BadRows, count: int, seed: int, purpose: str
+    ) -> dict[str, list[Text]]:
+        """Return the texts of the store's model by row."""
         from puna.models.generation import Engine, SamplingParams
 
-        config, bad = self._config, BadRows(self._config, "synthesize")
-        requests = bad.examples(rows, lambda row: prompt_ids(self._tokenizer, row), lambda ids: len(ids) + config.max_tokens, self._within)
-        _note_dropped(bad, self._dropped)
-        stop, seed = self._tokenizer.stop_ids, self._run.seed(purpose)
-        params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=stop, seed=seed)
-
-        def tell(done: int, total: int) -> None:
-            self._run.progress(done, total, purpose)
-
-        completions = Engine(self._network, self._tokenizer).generate([ids for _, ids in requests], params, tell)
-        texts = {
-            row["id"]: [Text(answer_text(one.tokens, self._tokenizer), one.finished) for one in some]
+        config, within = self._config, context_limit(network, self._config.max_tokens)
+        requests = bad.examples(rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + config.max_tokens, within)
+        params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=seed)
+        told = partial(self._run.progress, note=purpose)
+        completions = Engine(network, tokenizer).generate([ids for _, ids in requests], params, told)
+        return {
+            row["id"]: [Text(answer_text(one.tokens, tokenizer), one.finished) for one in some]
             for (row, _), some in zip(requests, completions, strict=True)
         }
-        return [texts.get(row["id"], []) for row in rows]
 
 
 class Check:
@@ -232,7 +209,7 @@ def agreed(texts: Sequence[str], share: float) -> list[Score]:
 
 
 def _new_problems(
-    train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]
+    train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun
 ) -> list[Row]:
     """Write new problems after examples, unlike all known ones; problems of programs get tests."""
     requests = []
@@ -254,14 +231,14 @@ def _new_problems(
         shared = Counter(number for one in runs for number in having.get(one, ()))
         likest = max(shared.values(), default=0) / max(len(runs), 1)
         if not texts[0].finished or not runs:
-            dropped.append(_drop(row, "empty" if not runs else "unfinished", None, None, text))
+            writer.dropped.append(_drop(row, "empty" if not runs else "unfinished", None, None, text))
         elif likest > limit:
-            dropped.append(_drop(row, "copied", likest, limit, text))
+            writer.dropped.append(_drop(row, "copied", likest, limit, text))
         else:
             _note(len(known) + len(problems), runs, having)
             task = f"{config.source}_{config.problems}"
             problems.append({"id": row["id"], "task": task, "messages": asking(text), "tools": None, "reference": None, "verifier": None})
-    return _tested(problems, writer, config, run, dropped) if config.problems == "code" else problems
+    return _tested(problems, writer, config, run) if config.problems == "code" else problems
 
 
 def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...], list[int]]) -> None:
@@ -269,7 +246,7 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
         having.setdefault(one, []).append(number)
 
 
-def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun, dropped: list[Row]) -> list[Row]:
+def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
     """Return the programming problems with tests by the model. A test that passes without a solution is left out."""
     requests = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
@@ -281,7 +258,7 @@ def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, r
         if len(telling) >= config.min_tests:
             results.append({**row, "verifier": to_text("code", tests=telling)})
         else:
-            dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), shown(messages_of(row))))
+            writer.dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), shown(messages_of(row))))
     return results
 
 

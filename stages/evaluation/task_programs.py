@@ -34,28 +34,17 @@ def rendered(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, w
     """Return each row's values of the templates. A template that is a column's name gives the column as it is.
 
     `choices`: targets and texts that are digits are indices of choices. PunaError, which begins with `where`, for a row that fails."""
-    values: list[dict[str, Any]] = []
-    for start in range(0, len(rows), ROWS):
-        part = [dict(row) for row in rows[start : start + ROWS]]
-        values += _ask(("render", dict(templates), part, choices, start), where)
-    return values
+    return _asked("render", [dict(row) for row in rows], where, dict(templates), choices)
 
 
 def filtered(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
     """Return the answers to each question after the steps of a filter (`FILTERS`)."""
-    results: list[list[str]] = []
-    for start in range(0, len(answers), ROWS):
-        part = [list(several) for several in answers[start : start + ROWS]]
-        results += _ask(("filter", part, [dict(step) for step in steps]), where)
-    return results
+    return _asked("filter", [list(several) for several in answers], where, [dict(step) for step in steps])
 
 
 def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
     """Return whether each answer equals its expected text, as the metric exact_match with these settings has it."""
-    results: list[bool] = []
-    for start in range(0, len(pairs), ROWS):
-        results += _ask(("match", list(pairs[start : start + ROWS]), dict(settings)), where)
-    return results
+    return _asked("match", list(pairs), where, dict(settings))
 
 
 def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -80,14 +69,18 @@ def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str
 _process = Process(__name__)
 
 
-def _ask(request: tuple[Any, ...], where: str) -> Any:
-    try:
-        answer = _process.ask(request, b"", None, SECONDS)
-    except LimitError as error:
-        raise PunaError(f"{where}: its templates or patterns are stopped: {error}") from error
-    if (message := answer.get("error")) is not None:
-        raise PunaError(f"{where}: {message}")
-    return answer["values"]
+def _asked(work: str, rows: list[Any], where: str, *settings: Any) -> list[Any]:
+    """Return the process's value of each row, a request for `ROWS` of them. PunaError, which begins with `where`, for a row that fails."""
+    values: list[Any] = []
+    for start in range(0, len(rows), ROWS):
+        try:
+            answer = _process.ask((work, rows[start : start + ROWS], start, *settings), b"", None, SECONDS)
+        except LimitError as error:
+            raise PunaError(f"{where}: its templates or patterns are stopped: {error}") from error
+        if (message := answer.get("error")) is not None:
+            raise PunaError(f"{where}: {message}")
+        values += answer["values"]
+    return values
 
 
 def serve() -> None:
@@ -118,7 +111,7 @@ def _printed(value: Any) -> Any:
     return value
 
 
-def _render(templates: dict[str, str], rows: list[dict[str, Any]], choices: bool, start: int) -> list[dict[str, Any]]:
+def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], choices: bool) -> list[dict[str, Any]]:
     results = []
     for number, row in enumerate(rows, start + 1):
         values = {}
@@ -151,7 +144,7 @@ def _value(name: str, text: str, choices: bool) -> Any:
     return text
 
 
-def _filter(answers: list[list[str]], steps: list[dict[str, Any]]) -> list[list[str]]:
+def _filter(answers: list[list[str]], start: int, steps: list[dict[str, Any]]) -> list[list[str]]:
     for step in steps:
         settings = dict(step)
         answers = [FILTERS[settings["function"]](several, settings) for several in answers]
@@ -179,7 +172,7 @@ FILTER_SETTINGS = {"regex": ("regex_pattern", "group_select", "fallback")}
 MATCH_SETTINGS = ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")
 
 
-def _match(pairs: list[tuple[str, str]], settings: dict[str, Any]) -> list[bool]:
+def _match(pairs: list[tuple[str, str]], start: int, settings: dict[str, Any]) -> list[bool]:
     gone = [string.punctuation] * bool(settings.get("ignore_punctuation")) + [string.digits] * bool(settings.get("ignore_numbers"))
     table = str.maketrans("", "", "".join(gone))
 

@@ -82,12 +82,8 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
     )
 
 
-class DatedGapConfig(StageConfig):
-    """An empty configuration."""
-
-
 @stage(kind="evaluation")
-def dated_gap(evaluation: Evaluation, prompts: Prompts, config: DatedGapConfig, run: StageRun) -> None:
+def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
     A model that memorised older questions solves more of them. Rows hold, by task and for all, `newest` and `older` shares and

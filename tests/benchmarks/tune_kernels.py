@@ -11,6 +11,7 @@ results differ from those of the table's present one by more than rounding. With
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,6 +168,12 @@ def places(capability: int, begins: str) -> list[Place]:
     return sorted({replace(p, capability=capability) for p in older}, key=lambda p: (p.kernel, p.fp32, p.width, p.window))
 
 
+def written(table: dict[Place, tuple[Configuration, str | None]]) -> str:
+    """Return a table as JSON, one row a line, so that a change is one line of a diff."""
+    rows = [vars(place) | vars(values) | {"machine": machine} for place, (values, machine) in table.items()]
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="NAME", help="kernels whose name begins with NAME")
@@ -186,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
         table[place] = found, machine
         torch.cuda.empty_cache()
     if options.write:
-        configurations.FILE.write_text(configurations.written(table), encoding="utf-8")
+        configurations.FILE.write_text(written(table), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -406,7 +406,7 @@ def shares(p, **params):
     ],
 )
 def test_cuts_keep_the_likeliest_and_logprobs_stay_the_models(monkeypatch, size, params, kept):
-    monkeypatch.setattr("puna.kernels.token_cut.NUCLEUS", size)
+    monkeypatch.setattr("puna.models.generation.sampling.NUCLEUS", size)
     found, p, said = shares([0.1, 0.4, 0.2, 0.3], **params)
     assert found == pytest.approx([kept.get(token, 0.0) for token in range(4)], abs=2e-3)
     rows = [Draw(SamplingParams(stop=NEVER, **some), 0.5, [0], []) for some in (params, {}, {"temperature": 0.0})]

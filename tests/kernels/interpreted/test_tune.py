@@ -14,9 +14,7 @@ SMALL = Configuration(16, 16, 4, 1, 16)
 
 
 def test_the_table_reads_as_it_is_written():
-    table = configurations.table()
-    assert configurations.read(configurations.written(table)) == table
-    assert configurations.FILE.read_text(encoding="utf-8") == configurations.written(table)
+    assert configurations.FILE.read_text(encoding="utf-8") == tune.written(configurations.table())
 
 
 def test_the_newest_generation_that_the_gpu_has_then_the_narrowest_width_that_holds_the_heads():

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from puna.models.tokens.tokenizer import Tokenizer
-from puna.stages.align.reward_benchmark import RewardBenchmarkConfig, reward_benchmark
+from puna.stages.align.rejection_sample import RewardedConfig
+from puna.stages.align.reward_benchmark import reward_benchmark
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import execute
 from puna.stages.conversations import answering, asking, messages_of
@@ -39,7 +40,7 @@ def test_accuracy_by_subset_beside_length(tmp_path: Path, tiny_model: Tiny) -> N
     model = learned(store, tiny_model)
     data = [pair(f"f{n}", "fair", f"{n} and", f"{n} {n} to") for n in range(8)] + [pair(f"r{n}", "reversed", f"{n} to", f"{n} and") for n in range(4)]
     data += [pair("same", "reversed", "1 to", "1 to"), pair("alone", "fair", "1 and", None)]
-    made = execute(reward_benchmark, RewardBenchmarkConfig(), {"reward_model": [model], "preferences": [table(store, "preferences", data)]}, store)
+    made = execute(reward_benchmark, RewardedConfig(), {"reward_model": [model], "preferences": [table(store, "preferences", data)]}, store)
     rewards = {(row["id"], row["name"]): row["value"] for row in made.read("scores").to_pylist()}
     rows = {(row["task"], row["metric"]): row for row in made.read().to_pylist()}
     for subset, letter in (("fair", "f"), ("reversed", "r")):
@@ -69,7 +70,7 @@ def test_rewards_of_n_answers(tmp_path: Path, tiny_model: Tiny) -> None:
         for n in range(4) for i, text in enumerate(texts)
     ]  # fmt: skip
     given = {"reward_model": [learned(store, tiny_model)], "answers": table(store, "answers", answers), "prompts": table(store, "prompts", asked)}
-    made = execute(reward_benchmark, RewardBenchmarkConfig(), given, store)
+    made = execute(reward_benchmark, RewardedConfig(), given, store)
     rewards = {row["id"]: row["value"] for row in made.read("scores").to_pylist()}
     groups = [[rewards[f"q{n}a{i}"] for i in range(4)] for n in range(4)]
     metrics = made.manifest.metrics
@@ -84,4 +85,4 @@ def test_rewards_of_n_answers(tmp_path: Path, tiny_model: Tiny) -> None:
 def test_something_is_given(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     with pytest.raises(PunaError, match="give preferences or answers"):
-        execute(reward_benchmark, RewardBenchmarkConfig(), {"reward_model": [tiny_model(store)]}, store)
+        execute(reward_benchmark, RewardedConfig(), {"reward_model": [tiny_model(store)]}, store)

@@ -12,7 +12,6 @@ import pytest
 from puna.stages.contract import Prompts, StageConfig, StageRun, execute, parse, stage
 from puna.stages.conversations import messages_of, text_of
 from puna.stages.prompts.dated import (
-    DatedGapConfig,
     DatedPromptsConfig,
     dated_gap,
     dated_prompts,
@@ -93,5 +92,5 @@ def test_what_was_learned_by_heart_shows(tmp_path: Path) -> None:
     config = parse(DatedPromptsConfig, {"tasks": TASKS, "month": "2026-11", "questions": 10, "draws": 4000}, "dated_prompts")
     asked = execute(dated_prompts, config, {}, store)
     evaluation = execute(by_heart, StageConfig(), {"prompts": asked}, store)
-    gap = execute(dated_gap, DatedGapConfig(), {"evaluation": evaluation, "prompts": asked}, store)
+    gap = execute(dated_gap, StageConfig(), {"evaluation": evaluation, "prompts": asked}, store)
     assert gap.manifest.metrics["gap"] == pytest.approx(0.5) and gap.manifest.metrics["by_heart"] is True
