@@ -14,15 +14,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.permutations import I64, U32, U64, permutations
 from puna.kernels.text.characters import longest
 
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
 Device = Literal["cpu", "cuda"]
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # there where NVIDIA's driver is loaded, on Linux and under Windows
 TOP32 = np.uint32(0xFFFFFFFF)
+
+
+def permutations(number: int, seed: int) -> tuple[U32, U32]:
+    """Return the parameters a_P (odd) and b_P of `number` permutations, as datasketch 2 draws them."""
+    generator = np.random.RandomState(seed)
+    a = generator.randint(0, 1 << 31, number, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
+    return a, generator.randint(0, 1 << 32, number, dtype=np.uint32)
 
 
 def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> U32:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from puna.kernels.cpu.lazy import triton_jit
+from puna.kernels.minhash import I64, U32, U64, permutations
 from puna.kernels.operators import INTERPRETED
-from puna.kernels.permutations import I64, U32, U64, permutations
 
 if TYPE_CHECKING:
     import triton.language as tl

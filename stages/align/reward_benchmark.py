@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from puna.stages.align.rejection_sample import RewardedConfig, rewarded
 from puna.stages.align.reward_model import score_answers
+from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Model, Preferences, Prompts, StageRun, stage
 from puna.stages.conversations import message_of
 from puna.stages.training.bad_rows import BadRows, Limit
@@ -56,7 +57,7 @@ def reward_benchmark(
     if preferences:
         _report_pairs(_judged(preferences, reward_model, config, bad, run), run)
     if answers is not None and prompts is not None:
-        _report_answers(*_grouped(answers, prompts), reward_model, config, bad, run)
+        _report_answers(*read_answers(answers, prompts, learned=False), reward_model, config, bad, run)
     bad.write(run)
 
 
@@ -109,19 +110,6 @@ def _report_pairs(judged: Sequence[Judged], run: StageRun) -> None:
     rewards = [(pair.id, name, value) for pair in judged for name, value in (("chosen", pair.chosen), ("rejected", pair.rejected))]
     run.write_rows([{"id": id_, "name": f"{name}_reward", "value": value} for id_, name, value in rewards], "scores")
     run.figure("pairs", Figure("Pairs in the right order", "subset (pairs)", "share right", bars, kind="bar"))
-
-
-def _grouped(answers: Artifact, prompts: Artifact) -> tuple[dict[str, Row], dict[str, list[Row]]]:
-    """Return the prompts by id, and the answers by prompt."""
-    questions = {row["id"]: row for row in prompts.read().to_pylist()}
-    groups: dict[str, list[Row]] = {}
-    for answer in answers.read(columns=["id", "prompt_id", "text", "gold"]).to_pylist():
-        if answer["prompt_id"] not in questions:
-            raise PunaError(f"reward_benchmark: the prompt {answer['prompt_id']} of {answers.id} is not among those of {prompts.id}")
-        groups.setdefault(answer["prompt_id"], []).append(answer)
-    if not groups:
-        raise PunaError(f"reward_benchmark: {answers.id} has no answers")
-    return questions, groups
 
 
 def _report_answers(

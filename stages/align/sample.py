@@ -266,10 +266,12 @@ def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Comp
     }  # fmt: skip
 
 
-def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Return the prompts by id, and the answers (without their tokens) by prompt id, as training data.
+def read_answers(
+    answers: Artifact, prompts: Artifact, learned: bool = True
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """Return the prompts by id, and the answers (without their tokens) by prompt id, as training data if they are `learned` from.
 
-    PunaError where there are none, where a prompt is not among `prompts`, and where one is held out.
+    PunaError where there are none, where a prompt is not among `prompts`, and where training data is of a held-out one.
     """
     columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
     if not answers.rows():
@@ -280,6 +282,6 @@ def read_answers(answers: Artifact, prompts: Artifact) -> tuple[dict[str, dict[s
         if answer["prompt_id"] not in questions:
             raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
         answers_of.setdefault(answer["prompt_id"], []).append(answer)
-    if heldout := sorted(id_ for id_ in answers_of if questions[id_]["split"] == "heldout"):
+    if learned and (heldout := sorted(id_ for id_ in answers_of if questions[id_]["split"] == "heldout")):
         raise PunaError(f"{answers.id} answers {len(heldout)} held-out prompts, for example {heldout[0]}; nothing may be learned from them")
     return questions, answers_of
