@@ -96,7 +96,7 @@ def slice_hashes(data: NDArray[np.uint8], offsets_N1: I64) -> U64:
 
 
 @njit(cache=True, nogil=True)
-def finished(h: Any) -> Any:
+def murmur_finish(h: Any) -> Any:
     """Spread a hash over all 64 bits, as MurmurHash3 does at its end."""
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)

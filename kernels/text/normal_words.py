@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import code_point
-from puna.kernels.text.hashing import I64, P1, P2, U64, finished, xxh64
+from puna.kernels.text.hashing import I64, P1, P2, U64, murmur_finish, xxh64
 
 SPACE = np.uint8(32)
 
@@ -151,5 +151,5 @@ def widened(hashes_S: Any, words: Any) -> Any:
         return hashes_S.copy()
     out = np.empty(len(hashes_S) - words, dtype=np.uint64)
     for s in range(len(out)):
-        out[s] = finished((hashes_S[s] * P1) ^ (hashes_S[s + words] * P2))
+        out[s] = murmur_finish((hashes_S[s] * P1) ^ (hashes_S[s + words] * P2))
     return out

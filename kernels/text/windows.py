@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import ALPHABETIC, DECIMAL, JOINER, SINGLE, WORD, decode, tables
-from puna.kernels.text.hashing import I64, U64, finished, xxh64
+from puna.kernels.text.hashing import I64, U64, murmur_finish, xxh64
 from puna.kernels.text.unspaced import ROOM, begins_word, weights
 
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd
@@ -93,7 +93,7 @@ def _window_hashes(data: Any, offsets_D1: Any, width: Any, flags: Any, breaks: A
             if k - first >= width:
                 value -= words[k - width] * last
             if k - first >= width - 1:
-                hashes[n] = finished(value)
+                hashes[n] = murmur_finish(value)
                 n += 1
         words_D1[d + 1], hashes_D1[d + 1] = w, n
     return hashes[:n], hashes_D1, begins[:w], ends[:w], words_D1
