@@ -45,7 +45,8 @@ WATCHED = 8
 """Rollouts of a run whose KL divergence is measured where it costs the reward nothing, beside the last one."""
 
 
-class Sampled(NamedTuple):
+@dataclass(frozen=True)
+class Sampled:
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
     `mask`: True at the policy's own tokens; `logprobs` and those of the `reference` are 0 elsewhere. `kl`: nats per answer to the
@@ -73,25 +74,14 @@ class Sampled(NamedTuple):
     def flat(self) -> list[Completion]:
         return [one for row in self.completions for one in row]
 
-    @property
-    def lengths(self) -> Tensor:
-        return torch.tensor([len(one.tokens) for one in self.flat])
-
-    @property
-    def finished(self) -> Tensor:
-        return torch.tensor([float(one.finished) for one in self.flat])
-
-    @property
-    def logprobs(self) -> Tensor:
-        return torch.tensor([value for one in self.flat for value in one.logprobs])
-
-    @property
-    def mask(self) -> Tensor:
-        return torch.tensor([own for one in self.flat for own in one.mask])
+    lengths = property(lambda self: torch.tensor([len(one.tokens) for one in self.flat]))
+    finished = property(lambda self: torch.tensor([float(one.finished) for one in self.flat]))
+    logprobs = property(lambda self: torch.tensor([value for one in self.flat for value in one.logprobs]))
+    mask = property(lambda self: torch.tensor([own for one in self.flat for own in one.mask]))
 
     def text(self) -> str:
         """Return all fields as JSON, without loss of precision."""
-        return json.dumps({name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._asdict().items()})
+        return json.dumps({name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()})
 
     @classmethod
     def read(cls, text: str) -> Sampled:
@@ -158,7 +148,7 @@ class Rollouts(Generic[Config]):
         if measured or config.kl_coefficient:
             base = torch.where(sampled.mask, self._reference_logprobs(asked, sampled.answers), 0.0)
             kl = float((logprobs - base).sum()) / len(sampled.flat)
-        return sampled._replace(reference=base, kl=kl)
+        return replace(sampled, reference=base, kl=kl)
 
     @torch.no_grad()
     def _check(self, rollout: int, sampled: Sampled) -> None:

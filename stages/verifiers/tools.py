@@ -38,15 +38,11 @@ class Tool(NamedTuple):
         return {"type": "function", "function": {"name": name, "description": self.about, "parameters": parameters}}
 
 
-def calls(text: str) -> list[str]:
-    """Return the JSON texts of a turn's calls; none if it calls nothing."""
-    return CALL.findall(text) or ([text] if text.lstrip().startswith("{") and '"name"' in text else [])
-
-
 def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
-    """Return the messages that answer a turn's calls."""
+    """Return the messages that answer a turn's calls; none if it calls nothing."""
+    calls = CALL.findall(turn) or ([turn] if turn.lstrip().startswith("{") and '"name"' in turn else [])
     refused = f"Error: a turn has at most {MOST} calls"
-    texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls(turn)))
+    texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls))
     return [{"role": "tool", "content": text[:LONGEST]} for text in texts]
 
 
