@@ -127,14 +127,35 @@ def rollouts(pool: Pool) -> float:
     return sum(same) / len(same)
 
 
+GROUPS = {"tensor": ("plain", "tied", "biases", "window", "parallel_block"), "pipeline": ("plain", "tied", "biases", "window", "parallel_block", "mla")}
+
+
+def same_answers(pool: Pool) -> dict[str, float]:
+    """Return the number of layouts x models, by loops and by operators, whose groups give the tokens of one process, of how many; and the
+    largest difference of a token's log-prob in nats."""
+    same, differences = [], [0.0]
+    for axis, variants in GROUPS.items():
+        for variant, by_loops in ((variant, by_loops) for variant in variants for by_loops in (True, False)):
+            if by_loops and variant in ("parallel_block", "mla"):
+                continue
+            one = pool.run("answered", 1, layout={}, variant=variant, by_loops=by_loops)[0]["answers"]
+            for layout in ({axis: 2}, {"data": 2, axis: 2}):
+                for own in pool.run("answered", size(layout), layout=layout, variant=variant, by_loops=by_loops):
+                    pairs = [(a, b) for some, other in zip(own["answers"], one, strict=True) for a, b in zip(some, other, strict=True)]
+                    same.append(all(a[0] == b[0] for a, b in pairs))
+                    differences += [abs(p - q) for a, b in pairs if a[0] == b[0] for p, q in zip(a[1], b[1], strict=True)]
+    return {"answering_ranks_same": sum(same), "answering_ranks": len(same), "worst_answer_difference": max(differences)}
+
+
 def answering(pool: Pool) -> dict[str, float]:
-    """Return tokens a second, and milliseconds of a token of one answer, of a model of 32 million parameters on one and two processes:
-    `answers_LAYOUT_ROWS` and `answer_ms_LAYOUT_ROWS`."""
+    """Return tokens a second, milliseconds of a token of one answer, and CPU milliseconds of a token in all processes together, of a model of
+    32 million parameters on one and two processes: `answers_LAYOUT_ROWS`, `answer_ms_LAYOUT_ROWS` and `answer_cpu_ms_LAYOUT_ROWS`."""
     figures = {}
     for rows in (1, 8, 64):
         for name, layout in (("one", {}), ("data", {"data": 2}), ("tensor", {"tensor": 2}), ("pipeline", {"pipeline": 2})):
-            seconds = max(pool.run("answer_seconds", size(layout), layout=layout, rows=rows))
-            figures |= {f"answers_{name}_{rows}": rows * 32 / seconds, f"answer_ms_{name}_{rows}": 1000 * seconds / 32}
+            walls, spent = zip(*pool.run("answer_seconds", size(layout), layout=layout, rows=rows), strict=True)
+            figures |= {f"answers_{name}_{rows}": rows * 32 / max(walls), f"answer_ms_{name}_{rows}": 1000 * max(walls) / 32}
+            figures[f"answer_cpu_ms_{name}_{rows}"] = 1000 * sum(spent) / (32 * rows)
     return figures
 
 
@@ -159,7 +180,7 @@ def measure(count: int) -> dict[str, Any]:
         figures["kills"], figures["kills_recovered"] = count, kills(pool, count)
         figures["rollout_logprobs_bitwise"] = rollouts(pool)
         figures["cp_imbalance"] = imbalance()
-        figures |= answering(pool)
+        figures |= same_answers(pool) | answering(pool)
         figures |= published_plans.compare()
         one, two = (min(pool.run("seconds", n, layout={"data": n})) for n in (1, 2))
         figures["two_process_speedup"] = one / two

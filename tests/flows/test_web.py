@@ -80,16 +80,18 @@ def test_a_run_shows_its_steps_and_what_was_reused(client: TestClient, store: St
     assert made.id in said and "reused" in said and "1, 1 reused" in said
 
 
-def test_a_run_shows_what_other_processes_wrote(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shows_what_other_processes_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of a step are in the run's log once it has ended, those of a failed one too; a run without any has no such section."""
-    waiting = iter((["rank 1: <loads>"], ["rank 1: ends"], []))
-    monkeypatch.setattr("puna.stages.executors.ranks.heard", lambda: next(waiting))
-    with session(store, flow="prompts", workers=1, json=True) as now:
-        now.perform(prompts, PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2), {}, "prompts")
-        with pytest.raises(PunaError):
-            now.perform(select, SelectConfig(), {}, "select")
-    assert store.log(now.run).lines == ("rank 1: <loads>", "rank 1: ends") and store.log(now.run).state == "finished"
-    pages = [TestClient(application(store, prefect=None, auth="")).get(f"/run/{name}").text for name in (now.run, store.runs()[0])]
+    store = Store.open(tmp_path)
+    for waiting in (iter([["rank 1: <loads>"], ["rank 1: ends"], []]), iter([[]] * 3)):
+        monkeypatch.setattr("puna.stages.executors.ranks.heard", lambda waiting=waiting: next(waiting))
+        with session(store, flow="prompts", workers=1, json=True) as now:
+            now.perform(prompts, PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2), {}, "prompts")
+            with pytest.raises(PunaError):
+                now.perform(select, SelectConfig(), {}, "select")
+    logs = sorted(map(store.log, store.runs()), key=lambda log: -len(log.lines))
+    assert [log.lines for log in logs] == [("rank 1: <loads>", "rank 1: ends"), ()] and {log.state for log in logs} == {"finished"}
+    pages = [TestClient(application(store, prefect=None, auth="")).get(f"/run/{log.name}").text for log in logs]
     assert "rank 1: &lt;loads&gt;\nrank 1: ends" in pages[0] and ["Other processes" in page for page in pages] == [True, False]
 
 
