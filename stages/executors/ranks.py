@@ -124,13 +124,15 @@ def tell(line: str) -> None:
 
 def heard() -> list[str]:
     """Return the lines that the other ranks have told rank 0 since it last asked."""
+    if count() == 1:
+        return []
     from puna.models.training.parallel import mesh
 
-    lines = []
-    for rank in range(1, count()):
-        while mesh.store().check([key := f"line-{rank}-{_lines.get(rank, 0) + 1}"]):
+    lines, store = [], mesh.store()
+    for rank in range(1, count() if store is not None else 1):  # None: it has not joined
+        while store.check([key := f"line-{rank}-{_lines.get(rank, 0) + 1}"]):
             _lines[rank] = _lines.get(rank, 0) + 1
-            lines.append(f"rank {rank}: {mesh.store().get(key).decode()}")
+            lines.append(f"rank {rank}: {store.get(key).decode()}")
     return lines
 
 
