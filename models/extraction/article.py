@@ -1,7 +1,6 @@
-"""Further features of a block for the trees for articles: its distance from the body, units that repeat, pictures, the article's own
-words.
+"""Further features of a block for the network: its distance from the body, units that repeat, pictures, the article's own words.
 
-On pages that are lists of products or entries the same numbers mislead: trees of all pages do not see them.
+The trees do not see them: on pages that are lists of products or entries they mislead trees.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The extractor's model: which blocks of a page are its content.
 
-Two linear models score the words of classes and of texts, one guesses the type of the page from its head, and boosted
-trees judge each block by these, by its text, its containers, its neighbours and the blocks of its kind; where the page is
-likely an article, trees that learned from articles and see more of a block (`article`) have a say. The page keeps the
-blocks that give the highest expected F1 of words.
+Two linear models score the words of classes and of texts, one guesses the type of the page from its head. Boosted trees
+judge each block by these, by its text, its containers, its neighbours and the blocks of its kind. A network (`network`), which
+also sees what `article` measures, judges it by the blocks around it. Their mean counts. The page keeps the blocks that give
+the highest expected F1 of words.
 
-The weights are made by `training.py` from labelled pages; NOTICE beside them tells of the labels.
+The weights are made by `tests/benchmarks/train_extraction.py` from labelled pages; NOTICE beside them tells of the labels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
+from puna.models.extraction.article import FEATURES as ARTICLE_FEATURES
 from puna.models.extraction.article import article_features
-from puna.models.extraction.asides import without_comments, without_teasers, without_units
+from puna.models.extraction.asides import without_comments, without_teasers
 from puna.models.extraction.features import block_features, element_scores, names, text_keys, text_scores
 from puna.models.extraction.layout import Pages, Scan, deepest, group_sums, numbered, page_of, running
+from puna.models.extraction.network import Network, network_logits
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
 from puna.models.extraction.unseen import without_unseen
@@ -158,10 +160,10 @@ PAGE_TYPES = ("article", "forum", "product", "collection", "listing", "documenta
 ARTICLE = PAGE_TYPES.index("article")
 TYPE_BUCKETS = 1 << 12
 CERTAIN = np.log(2)  # twice as probable as not
-LIKELY = np.float32(0.5)  # the trees for articles have as much of a say as the chance to be one is above this
 BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = len(names())
-SEEN = FEATURES + len(PAGE_TYPES)
+SEEN = FEATURES + len(PAGE_TYPES)  # columns of the trees
+COLUMNS = SEEN + ARTICLE_FEATURES  # of the network
 T_HTML, T_BODY = NUMBER["html"], NUMBER["body"]
 
 
@@ -175,11 +177,11 @@ class Linear(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The linear models, the trees, and those for articles, which see `article.names` besides."""
+    """The linear models, the trees, and the network, which sees `article.names` besides."""
 
     linear: Linear
     trees: Splits
-    articles: Splits
+    network: Network
 
 
 @lru_cache(maxsize=1)
@@ -189,8 +191,9 @@ def load() -> Model:
 
     results = load_file(WEIGHTS)
     linear = Linear(*(results[name].astype(np.float32) for name in Linear._fields))
-    trees, articles = (splits(Trees(**{field: results[f"{name}.{field}"] for field in Trees._fields})) for name in ("trees", "articles"))
-    return Model(linear, trees, articles)
+    network = Network(*(results[f"network.{name}"].astype(np.float32) for name in Network._fields))
+    trees = splits(Trees(**{field: results[f"trees.{field}"] for field in Trees._fields}))
+    return Model(linear, trees, network)
 
 
 @njit(cache=True)
@@ -216,9 +219,9 @@ def page_words(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the features of all blocks [blocks, SEEN], and logits of the pages' types [pages, page types]."""
+    """Return the features of all blocks [blocks, COLUMNS], and logits of the pages' types [pages, page types]."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
-    rows, types = np.zeros((starts[n], SEEN), np.float32), np.zeros((n, len(linear.type_bias)), np.float32)
+    rows, types = np.zeros((starts[n], COLUMNS), np.float32), np.zeros((n, len(linear.type_bias)), np.float32)
     for p in range(n):
         if starts[p + 1] > starts[p]:
             page, own = page_of(pages, p), rows[starts[p] : starts[p + 1]]
@@ -230,45 +233,32 @@ def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32
             element_scores(page, linear.class_weights, scores, path)
             text_scores(page, linear.text_weights, text)
             block_features(page, scores, path, text, own)
-            own[:, FEATURES:] = types[p]
+            own[:, FEATURES:SEEN], own[:, SEEN:] = types[p], article_features(page)
     return rows, types
 
 
-def article_chance(types: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the probability of each page to be an article [...], from logits of page types [..., page types]."""
-    odds = np.exp(types - types.max(-1, keepdims=True))
-    result: NDArray[np.float32] = odds[..., ARTICLE] / odds.sum(-1)
-    return result
-
-
 @njit(cache=True)
-def _scores(pages: Pages, rows: NDArray[np.float32], says: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
-    """Return logits of the blocks to be content [blocks]; `says` [pages]: weight of the trees for articles."""
+def _scores(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Network) -> NDArray[np.float32]:
+    """Return logits of the blocks to be content [blocks]."""
     starts = pages.starts[:, L.BLOCK]
     scores = logits(trees, rows)
-    for p in range(len(says)):
+    for p in range(len(starts) - 1):
         a, z = starts[p], starts[p + 1]
         if z > a:
-            page = page_of(pages, p)
-            if says[p] > 0:
-                more = logits(articles, np.concatenate((rows[a:z], article_features(page)), axis=1))
-                for b in range(a, z):
-                    scores[b] += says[p] * (more[b - a] - scores[b])
-            scores[a:z] = agreed(page, scores[a:z])
+            scores[a:z] = agreed(page_of(pages, p), (scores[a:z] + network_logits(network, rows[a:z])) / np.float32(2))
     return scores  # type: ignore[no-any-return]
 
 
-def chances(pages: Pages, rows: NDArray[np.float32], types: NDArray[np.float32], trees: Splits, articles: Splits) -> NDArray[np.float32]:
-    """Return the probability of each block to be content [blocks], from its features and the pages' types."""
-    scores = _scores(pages, rows, article_chance(types) - LIKELY, trees, articles)
-    result: NDArray[np.float32] = 1 / (1 + np.exp(-scores))
+def chances(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Network) -> NDArray[np.float32]:
+    """Return the probability of each block to be content [blocks], from its features."""
+    result: NDArray[np.float32] = 1 / (1 + np.exp(-_scores(pages, rows, trees, network)))
     return result
 
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the probability of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
     rows, types = features_and_types(pages, model.linear)
-    return chances(pages, rows, types, model.trees, model.articles), types
+    return chances(pages, rows, model.trees, model.network), types
 
 
 @njit(cache=True)
@@ -300,9 +290,9 @@ def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32]
 
 @njit(cache=True)
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without cards and teasers of other articles on an article, and without comments on a certain one. `p`
+    """Return `keep` [blocks] without teasers of other articles on an article, and without comments on a certain one. `p`
     [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type."""
     if types.argmax() != ARTICLE:
         return keep
-    left = without_teasers(page, without_units(page, keep, p), p)
+    left = without_teasers(page, keep, p)
     return without_comments(page, left) if types.max() >= CERTAIN else left  # type: ignore[no-any-return]

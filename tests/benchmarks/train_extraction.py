@@ -2,7 +2,8 @@
 
 PAGES holds `ID.html`; TRUTH is JSON lines (zstd or not) with file_id, url, `_internal.page_type.primary` and
 `ground_truth.main_content`, as the development part of WCXB has; where that is null, the snippets `ground_truth.with` and
-`ground_truth.without` label the blocks that hold them. OUT is the weights file. Needs `lightgbm`.
+`ground_truth.without` label the blocks that hold them. OUT is the weights file. Needs
+`lightgbm` and PyTorch.
 
 Pages are split by domain: what a model feeds to the next is always made by models that did not see the page, and the
 printed F1 is of such pages. The weights written are of models that saw all.
@@ -25,31 +26,32 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction import layout as L
-from puna.models.extraction.article import FEATURES as ARTICLE_FEATURES
-from puna.models.extraction.article import article_features
 from puna.models.extraction.clean import decode
 from puna.models.extraction.features import BUCKETS
 from puna.models.extraction.layout import Scan, alone
 from puna.models.extraction.model import (
+    COLUMNS,
     FEATURES,
     PAGE_TYPES,
     SEEN,
     TYPE_BUCKETS,
     Linear,
-    article_chance,
     chances,
     features_and_types,
     kept_blocks,
     page_words,
 )
+from puna.models.extraction.network import Network
 from puna.models.extraction.scan import read_page
 from puna.models.extraction.trees import Trees, splits
 from puna.models.extraction.write import text_of
 from tests.benchmarks.extraction_labels import label
+from tests.benchmarks.train_network import fit_network
 
 FOLDS = 4
 ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
 FURTHER = 0.5  # weight of a page of the second set and those after it: they have other notions of what is content
+EXACT = ("network.mean", "network.scale")  # in fp32; the network's other numbers are rounded to fp16
 SNIPPETS = 0.5  # weight of a page that snippets label, beside one that is labelled whole
 ROUNDS = 250
 OPTIONS: dict[str, Any] = {
@@ -57,8 +59,6 @@ OPTIONS: dict[str, Any] = {
     "bagging_freq": 1, "min_data_in_leaf": 50, "lambda_l2": 5, "max_bin": 63, "verbose": -1, "num_threads": 1, "seed": 1,
     "deterministic": True, "force_row_wise": True,
 }  # fmt: skip
-ARTICLE_ROUNDS, ARTICLE_OPTIONS = 320, OPTIONS | {"learning_rate": 0.06}
-LEAST = 0.1  # pages that are less likely to be articles do not train the trees for articles
 
 
 class Page(NamedTuple):
@@ -259,22 +259,10 @@ def fit_linear(data: Corpus, *without: int) -> Linear:
     return Linear(classes, texts, np.stack([w for w, _ in types], axis=1), np.array([b for _, b in types], np.float32))
 
 
-def rows_of(page: Page, linear: Linear) -> NDArray[np.float32]:
-    """Return the features that the trees for articles see of a page; those of all pages see the first `SEEN` columns."""
-    rows, _ = features_and_types(alone(page.scan), linear)
-    return np.concatenate([rows, article_features(page.scan)], axis=1)
-
-
-def fit_trees(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Trees]:
-    """Return boosted trees of all pages and those for articles, or the same of pages outside a fold."""
-    chance = article_chance(rows[:, FEATURES:SEEN])
-    weight = data.weight * np.where(chance < LEAST, 0, chance)
-    weight *= np.count_nonzero(weight) / weight.sum()
+def fit_models(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Network]:
+    """Return the boosted trees and the network of all pages, or of the pages outside a fold."""
     inside = data.fold != (-1 if without is None else without)
-    return (
-        _fitted(rows[:, :SEEN], data.label, data.weight * inside, OPTIONS, ROUNDS),
-        _fitted(rows, data.label, weight * inside, ARTICLE_OPTIONS, ARTICLE_ROUNDS),
-    )
+    return _fitted(rows[:, :SEEN], data.label, data.weight * inside, OPTIONS, ROUNDS), fit_network(rows, data, without)
 
 
 def _fitted(
@@ -308,26 +296,27 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
 
 
 def all_rows(data: Corpus, *without: int) -> NDArray[np.float32]:
-    """Return the features of every block (`rows_of`), each page scored by linear models that saw neither it nor the folds `without`."""
-    rows = np.empty((len(data.page), SEEN + ARTICLE_FEATURES), np.float32)
+    """Return the features of every block, each page scored by linear models that saw neither it nor the folds `without`."""
+    rows = np.empty((len(data.page), COLUMNS), np.float32)
     for fold in range(FOLDS):
         linear = fit_linear(data, fold, *without)
         for number, page in enumerate(data.pages):
             if page.fold == fold:
-                rows[data.page == number] = rows_of(page, linear)
+                rows[data.page == number] = features_and_types(alone(page.scan), linear)[0]
     return rows
 
 
 def unseen_texts(data: Corpus, fold: int) -> dict[str, str]:
     """Return texts of a fold's pages, by file. Neither the trees nor the linear models whose scores train them saw the fold."""
     rows = all_rows(data, fold)
-    trees, articles = map(splits, fit_trees(rows, data, fold))
+    trees, network = fit_models(rows, data, fold)
+    nodes = splits(trees)
     texts = {}
     for number, page in enumerate(data.pages):
         if page.fold == fold:
-            pages, own = alone(page.scan), np.ascontiguousarray(rows[data.page == number, :SEEN])
-            types = np.ascontiguousarray(own[:1, FEATURES:])
-            keep = kept_blocks(pages, chances(pages, own, types, trees, articles), types, False)
+            pages, own = alone(page.scan), rows[data.page == number]
+            types = np.ascontiguousarray(own[:1, FEATURES:SEEN])
+            keep = kept_blocks(pages, chances(pages, own, nodes, network), types, False)
             texts[page.file] = text_of(page.scan, keep)
     return texts
 
@@ -345,8 +334,10 @@ def unseen_f1(data: Corpus) -> dict[str, float]:
 def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     """Return the weights file's arrays, of models that saw all pages."""
     result: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data)._asdict().items()}
-    for name, trees in zip(("trees", "articles"), fit_trees(rows, data, None), strict=True):
-        result |= {f"{name}.{field}": values for field, values in trees._asdict().items()}
+    trees, network = fit_models(rows, data, None)
+    for prefix, arrays in (("trees", trees), ("network", network)):
+        result |= {f"{prefix}.{field}": values for field, values in arrays._asdict().items()}
+    result |= {name: values.astype(np.float16) for name, values in result.items() if name.startswith("network.") and name not in EXACT}
     return result
 
 

@@ -1,4 +1,4 @@
-"""What the trees for articles see: every number beside one that is found by walking the page, and by hand on a small page."""
+"""What the network alone sees of a block: every number beside one that is found by walking the page, and by hand on a small page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import pytest
 from resiliparse.parse.html import HTMLTree
 
 from puna.models.extraction import layout as L
-from puna.models.extraction import model
 from puna.models.extraction.article import ABOVE, LONG, article_features, names
-from puna.models.extraction.layout import PROBES, alone, groups
-from puna.models.extraction.model import PAGE_TYPES, article_chance, chances
+from puna.models.extraction.layout import PROBES, groups
 from puna.models.extraction.scan import read_page
-from puna.models.extraction.trees import splits
-from tests.benchmarks.train_extraction import as_arrays
 
 TEXT = "a harbour was seen by the old mayor of this town and its ships left at noon for another island far away"
 WORDS = TEXT.split()
@@ -100,19 +96,3 @@ def test_a_word_of_another_article_is_not_said():
     page = read_page(HTMLTree.parse(f"<body><div>{body}</div><p>the mayor of this town</p><p>recipe beans onion oven</p></body>"))
     said = article_features(page)[:, names().index("words_said")]
     assert said.tolist() == [1, 1, 1, 1, 0]
-
-
-def test_chances_to_be_an_article_are_shares_of_odds():
-    types = np.log(np.array([[3, 1, 1, 1, 1, 1, 2], [1, 1, 1, 1, 1, 1, 1]], np.float32))
-    np.testing.assert_allclose(article_chance(types), [0.3, 1 / 7], rtol=1e-5)
-    assert article_chance(types[0]) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("chance", "logit"), [(0.3, 2.0), (0.5, 2.0), (0.7, 1.4), (0.9, 0.8)])
-def test_the_trees_for_articles_have_as_much_of_a_say_as_the_page_is_likelier_one_than_not(seed, chance, logit):
-    page = random_page(seed)
-    rows = np.zeros((len(page.blocks), model.FEATURES + len(PAGE_TYPES)), np.float32)
-    general, articles = (splits(as_arrays([{"leaf_value": value}])) for value in (2.0, -1.0))  # 3 apart
-    types = np.log(np.array([chance, *[(1 - chance) / 6] * 6], np.float32))
-    np.testing.assert_allclose(chances(alone(page), rows, types[None], general, articles), 1 / (1 + np.exp(-logit)), rtol=1e-5)
