@@ -10,8 +10,7 @@ are the rows of document d in a flat array.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,7 @@ from puna.kernels.text.characters import longest
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
-Device = Literal["cpu", "cuda"]
 
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # there where NVIDIA's driver is loaded, on Linux and under Windows
 TOP32 = np.uint32(0xFFFFFFFF)
 
 
@@ -50,30 +47,12 @@ def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> 
     return out
 
 
-def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1, device: Device = "cpu") -> U32:
-    """Return signatures [D, P], bit-identical on all devices. See `signatures_reference`."""
+def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1) -> U32:
+    """Return signatures [D, P]. See `signatures_reference`."""
     hashes_S, offsets_D1 = np.ascontiguousarray(hashes_S, dtype=np.uint64), np.ascontiguousarray(offsets_D1)
-    if device == "cuda":
-        from puna.kernels.minhash_triton import signatures_on
-
-        return signatures_on(device, hashes_S, offsets_D1, number, seed)
     return _signatures(hashes_S, offsets_D1, *permutations(number, seed))  # type: ignore[no-any-return]
 
 
-def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Return the device: `auto` is cuda if torch sees one. Raise RuntimeError if cuda is asked for and missing."""
-    if wanted == "cpu" or (wanted == "auto" and not any(Path(file).exists() for file in DRIVERS)):
-        return "cpu"  # without torch, whose import takes longer than the signatures of many documents
-    from puna.kernels.minhash_triton import usable
-
-    if usable():
-        return "cuda"
-    if wanted == "cuda":
-        raise RuntimeError("there is no CUDA device that torch and triton can use")
-    return "cpu"
-
-
-# --- CPU -------------------------------------------------------------------------------------------------
 # The loop over permutations is the inner one, over a row of P values that stays in the first cache and is worked on in
 # vectors; several shingles at a time share its loads and stores. Casts back to 32 bits undo numba's widening.
 

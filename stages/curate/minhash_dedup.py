@@ -43,14 +43,14 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     score = signals if config.survivor == "best_score" else None
     parts = documents.parts(columns=["text"], rows=SHARD_ROWS)
     if parts and documents.record().characters <= AT_ONCE:
-        infos = remove(run, documents, _whole, [[part.of(COLUMNS) for part in parts]], score, config, config.chosen_device(), **common)
+        infos = remove(run, documents, _whole, [[part.of(COLUMNS) for part in parts]], score, config, **common)
         results = infos[0]["candidates"]
     else:
         members = _members(run, documents, parts, config)
         components = _gathered(run, documents, parts, members, score, config)
         infos, results = remove(run, documents, _decided, components.filled, config, **common), members.rows
     if config.keep_index:
-        sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, config.chosen_device(), str(run.scratch)))
+        sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, str(run.scratch)))
         list(run.map(write_index, [run.folder / INDEX], sketches, config))
     run.metric("candidates", results)
     run.metric("clusters", sum(info["clusters"] for info in infos))
@@ -59,7 +59,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
 
 def _members(run: StageRun, documents: Artifact, parts: list[Part], config: MinhashDedupConfig) -> Exchange:
     size = KEY_BYTES * config.bands * documents.rows()
-    keys = run.exchange(_keys, parts, config, config.chosen_device(), by="key", partitions=partitions(size))
+    keys = run.exchange(_keys, parts, config, by="key", partitions=partitions(size))
     edges = run.exchange(_edges, keys.filled, by="all", partitions=1)
     starts = np.array([part.start for part in parts], np.int64)
     return run.exchange(_components, edges.filled, starts, by="part", partitions=max(1, len(parts)))
@@ -74,10 +74,10 @@ def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
         raise PunaError(f"minhash_dedup.score: {signals.id} has no signal {config.score!r}; it has {names}")
 
 
-def _keys(part: Part, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
+def _keys(part: Part, config: MinhashDedupConfig) -> Iterator[pa.Table]:
     for block in part.split():
         results = shingled(block.read()["text"], config)
-        _, keys = signed(results, config, device)
+        _, keys = signed(results, config)
         filled = np.flatnonzero(np.diff(results.offsets))  # without a shingle a document is nobody's duplicate
         # A band's keys differ from another band's of the same value.
         own = keys[filled] ^ (np.arange(1, config.bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -114,11 +114,11 @@ def _gathered(
     """Return the candidates with the columns for the decision, by component."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
-    arguments = (signals, config, config.chosen_device())
+    arguments = (signals, config)
     return run.exchange(_candidates, items, *arguments, by="hash", partitions=partitions(members.rows * each))
 
 
-def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> Iterator[pa.Table]:
+def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig) -> Iterator[pa.Table]:
     """Yield candidates of one part; their texts are read again, as the shingles of all documents need more room."""
     part, members = item
     chosen = members.read()
@@ -127,7 +127,7 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
         low, high = np.searchsorted(rows, [block.start, block.stop])
         if high > low:
             results = block.read().take(pa.array(rows[low:high] - block.start))
-            yield candidates(results, rows[low:high], component[low:high], signals, config, device)
+            yield candidates(results, rows[low:high], component[low:high], signals, config)
 
 
 def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
@@ -138,9 +138,9 @@ def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table
     return _evidence(members.decided(config), members.ids, config)
 
 
-def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConfig, device: Any) -> tuple[pa.Table, dict[str, int]]:
+def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
     table = pa.concat_tables(part.read() for part in parts)
-    results, candidates = at_once(table, signals, config, device)
+    results, candidates = at_once(table, signals, config)
     evidence, info = _evidence(results, table["id"], config)
     return evidence, {**info, "candidates": candidates}
 

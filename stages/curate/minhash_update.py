@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from puna.stages.contract import Documents, Reads, Signals, StageRun, stage
-from puna.stages.curate.minhash.config import MinhashDedupConfig, SignatureConfig
+from puna.stages.contract import Documents, Reads, Signals, StageConfig, StageRun, stage
+from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.stages.curate.minhash.decide import Found, decided, flat, preference, together
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
 from puna.stages.curate.minhash.sketch import sketch
@@ -21,17 +21,12 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
-
-class MinhashUpdateConfig(SignatureConfig):
-    """Settings of the device only: the others are those of the continued `minhash_dedup`."""
-
-
 Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revisions.parquet"))]
 
 
 @stage(kind="documents", filters="documents")
 def minhash_update(
-    documents: Documents, previous: list[Decisions], signals: Signals | None, config: MinhashUpdateConfig, run: StageRun
+    documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun
 ) -> None:
     """Remove near-duplicates among added documents, and record which earlier decisions they change.
 
@@ -44,7 +39,7 @@ def minhash_update(
         check_score(signals, chosen)
     ranked = signals if chosen.survivor == "best_score" else None
     parts = run.parts(documents)
-    sketches = list(run.map(sketch, list(enumerate(parts)), ranked, chosen, config.chosen_device(), str(run.scratch), rows=len(parts)))
+    sketches = list(run.map(sketch, list(enumerate(parts)), ranked, chosen, str(run.scratch), rows=len(parts)))
     if not sketches:
         return
     for index in previous:

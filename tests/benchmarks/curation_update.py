@@ -47,9 +47,9 @@ def prepared(megabytes: int, folder: str) -> None:
 
 def measured(step: str, folder: str) -> None:
     """Run one stage and print its CPU seconds, documents and a digest of all verdicts as JSON."""
-    from puna.stages.contract import execute
+    from puna.stages.contract import StageConfig, execute
     from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-    from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update, verdicts
+    from puna.stages.curate.minhash_update import minhash_update, verdicts
     from puna.storage import Store, digest
 
     store = Store.open(Path(folder))
@@ -60,7 +60,7 @@ def measured(step: str, folder: str) -> None:
     chain = [execute(minhash_dedup, config, {"documents": documents["base"]}, store)] if step == "update" else []
     started = time.process_time()
     if step == "update":
-        chain.append(execute(minhash_update, MinhashUpdateConfig(), given | {"previous": list(chain)}, store))
+        chain.append(execute(minhash_update, StageConfig(), given | {"previous": list(chain)}, store))
     else:
         chain.append(execute(minhash_dedup, config, given, store))
     seconds = time.process_time() - started
@@ -73,9 +73,9 @@ def started_up(few: Any) -> float:
     """CPU seconds of running both stages on a few documents and copies of them, so that every loop is loaded."""
     import pyarrow as pa
 
-    from puna.stages.contract import execute
+    from puna.stages.contract import StageConfig, execute
     from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-    from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update
+    from puna.stages.curate.minhash_update import minhash_update
     from puna.storage import Store
 
     started = time.process_time()
@@ -86,7 +86,7 @@ def started_up(few: Any) -> float:
         rows = (few.slice(0, 20), pa.concat_tables([few.slice(20), copies]))
         old, new = (store.import_table("documents", some) for some in rows)
         base = execute(minhash_dedup, MinhashDedupConfig(keep_index=True), {"documents": old}, store)
-        execute(minhash_update, MinhashUpdateConfig(), {"documents": new, "previous": [base]}, store)
+        execute(minhash_update, StageConfig(), {"documents": new, "previous": [base]}, store)
     return time.process_time() - started
 
 

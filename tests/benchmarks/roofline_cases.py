@@ -19,7 +19,6 @@ from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
-from puna.kernels.minhash_triton import permutation_tensors, signatures_tensor
 from puna.kernels.moe import (
     combine,
     combine_reference,
@@ -29,7 +28,6 @@ from puna.kernels.moe import (
     top_k_routing,
     top_k_routing_reference,
 )
-from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 from puna.kernels.quantized_linear import quantize_rows, quantized_linear
 from puna.kernels.rms_norm import add_rms_norm, rms_norm
@@ -306,11 +304,3 @@ def _the_rest(m: Machine) -> Iterator[Case]:
     scores, lengths = torch.randn(answers, device=m.device), lengths.to(m.device)
     ours = partial(advantages, kl=0.1, gamma=1.0, lam=0.95)
     yield Case("GAE with KL rewards", ours, (*tokens, scores, lengths), (20 * len(tokens[0]), 0), (0, 0))
-    if uses_triton(scores):
-        documents, shingles = 16 * m.T // 64, 600 if m.T > 64 else 40
-        hashes = torch.randint(-(2**63), 2**63 - 1, (documents * shingles,), device=m.device)
-        offsets = torch.arange(documents + 1, device=m.device) * shingles
-        numbers = permutation_tensors(128, 1, m.device)
-        # An integer multiplication and an addition per shingle and permutation; bytes are what is read and written.
-        moved = 8 * len(hashes) + 512 * documents
-        yield Case("MinHash, 128 permutations", signatures_tensor, (hashes, offsets, *numbers), (moved, 0), (0, 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from roofline_cases import Function, Machine
 from torch import Tensor
@@ -17,8 +16,6 @@ from puna.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from puna.kernels.kv_append import kv_append_, kv_append_reference
 from puna.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from puna.kernels.linear_token_logprobs import linear_token_logprobs, linear_token_logprobs_reference
-from puna.kernels.minhash import signatures
-from puna.kernels.minhash_triton import signatures_on
 from puna.kernels.moe import (
     combine,
     combine_reference,
@@ -28,7 +25,6 @@ from puna.kernels.moe import (
     top_k_routing,
     top_k_routing_reference,
 )
-from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention, paged_attention_reference
 from puna.kernels.quantized_linear import quantize_rows, quantize_rows_reference, quantized_linear
 from puna.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -161,8 +157,3 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     adamw_(*([x] for x in five), step=1, lr=0.01, factor=clipping_factor(norm, 1.0))
     adamw_reference(*wide, clipping_factor(expected, 1.0), 1, 0.01, 0.9, 0.95, 1e-8, 0.0)
     yield equal("AdamW", five[0], wide[0][0], 1e-6)
-    if uses_triton(scores.float()):
-        hashes = np.random.default_rng(0).integers(0, 2**64, 300 // n, dtype=np.uint64)
-        cuts = np.array([0, 0, 7, 300 // n])
-        same = np.array_equal(signatures_on(dev, hashes, cuts, 30, 1), signatures(hashes, cuts, 30, 1))
-        yield "MinHash: " + ("right" if same else "WRONG, bits differ")

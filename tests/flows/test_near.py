@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
-from puna.stages.contract import execute
+from puna.stages.contract import StageConfig, execute
 from puna.stages.curate.minhash.index import resembling
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update
+from puna.stages.curate.minhash_update import minhash_update
 from puna.storage import Store
 from tests.stages.curate.test_minhash_update import corpus, documents
 
@@ -56,7 +56,7 @@ def test_an_index_of_added_documents_is_read_as_the_first_was_written(tmp_path):
     store, rows = Store.open(tmp_path / "store"), corpus(4)
     config = MinhashDedupConfig(words=3, keep_index=True)
     first = execute(minhash_dedup, config, {"documents": documents(store, rows[:30])}, store)
-    added = execute(minhash_update, MinhashUpdateConfig(), {"documents": documents(store, rows[30:]), "previous": [first]}, store)
+    added = execute(minhash_update, StageConfig(), {"documents": documents(store, rows[30:]), "previous": [first]}, store)
     text = rows[40][3]
     found = {row.id: tuple(row[1:]) for row in resembling(text, added, 0.9)}
     assert rows[40][0] in found and found == {k: v for k, v in expected(text, rows[30:], 3).items() if max(v) >= 0.9}

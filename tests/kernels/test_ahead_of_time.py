@@ -23,7 +23,6 @@ from puna.kernels import (  # noqa: E402
     kv_append,
     linear_cross_entropy,
     linear_token_logprobs,
-    minhash_triton,
     moe,
     output_layer,
     paged_attention_triton,
@@ -118,7 +117,6 @@ CASES = {
     "combine": Case(moe._sum_kernel, "pflpn", {"K": 8, "WEIGHTED": True, "BLOCK": moe.BLOCK}),
     "combine_gradients": Case(moe._combine_gradients_kernel, "ppflpfn", {"K": 8, "BLOCK": moe.BLOCK}),
     "advantages": Case(advantages._advantages_kernel, "fffflffxxx", {"BLOCK": advantages.BLOCK}),
-    "minhash": Case(minhash_triton._affine32_kernel, "lliiin", {"P": minhash_triton.PERMUTATIONS, "S": minhash_triton.SHINGLES}),
     "rope": Case(rope._rotate_kernel, "pppp" + "nnn", {"BACK": False, "HALF": 64, "HEADS": rope.HEADS, "BLOCK": 64}, 2),
 }
 

@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
-from puna.models.settings import NO_RESULT
 from puna.stages.contract import StageConfig
-from puna.storage import PunaError
 
 if TYPE_CHECKING:
-    from puna.kernels.minhash import Device
     from puna.stages.curate.minhash.near_duplicates import Criteria
 
 SLACK = 4.0  # standard errors of a signature's estimate below the threshold at which pairs are still compared
@@ -21,24 +18,7 @@ MARGIN = 1.4  # covers the scatter of short texts
 LEVELS = 40  # doublings of the shingles' width; no text is so long
 
 
-class SignatureConfig(StageConfig):
-    """Device on which signatures are computed. They do not depend on it: it is not a part of the identity."""
-
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where signatures are computed, with equal results; auto: a GPU if there is one", json_schema_extra=NO_RESULT
-    )
-
-    def chosen_device(self) -> Device:
-        """Return the device for all workers; raise PunaError if it is missing."""
-        from puna.kernels.minhash import chosen_device
-
-        try:
-            return chosen_device(self.device)
-        except RuntimeError as error:
-            raise PunaError(f"device: cuda was asked for, but {error}; give auto or cpu") from error
-
-
-class MinhashDedupConfig(SignatureConfig):
+class MinhashDedupConfig(StageConfig):
     """Settings of candidate search, duplicate threshold, and choice of the surviving document."""
 
     words: int = Field(5, ge=1, le=50, description="Words per shingle, without case, punctuation, accents; a shorter text is one shingle")

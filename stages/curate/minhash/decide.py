@@ -14,7 +14,6 @@ from puna.stages.curate.minhash.sketch import FACTS, Shingles, facts_of, shingle
 from puna.storage import Artifact
 
 if TYPE_CHECKING:
-    from puna.kernels.minhash import Device
     from puna.kernels.text.hashing import I64, U64
 
 BLOCK_DOCUMENTS = 512
@@ -107,11 +106,11 @@ def flat(pieces: list[U64]) -> tuple[U64, I64]:
 
 
 def candidates(
-    table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig, device: Device
+    table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig
 ) -> pa.Table:
     """Return documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
     results = shingled(table["text"], config)
-    values, _ = signed(results, config, device)
+    values, _ = signed(results, config)
     shingles = [None, pa.py_buffer(8 * results.offsets.astype(np.int64)), pa.py_buffer(results.hashes)]
     return pa.table(
         {
@@ -184,7 +183,7 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
     return at_once(pa.table({"text": column, **same}), None, config)[0]
 
 
-def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[Found, int]:
+def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig) -> tuple[Found, int]:
     """Return the near-duplicates among documents in memory, and the number of candidates."""
     from puna.stages.curate.minhash.near_duplicates import components
 
@@ -192,7 +191,7 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
     if not slices:
         return Found.none(), 0
     blocks = [shingled(rows["text"], config) for rows in slices]
-    pairs = [signed(block, config, device) for block in blocks]
+    pairs = [signed(block, config) for block in blocks]
     signatures, keys = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
     facts = np.concatenate([facts_of(rows, block, signals, config) for rows, block in zip(slices, blocks, strict=True)])
     filled, rows = np.flatnonzero(facts["shingles"]), np.arange(len(table))

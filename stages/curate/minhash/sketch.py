@@ -15,7 +15,6 @@ from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.storage import Artifact, Part
 
 if TYPE_CHECKING:
-    from puna.kernels.minhash import Device
     from puna.kernels.text.hashing import I64, U64
     from puna.kernels.text.normal_words import Words
 
@@ -44,7 +43,7 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     return Shingles(hashes, where, np.diff(words.words_D1), words)
 
 
-def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") -> tuple[NDArray[Any], U64]:
+def signed(found: Shingles, config: MinhashDedupConfig) -> tuple[NDArray[Any], U64]:
     """Return signatures [D, P] and band keys [D, B]."""
     from puna.kernels.minhash import signatures
     from puna.stages.curate.minhash.near_duplicates import band_keys
@@ -52,7 +51,7 @@ def signed(found: Shingles, config: MinhashDedupConfig, device: Device = "cpu") 
     if config.engine == "datasketch":
         values = _datasketch_signatures(found.hashes, found.offsets, config)
     else:
-        values = signatures(found.hashes, found.offsets, config.bands * config.rows, config.seed, device)
+        values = signatures(found.hashes, found.offsets, config.bands * config.rows, config.seed)
     return values, band_keys(values, config.bands, config.rows)
 
 
@@ -91,12 +90,12 @@ def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config:
     return facts
 
 
-def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedupConfig, device: Device, scratch: str) -> str:
+def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedupConfig, scratch: str) -> str:
     """Write the index of one part to files, and return their common prefix."""
     number, part = job
     table = part.read()
     results = shingled(table["text"], config)
-    values, keys = signed(results, config, device)
+    values, keys = signed(results, config)
     facts = facts_of(table, results, signals, config)
     codec = pa.Codec("zstd", 1)
     bounds, whole = results.normal.offsets_D1.tolist(), memoryview(results.normal.data.tobytes())

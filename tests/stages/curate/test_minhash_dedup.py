@@ -236,14 +236,6 @@ def test_the_best_score_survives_whatever_the_length(tmp_path):
         execute(minhash_dedup, MinhashDedupConfig(survivor="best_score"), {"documents": documents}, store)
 
 
-def test_the_device_is_checked_and_no_part_of_the_identity(tmp_path, monkeypatch):
-    assert MinhashDedupConfig(device="cuda").identity() == MinhashDedupConfig(device="cpu").identity()
-    assert MinhashDedupConfig(bands=3).identity() != MinhashDedupConfig().identity()
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(PunaError, match=r"device: cuda was asked for, but there is no CUDA device .*; give auto or cpu"):
-        run(tmp_path, ["one text"], MinhashDedupConfig(device="cuda"))
-
-
 def test_the_table_of_characters_and_the_words_of_normal_texts():
     points = [chr(p) for p in range(shingles.LIMIT)]
     assert [shingles._form(c) for c in points] == [shingles.character(c).encode() for c in points]

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.stages.contract import execute
+from puna.stages.contract import StageConfig, execute
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update, verdicts
+from puna.stages.curate.minhash_update import minhash_update, verdicts
 from puna.storage import PunaError, Store
 
 START = datetime(2024, 1, 1, tzinfo=UTC)
@@ -52,7 +52,7 @@ def test_updates_equal_the_full_run(tmp_path, seed, survivor):
     chain = [execute(minhash_dedup, config, {"documents": documents(store, rows[:40])}, store)]
     for some in (rows[40:52], rows[52:]):
         given = {"documents": documents(store, some), "previous": list(chain)}
-        chain.append(execute(minhash_update, MinhashUpdateConfig(), given, store, part_rows=5))
+        chain.append(execute(minhash_update, StageConfig(), given, store, part_rows=5))
     assert verdicts(chain) == expected
     # what the artifacts hold, put together by hand
     present = kept(chain[0])
@@ -72,7 +72,7 @@ def test_an_earlier_survivor_is_revised(tmp_path):
     chain = [execute(minhash_dedup, config, {"documents": documents(store, first)}, store)]
     assert {i: k for i, (k, _) in verdicts(chain).items()} == {"c": "b"}
     given = {"documents": documents(store, [("a", START, "web", " ".join(base))]), "previous": list(chain)}
-    chain.append(execute(minhash_update, MinhashUpdateConfig(), given, store))
+    chain.append(execute(minhash_update, StageConfig(), given, store))
     assert kept(chain[1]) == {"a"}
     assert {r["id"]: r["kept_id"] for r in chain[1].read("revisions").to_pylist()} == {"b": "a", "c": "a"}
     assert verdicts(chain)["b"] == ("a", pytest.approx(192 / 196))
@@ -87,7 +87,7 @@ def test_part_sizes_do_not_matter(tmp_path):
             minhash_dedup, MinhashDedupConfig(keep_index=True), {"documents": documents(store, rows[:50])}, store, part_rows=part_rows
         )
         given = {"documents": documents(store, rows[50:]), "previous": [base]}
-        made = execute(minhash_update, MinhashUpdateConfig(), given, store, part_rows=part_rows)
+        made = execute(minhash_update, StageConfig(), given, store, part_rows=part_rows)
         digests.append((base.data_digest, made.data_digest))
     assert digests[0] == digests[1]
 
@@ -98,8 +98,8 @@ def test_what_cannot_be_continued_is_refused(tmp_path):
     old, new = documents(store, rows[:20]), documents(store, rows[20:30])
     bare = execute(minhash_dedup, MinhashDedupConfig(), {"documents": old}, store)
     base = execute(minhash_dedup, MinhashDedupConfig(keep_index=True), {"documents": old}, store)
-    one = execute(minhash_update, MinhashUpdateConfig(), {"documents": new, "previous": [base]}, store)
+    one = execute(minhash_update, StageConfig(), {"documents": new, "previous": [base]}, store)
     for previous, message in (([bare], "keep_index"), ([one], "one minhash_dedup and then its updates"), ([base], "same id")):
         given = {"documents": old if previous == [base] else documents(store, rows[30:]), "previous": previous}
         with pytest.raises(PunaError, match=message):
-            execute(minhash_update, MinhashUpdateConfig(), given, store)
+            execute(minhash_update, StageConfig(), given, store)

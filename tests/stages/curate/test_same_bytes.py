@@ -32,7 +32,7 @@ from puna.stages.curate.judge import JudgeConfig, judge
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
-from puna.stages.curate.minhash_update import MinhashUpdateConfig, minhash_update
+from puna.stages.curate.minhash_update import minhash_update
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.stages.curate.quality import QualityConfig, quality
 from puna.stages.curate.select import SelectConfig, select
@@ -194,7 +194,7 @@ SPECS = {
     ),
     "pii": (pii, PiiConfig(), lambda w: {"documents": w.documents}),
     "minhash_dedup": (minhash_dedup, MinhashDedupConfig(keep_index=True), lambda w: {"documents": w.old}),
-    "minhash_update": (minhash_update, MinhashUpdateConfig(), lambda w: {"documents": w.new, "previous": [w.made["minhash_dedup"]]}),
+    "minhash_update": (minhash_update, StageConfig(), lambda w: {"documents": w.new, "previous": [w.made["minhash_dedup"]]}),
     "line_dedup": (line_dedup, LineDedupConfig(bucket_documents=25, max_occurrences=3, min_documents=0), lambda w: {"documents": w.documents}),
     "substring_dedup": (substring_dedup, SubstringDedupConfig(), lambda w: {"documents": w.documents}),
     "semantic_dedup": (
