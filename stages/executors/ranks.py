@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from puna.models.training.parallel.layout import Layout
@@ -29,9 +28,8 @@ T = TypeVar("T")
 
 RESTARTS = 3
 """Times that all processes are started again after one was killed; they go on from the last state."""
-PATIENCE = timedelta(seconds=20)
-WAITING = "[c10d] waitForInput"
-"""What torch warns of in each `PATIENCE` in which no job comes."""
+LOOK = 0.05
+"""Seconds between a follower's looks for its next job."""
 LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error says more, may end first."""
 END = "end"
@@ -116,8 +114,6 @@ def tell(line: str) -> None:
     from puna.models.training.parallel import mesh
 
     rank = int(os.environ["RANK"])
-    if WAITING in line:
-        return
     _lines[rank] = _lines.get(rank, 0) + 1
     mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
 
@@ -138,26 +134,24 @@ def heard() -> list[str]:
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
     """Do the jobs that rank 0 tells, until it ends."""
-    import torch.distributed as dist
-
     from puna.models.training.parallel import mesh
 
     number = 0
     while True:
-        with contextlib.suppress(dist.DistStoreError):
-            mesh.store().wait([f"job-{number}"], PATIENCE)
-            text = mesh.store().get(f"job-{number}").decode()
-            if text == END:
-                return
-            try:
-                do(json.loads(text))
-            except Exception as error:
-                words = f"rank {os.environ['RANK']}: {type(error).__name__}: {error}"
-                print(words, file=sys.stderr)
-                mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
-                time.sleep(LAST_WORDS)
-                raise SystemExit(1) from error
-            number += 1
+        while not mesh.store().check([f"job-{number}"]):  # `wait` would keep the store from this process's lines
+            time.sleep(LOOK)
+        text = mesh.store().get(f"job-{number}").decode()
+        if text == END:
+            return
+        try:
+            do(json.loads(text))
+        except Exception as error:
+            words = f"rank {os.environ['RANK']}: {type(error).__name__}: {error}"
+            print(words, file=sys.stderr)
+            mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
+            time.sleep(LAST_WORDS)
+            raise SystemExit(1) from error
+        number += 1
 
 
 def finish() -> None:

@@ -218,7 +218,7 @@ def _decoding(m: Machine, size: int) -> Iterator[Case]:
 
 def _linear_layers(m: Machine, size: int) -> Iterator[Case]:
     T, D, N = m.T // 2, m.D, m.F
-    x, w = m.normal(T, D), m.normal(N, D, scale=0.02)
+    x, w = m.normal(T, D).detach(), m.normal(N, D, scale=0.02).detach()
     product, moved = 2.0 * T * D * N, (T * D + N * D + T * N) * size
     plain = {"bf16 product" if m.dtype == torch.bfloat16 else "product": F.linear}
     for kind in ("int8", "fp8"):

@@ -90,7 +90,7 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: p
         maker = Maker(load("one-gpu", SMALL), store)
         documents, domains = curated(store, words)
         with maker.at_work():
-            pretrain(documents, domains, experiments(documents, domains), [documents])
+            pretrain(documents, domains, experiments(documents, domains))
         made.append(maker.made)
     one, two = made
     measured = {"evaluate_base", "contamination_base"}

@@ -233,7 +233,7 @@ def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder, tmp_pa
 
 
 def test_commands_have_the_serving_settings_of_stages():
-    fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory")}
+    fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory", "layout")}
     for command in ("chat", "generate", "api"):
         options = {option.name: option for option in get_command(app).commands[command].params}
         assert {name: (options[name].help, options[name].default) for name in fields} == {n: (f.description, f.default) for n, f in fields.items()}
