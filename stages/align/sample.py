@@ -20,7 +20,8 @@ from puna.stages.endpoint import Endpoint, EndpointConfig, Reply
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
-from puna.stages.training.train import DealtEngine, check_shared, load_model, load_served
+from puna.stages.training.serving import DealtEngine, check_shared, load_served
+from puna.stages.training.train import load_model
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.scoring import Scorer, verifiers_named

@@ -26,7 +26,8 @@ from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, 
 from puna.stages.evaluation.task_programs import texts_of
 from puna.stages.executors import ranks
 from puna.stages.training import intervals
-from puna.stages.training.train import DealtEngine, heldout_prompts, load_served
+from puna.stages.training.serving import DealtEngine, load_served
+from puna.stages.training.train import heldout_prompts
 from puna.stages.verifiers.base import ScoringConfig, ended
 from puna.stages.verifiers.registry import kind_of
 from puna.stages.verifiers.scoring import Scorer, verifiers_named

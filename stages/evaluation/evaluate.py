@@ -22,7 +22,8 @@ from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
-from puna.stages.training.train import DealtEngine, heldout_prompts, load_served
+from puna.stages.training.serving import DealtEngine, load_served
+from puna.stages.training.train import heldout_prompts
 from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named

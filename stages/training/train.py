@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, dump, messages_of, prompt_ids, rendering, tools_of
@@ -22,10 +22,7 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.generation import AnswerEngine, Completion, SamplingParams
     from puna.models.machine import Precision
-    from puna.models.memory.workload import Work
-    from puna.models.serving import ServingSettings
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.layout import Layout
     from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
@@ -223,69 +220,6 @@ def load_model(
     if model.head != head:
         raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
     return on_threads(model), Tokenizer.load(artifact.path())
-
-
-def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if a model answers as it is, each token by itself. Raise PunaError where several processes share the prompts and it does not."""
-    plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
-    if ranks.count() > 1 and not plain:
-        raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 bits "
-                        "or engine vllm: leave `serving` at its defaults but for speculate and layout, or run in one process")  # fmt: skip
-    if serving.layout.axes - {"data"} and device().type != "cpu":
-        raise PunaError(f"{run.stage}: serving.layout = {serving.layout}: groups that answer are proved only on CPUs; set only data")
-    return plain
-
-
-def load_served(
-    artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None,
-    draft: Transformer | None = None,
-) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
-    """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
-
-    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact where
-    it can be: no answer depends on those beside it, or on the process. Raise PunaError if several processes cannot share the work."""
-    from puna.kernels.exact import can_be_exact
-    from puna.models.serving import offloaded_model
-    from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.parallel.parallel import parallel
-
-    plain = check_shared(serving, draft is not None, run)
-    if serving.offload == "none":
-        own: dict[str, Any] = {"exact": True} if plain and can_be_exact(frozen_dtype(), device()) else {}
-        own |= {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
-        model, tokenizer = load_model(artifact, "lm", frozen=True, layout=serving.layout)
-        if serving.layout.axes - {"data"}:
-            try:
-                own["held"] = held = parallel(model, serving.layout, ranks.mesh(serving.layout), device())
-            except ValueError as error:
-                raise PunaError(f"{run.stage}: {artifact.id}: serving.{error}") from error
-            model = cast("Transformer", held.model)
-        return model, tokenizer, own | serving.kept
-    try:
-        place = (device(), frozen_dtype())
-        part = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
-    except ValueError as error:
-        raise PunaError(f"{artifact.id}: {error}") from error
-    run.metric(f"offload_{artifact.data_digest[:12]}", part.plan)
-    return on_threads(part.model), Tokenizer.load(artifact.path()), part.limits | serving.kept
-
-
-class DealtEngine:
-    """An engine whose prompts are dealt to the processes, or groups, that run a stage together; each gets the answers to all."""
-
-    def __init__(self, engine: AnswerEngine, layout: Layout) -> None:
-        self.engine, self.tokenizer, self.layout = engine, engine.tokenizer, layout
-
-    def generate(
-        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
-    ) -> list[list[Completion]]:
-        """Return `Engine.generate`'s answers. Equal prompts go to one process: together they draw different answers."""
-        from puna.models.generation import Completion
-
-        def drawn(own: list[Sequence[int] | str]) -> list[list[Completion]]:
-            return self.engine.generate(own, params, progress)
-
-        return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, drawn, self.layout, tuple)]
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:

@@ -20,7 +20,7 @@ from puna.stages.contract import External, execute
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.conversations import asking
 from puna.stages.evaluation import benchmark, evaluate
-from puna.stages.training.train import check_shared
+from puna.stages.training.serving import check_shared
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 from tests.stages.evaluation.conftest import model, store, task  # noqa: F401 (fixtures)
