@@ -151,12 +151,13 @@ class Engine:
             request.first = repeats[request.words]
             repeats[request.words] += own.n
             completions[request] = {}
+        total = sum(own.n for own in each)
         with closing(self._events(list(completions))) as events:
             ended = ((event, event.completion) for event in events if event.completion is not None)
             for done, (event, completion) in enumerate(ended, 1):
                 completions[event.request][event.number] = completion
                 if progress is not None:
-                    progress(done, sum(own.n for own in each))
+                    progress(done, total)
         return [[row[number] for number in sorted(row)] for row in completions.values()]
 
     def room(self, prompt: int, wanted: int) -> int:
