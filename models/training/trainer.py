@@ -61,9 +61,11 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 
     layers = [layer for model in models for decoder in model.modules() if isinstance(decoder, Decoder) for layer in decoder.layers]
     hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    yield
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Trainer:

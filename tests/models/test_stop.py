@@ -18,7 +18,7 @@ from puna.models.training.loop import TrainConfig, train, weights_digest
 from puna.models.training.ppo import train_grpo, train_ppo
 from puna.models.training.settings import GrpoSettings, PpoSettings
 from puna.models.training.state import Stop
-from puna.models.training.trainer import TIMED, Trainer
+from puna.models.training.trainer import TIMED, Trainer, between_layers
 
 from .test_objectives import CASES, examples, model, targets
 
@@ -203,3 +203,18 @@ def test_a_signal_leaves_an_update_in_the_middle_and_loses_none(critic: bool, wh
     assert len(scored) == 2  # no answer is sampled twice
     assert weights_digest(resumed) == weights_digest(whole) and weights_digest(value) == weights_digest(whole_value)
     assert timeless(log) == timeless(expected)
+
+
+def test_a_pass_that_was_left_leaves_no_hook() -> None:
+    made, calls = model(), []
+
+    def act() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    forest = targets(examples(1, 2)).forest
+    with pytest.raises(KeyboardInterrupt), between_layers([made], act):
+        made.hidden(forest)
+    made.hidden(forest)
+    assert len(calls) == 2
