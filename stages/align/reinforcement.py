@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import answer_text, shown
+from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import adaptable, one_tokenizer
@@ -119,6 +120,8 @@ def grpo(
     """
     from puna.models.training.ppo import train_grpo
 
+    if config.turns > 1 and ranks.count() > 1:
+        raise PunaError(f"grpo: turns={config.turns}: no test proves answers in several turns by several processes: use one, or turns=1")
     _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_grpo, critic=False)
 
 

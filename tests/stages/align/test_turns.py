@@ -122,6 +122,14 @@ def test_one_turn_is_as_if_nothing_replied(tmp_path: Path, tiny_model: Tiny) -> 
     assert tables[0].equals(tables[1]) and set(tables[0]["turns"].to_pylist()) == {1}
 
 
+def test_several_processes_are_refused(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path)
+    given = {"policy": tiny_model(store), "prompts": asked(store, to_text("guess", number=3))}
+    with monkeypatch.context() as patched, pytest.raises(PunaError, match="no test proves answers in several turns by several processes"):
+        patched.setattr("puna.stages.align.reinforcement.ranks.count", lambda: 2)
+        grpo.function(given["policy"], None, given["prompts"], None, GrpoConfig(**SETTINGS), None)
+
+
 def test_what_cannot_reply_is_refused_before_anything_runs(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"policy": tiny_model(store), "prompts": asked(store, to_text("regex", pattern="e"))}
