@@ -190,7 +190,7 @@ class Rollouts(Generic[Config]):
         weights = self.policy.model.embed_tokens.weight
         if weights.device.type != "cpu":
             return self.config.prompts
-        flops = 2.0 * (self.parameters or numbers(self.policy)) * self.config.answers * self.config.max_tokens
+        flops = 2.0 * (self.parameters or parameter_count(self.policy)) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
@@ -268,7 +268,7 @@ class Source:
         if mesh.size("tensor") > 1 and precision != "fp32":
             raise ValueError(f"generate_tensor {mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")
         held, reference = parallel(whole, mesh.layout, mesh), asked(self.rollouts.reference, mesh.layout, mesh)
-        self.rollouts = replace(self.rollouts, policy=held.model, reference=reference, parameters=numbers(whole))  # type: ignore[arg-type]
+        self.rollouts = replace(self.rollouts, policy=held.model, reference=reference, parameters=parameter_count(whole))  # type: ignore[arg-type]
         with computing_in(held.model, precision):
             for order in self.groups.orders(held):
                 if "rollout" in order:
@@ -289,7 +289,7 @@ class Source:
         return remember
 
 
-def numbers(model: Transformer) -> int:
+def parameter_count(model: Transformer) -> int:
     """Return the number of a model's parameters."""
     return sum(p.numel() for p in model.parameters())
 
