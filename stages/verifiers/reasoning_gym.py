@@ -9,7 +9,7 @@ import re
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.verifiers.base import Question, Score, Verifier, is_correct
 from puna.stages.verifiers.extraction import final_answer
@@ -87,9 +87,10 @@ def _bits(node: ast.expr) -> float:
     return bits
 
 
-# Generators whose scorers evaluate the answer: with sympy's parse_expr, and with eval. Neither is safe with what anybody wrote.
+# Generators whose scorers evaluate the answer, with sympy's parse_expr and with eval, or a problem of the entry: none is safe by itself.
 FORMULAS = frozenset(("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"))
 LITERALS = frozenset(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"))
+PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0-3]\)|\*(?!\*)|[ ()+-])*")}
 
 
 @register
@@ -110,13 +111,17 @@ class ReasoningGym(Verifier):
     def dataset(self) -> ProceduralDataset:
         return generator(self.generator, json.dumps(self.parameters, sort_keys=True))
 
-    def check(self, question: Question) -> None:
-        """Raise PunaError if the scorer would evaluate more of the entry than a value."""
+    @model_validator(mode="after")
+    def _entry_is_plain(self) -> ReasoningGym:
+        """Refuse an entry of which the scorer would evaluate more than a value."""
         about = self.entry.get("metadata")
-        texts = [self.entry.get("answer"), about.get("integrand") if isinstance(about, dict) else None]
-        for text in texts:
+        metadata = about if isinstance(about, dict) else {}
+        for text in (self.entry.get("answer"), metadata.get("integrand")):
             if isinstance(text, str) and (message := self._refused(text)):
-                raise PunaError(f"the entry of reasoning-gym's {self.generator} {message}, and its scorer would run it: {text[:80]!r}")
+                raise ValueError(f"the entry {message}, and its scorer would run it: {text[:80]!r}")
+        if self.generator in PROBLEMS and not PROBLEMS[self.generator].fullmatch(str(metadata.get("problem"))):
+            raise ValueError(f"the entry's problem is no formula, and its scorer would run it: {str(metadata.get('problem'))[:80]!r}")
+        return self
 
     def score(self, question: Question, answer: str) -> Score:
         """Return the generator's score, 0 to 1; 0 for a text that its scorer must not evaluate."""
@@ -162,5 +167,5 @@ def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> Proce
         raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(known))}")
     try:
         return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
-    except (AssertionError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
         raise PunaError(f"task {task}: its parameters {parameters} are refused: {error}") from error

@@ -13,7 +13,7 @@ from reasoning_gym.factory import DATASETS
 
 from puna.stages.verifiers import reasoning_gym as module
 from puna.stages.verifiers.base import Question, Verifier
-from puna.stages.verifiers.reasoning_gym import FORMULAS, LITERALS, Refused, check_formula, check_literal, generator
+from puna.stages.verifiers.reasoning_gym import FORMULAS, LITERALS, PROBLEMS, Refused, check_formula, check_literal, generator
 from puna.stages.verifiers.registry import from_text, to_text
 from puna.storage import PunaError
 
@@ -27,26 +27,29 @@ def drawn(name: str, index: int = 0) -> tuple[Verifier, dict[str, Any]]:
 
 
 def evaluating() -> set[str]:
-    """Generators with a `score_answer` that calls what evaluates text."""
+    """Generators whose `score_answer`, or a function of its module that it reaches, calls what evaluates text."""
     found = set()
     for name, (kind, _) in DATASETS.items():
         tree = ast.parse(inspect.getsource(inspect.getmodule(kind)))  # type: ignore[arg-type]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "score_answer":
-                called = {getattr(n.func, "id", getattr(n.func, "attr", "")) for n in ast.walk(node) if isinstance(n, ast.Call)}
-                if called & EVALUATES:
-                    found.add(name)
+        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        reached, todo = set[str](), {"score_answer"} & set(functions)
+        while todo:
+            calls = [node for node in ast.walk(functions[todo.pop()]) if isinstance(node, ast.Call)]
+            new = {getattr(call.func, "id", getattr(call.func, "attr", "")) for call in calls} - reached
+            reached |= new
+            todo |= new & set(functions) - {"parse_expr"}  # one generator has a parser of that name, which evaluates nothing
+        if reached & EVALUATES - set(functions):
+            found.add(name)
     return found
 
 
 def test_every_scorer_that_evaluates_is_guarded() -> None:
-    assert evaluating() == FORMULAS | LITERALS
+    assert evaluating() == FORMULAS | LITERALS | set(PROBLEMS)
 
 
 @pytest.mark.parametrize("name", sorted(FORMULAS | LITERALS))
 def test_an_exploit_does_not_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verifier, _ = drawn(name)
-    verifier.check(QUESTION)
     flag = tmp_path / "ran"
     exploits = [
         f"__import__('pathlib').Path({str(flag)!r}).touch()",
@@ -70,20 +73,28 @@ def test_an_exploit_does_not_run(name: str, tmp_path: Path, monkeypatch: pytest.
 def test_right_answers_are_right_still(name: str) -> None:
     for index in range(5):
         verifier, entry = drawn(name, index)
-        verifier.check(QUESTION)
         right = entry["answer"] if entry["answer"] is not None else entry["metadata"]["expression"]
         assert verifier.score(QUESTION, right).value == 1.0, right
         assert verifier.score(QUESTION, f"<answer>{right}</answer>").value == 1.0
 
 
-def test_an_entry_that_runs_something_is_refused() -> None:
-    for name, entry in (
-        ("number_sorting", {"answer": "__import__('os').getcwd()", "metadata": {"direction": "ascending"}}),
-        ("simple_integration", {"answer": "x", "metadata": {"variable": "x", "integrand": "open('a')"}}),
-    ):
-        verifier = from_text(to_text("reasoning_gym", generator=name, entry=entry))
-        with pytest.raises(PunaError, match=f"the entry of reasoning-gym's {name} holds"):
-            verifier.check(QUESTION)
+@pytest.mark.parametrize(("name", "entry"), [
+    ("number_sorting", {"answer": "__import__('os').getcwd()", "metadata": {"direction": "ascending"}}),
+    ("simple_integration", {"answer": "x", "metadata": {"variable": "x", "integrand": "open('a')"}}),
+    *(("bitwise_arithmetic", {"answer": "0x1", "metadata": about}) for about in (
+        {"problem": "__import__('os').getpid()"}, {"problem": "(0x2 ** 0x9)"}, {"problem": "(0x1 << 0xffff)"}, {"problem": "(0x1 << 0x3 * 0xffff)"}, {"problem": ["0x1"]}, {},
+    )),
+])  # fmt: skip
+def test_an_entry_that_runs_something_is_refused(name: str, entry: dict[str, Any]) -> None:
+    with pytest.raises(PunaError, match="the entry.* and its scorer would run it"):
+        from_text(to_text("reasoning_gym", generator=name, entry=entry))
+
+
+@pytest.mark.parametrize("difficulty", [1, 2, 5, 10])
+def test_problems_of_a_generator_are_its_own_formulas(difficulty: int) -> None:
+    for entry in generator("bitwise_arithmetic", json.dumps({"difficulty": difficulty}), size=40):
+        verifier = from_text(to_text("reasoning_gym", generator="bitwise_arithmetic", entry=entry))
+        assert verifier.score(QUESTION, entry["answer"]).value == 1.0
 
 
 @pytest.mark.parametrize("text", ["1 + 2*(3 - 4)/5", "-x**2 + 3*x*y - 7", "exp(2*x)*sin(x) + C", "sqrt(3)/log(x + 1, 10)", "2**100", "1.5e3", " 7\n", "x**(n + 1)/(n + 1)"])
