@@ -21,7 +21,8 @@ REFUSED_CALLS = {
     "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323, 101, 310, 311, 275, 276, 278, 253, 294),
     "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282, 117, 270, 271, 76, 77, 75, 26),
 }
-REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 438, 447)  # io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, memfd_secret
+# io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, landlock (whose rules are the kernel's memory), memfd_secret
+REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 438, 444, 445, 446, 447)
 
 libc = ctypes.CDLL(None, use_errno=True)
 

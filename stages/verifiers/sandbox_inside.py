@@ -30,6 +30,8 @@ OPEN_FILES = 64
 PIPES_BYTES = OPEN_FILES << 16
 """Most that the pipes of one process hold."""
 LOCK_BYTES = 256
+AREA_BYTES, AREAS = 256, 65_530
+"""Memory of one area of a process's addresses, which has a page at least; most areas of a process."""
 INODE_BYTES = 1024
 """Memory that a file takes beside its content."""
 
@@ -189,12 +191,13 @@ def _how(status: int) -> str:
 
 
 def memory_of(job: Job) -> int:
-    """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes may hold."""
+    """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes and areas may hold."""
     page, total = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"])
     for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
-            total += int(handle.read().split()[1]) * page
+            size, resident = map(int, handle.read().split()[:2])
+            total += resident * page + min(size, AREAS) * AREA_BYTES
     return total
 
 

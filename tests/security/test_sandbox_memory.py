@@ -30,6 +30,10 @@ def test_memory_outside_processes_is_counted_or_refused(attack: str, mode: sandb
     assert not cases.held_over_limit(cases.ATTACKS[attack], mode)
 
 
+def test_areas_of_addresses_are_counted(mode: sandbox.Mode) -> None:
+    assert not cases.held_over_limit(cases.AREAS, mode, 256)
+
+
 def test_ordinary_programs_still_run(mode: sandbox.Mode) -> None:
     program = (
         "import asyncio, threading, subprocess, os, mmap\n"
