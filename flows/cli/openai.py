@@ -245,6 +245,10 @@ def _tell_errors(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return _error_response(ApiError(error.status_code, "invalid_request_error", message), error.headers)
 
+    @app.exception_handler(RecursionError)
+    async def nested(_: Request, error: Exception) -> Response:
+        return _error_response(ApiError(400, "invalid_request_error", "the body is nested too deeply"))
+
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
         return _error_response(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))

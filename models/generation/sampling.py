@@ -134,9 +134,9 @@ def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
 
 def _kept(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids of the tokens that each row keeps, likeliest first; zero beyond them."""
-    limits = zip(*((row.top_k, row.top_p, row.min_p) for row in cuts), strict=True)
-    top_k, top_p, min_p = (torch.tensor(limit, device=p_SV.device)[:, None] for limit in limits)
     V = p_SV.shape[-1]
+    limits = zip(*((min(row.top_k, V), row.top_p, row.min_p) for row in cuts), strict=True)
+    top_k, top_p, min_p = (torch.tensor(limit, device=p_SV.device)[:, None] for limit in limits)
     top_k = torch.where(top_k == 0, V, top_k)
     size = min(NUCLEUS, V)
     while True:

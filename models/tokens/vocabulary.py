@@ -23,6 +23,14 @@ Span = tuple[int, int]
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters of bytes, in which byte-level tokenizers write their tokens."""
+LONG = 1 << 14  # characters
+
+
+def _encoding(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """Return a text's encoding. The library lets other threads run only while it encodes a batch, such as one long text."""
+    if len(text) > LONG:
+        return backend.encode_batch([text], add_special_tokens=False)[0]
+    return backend.encode(text, add_special_tokens=False)
 
 
 class Vocabulary:
@@ -53,7 +61,7 @@ class Vocabulary:
         """Return the ids of a text, nothing added before or after. Raise ValueError if the tokenizer's patterns take too long on it."""
         if self._trial is not None:
             self._trial.check(text)
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = _encoding(self.backend, text).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -114,7 +122,7 @@ class Vocabulary:
         if mark is None or mark not in text:
             if self._trial is not None:
                 self._trial.check(text, markup=True)
-            encoding = self._reader.encode(text, add_special_tokens=False)
+            encoding = _encoding(self._reader, text)
             return encoding.ids, encoding.offsets
         ids: list[int] = []
         spans: list[Span] = []
@@ -142,7 +150,7 @@ class Vocabulary:
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
         if self._trial is not None:
             self._trial.check(text)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = _encoding(self.backend, text)
         return encoding.ids, encoding.offsets
 
     def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:

@@ -60,6 +60,8 @@ TRAVERSALS = (
 BODIES = (
     b"", b"\xff\xfe\x00", b"{", b"[]", b"null", b'"\\ud800"', b'{"model": "\\ud800", "messages": [{"content": "\\ud800"}]}', b"[" * 100_000,
     b'{"a":' * 50_000, b"text=%ff%fe&artifact=%00", b"text=%00&artifact=documents", b"a=b&" * 50_000, b"q=select+1", b"token=%ff&q=select+1",
+    *(b'{"messages": [{"role": "user", "content": "a", "x": %b}], "tools": [{"x": %b}]}' % (b"[" * n + b"]" * n, b"[]") for n in (300, 900)),
+    *(b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tools": [{"x": %b}]}' % (b'{"a":' * n + b"1" + b"}" * n) for n in (300, 900)),
     b"inputs={trap}", b"recipe=demo&once=1", b'{"prompt": "\\u0000", "max_tokens": 1e999}', b'{"pair": "\\ud800", "by": "\\ud800"}',
 )  # fmt: skip
 

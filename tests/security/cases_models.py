@@ -41,6 +41,7 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"logit_bias": {3: 1e308}},
     {"logit_bias": {83: 1.0}},
     {"repetition_penalty": 1e-308, "top_k": 2},
+    {"top_k": 1 << 63},
 )
 """Parameters of requests that once ended the answers of all others."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,28 @@ def test_a_large_reply_is_written_beside_the_event_loop(monkeypatch):
     monkeypatch.setattr(openai, "whole", whole)
     with TestClient(application(engine, "tiny")) as client:
         assert client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2}).json() == {"replies": 1}
+
+
+@pytest.mark.parametrize("way", ["encode", "encode_markup"])
+def test_other_threads_run_while_a_long_text_is_encoded(way):
+    """A prompt of 900,000 characters kept all clients of a server waiting."""
+    tokenizer, done, turns = Tokenizer.train(["to be or not to be"], 270), threading.Event(), 0
+    thread = threading.Thread(target=lambda: (getattr(tokenizer, way)("a" * 1_000_000), done.set()))
+    thread.start()
+    while not done.wait(0.002):
+        turns += 1
+    thread.join()
+    assert turns > 10
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused():
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    with TestClient(application(Engine(Transformer(shape), tokenizer), "tiny"), raise_server_exceptions=False) as client:
+        for more in ('"x": %s', '"tool_calls": %s'):
+            body = '{"messages": [{"role": "user", "content": "hi", %s}]}' % (more % ("[" * 900 + "]" * 900))
+            answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, answer.text
 
 
 class Counting:
