@@ -85,16 +85,10 @@ class Process:
             self._command = command
             # A stranger's program gets nothing else of this process's environment.
             environment = {**(os.environ if self._own else {}), "PYTHONPATH": path}
-            errors = subprocess.DEVNULL if self._own else None
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", *command[1:]],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                env=environment,
-                start_new_session=True,
-            )
+                [sys.executable, "-c", *command[1:]], bufsize=0, env=environment, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if self._own else None,
+            )  # fmt: skip
             self._close = weakref.finalize(self, _kill, self._popen)
             try:
                 _answer(self._popen, START_SECONDS)

@@ -23,14 +23,8 @@ Span = tuple[int, int]
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters of bytes, in which byte-level tokenizers write their tokens."""
-LONG = 1 << 14  # characters
-
-
-def _encoding(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-    """Return a text's encoding. The library lets other threads run only while it encodes a batch, such as one long text."""
-    if len(text) > LONG:
-        return backend.encode_batch([text], add_special_tokens=False)[0]
-    return backend.encode(text, add_special_tokens=False)
+LONG = 1 << 14
+"""Characters of a text that is encoded beside other threads."""
 
 
 class Vocabulary:
@@ -59,10 +53,16 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, nothing added before or after. Raise ValueError if the tokenizer's patterns take too long on it."""
-        if self._trial is not None:
-            self._trial.check(text)
-        ids: list[int] = _encoding(self.backend, text).ids
+        ids: list[int] = self._encoding(text).ids
         return ids
+
+    def _encoding(self, text: str, markup: bool = False) -> tokenizers.Encoding:
+        if self._trial is not None:
+            self._trial.check(text, markup)
+        backend = self._reader if markup else self.backend
+        if len(text) > LONG:  # the library lets other threads run only while it encodes a batch
+            return backend.encode_batch([text], add_special_tokens=False)[0]
+        return backend.encode(text, add_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of many texts, on all threads."""
@@ -72,9 +72,7 @@ class Vocabulary:
 
     def words(self, text: str) -> Iterator[tuple[int, ...]]:
         """Yield the ids of each word of a text; no token crosses a word boundary."""
-        if self._trial is not None:
-            self._trial.check(text)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         for _, word in groupby(zip(encoding.word_ids, encoding.ids, strict=True), key=itemgetter(0)):
             yield tuple(id_ for _, id_ in word)
 
@@ -120,9 +118,7 @@ class Vocabulary:
         """Return the ids of a rendered conversation, special tokens read as such, and each id's character span [start, stop). `mark`: the
         string that `guard` put into special tokens of a message's content; they are read as text."""
         if mark is None or mark not in text:
-            if self._trial is not None:
-                self._trial.check(text, markup=True)
-            encoding = _encoding(self._reader, text)
+            encoding = self._encoding(text, markup=True)
             return encoding.ids, encoding.offsets
         ids: list[int] = []
         spans: list[Span] = []
@@ -148,9 +144,7 @@ class Vocabulary:
         spans += [(place[a], place[b]) for a, b in offsets]
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        if self._trial is not None:
-            self._trial.check(text)
-        encoding = _encoding(self.backend, text)
+        encoding = self._encoding(text)
         return encoding.ids, encoding.offsets
 
     def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:
