@@ -155,12 +155,12 @@ def _averaged(label: str, number: int, before: State, trained: Output, reward: O
 def controls(
     number: int, before: State, after: State, tasks: Output, heldout: Output, *, development: Output | None = None
 ) -> list[Callable[[], object]]:
-    """Return the control arms of round `number`, each a model and its evaluation, averaged with the round's start as the round is.
+    """Return the control arms of round `number`: each trains a model, averages it with the round's start, as the round does, and scores it.
 
-    `_equal` gives the arms in place of the last training. `ablations` adds arms of a smaller budget. Finetuning alone has as many updates
-    as the round, on demonstrations, alone or with chosen answers, synthetic answers, or one more answer per prompt by each way to pick. DPO
-    replaces RL where the recipe names `dpo_instead`; with `sample_instead` it also learns from pairs of the finetuned model's own answers,
-    and another arm is also finetuned on the verified ones. One arm is the round without its last training.
+    The arms of `_equal` replace the round's last training. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
+    many updates as the round. They train on demonstrations, alone or with chosen answers, with synthetic answers, or with one more answer
+    per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With `sample_instead` it also learns from pairs
+    of the finetuned model's own answers, and another arm is finetuned on those that verifiers accept. One arm omits the last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replaced("more_steps", _last_updates())
@@ -308,15 +308,15 @@ def _last_updates() -> int:
 
 
 def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
-    """Return a configuration with another value in a field."""
+    """Return a function that replaces one field's value in a configuration."""
     return lambda config: config.model_copy(update={name: value})
 
 
 def new_prompts(number: int) -> Output:
     """Return new training prompts for round `number`: the slice after those of the first finetuning, of development and of earlier rounds.
 
-    The seed and the held-out share stay, so that no held-out question becomes a training question. They have no gold answers: a round
-    learns from demonstrations and preferences, not from references that its controls are not given.
+    The seed and the held-out share stay the same, so no held-out question becomes a training question. The prompts have no gold answers:
+    a round learns from demonstrations and preferences, not from references that its controls do not get.
     """
     train = new_prompts_per_round()
     return _slice(f"prompts_{number}", _set_aside() + (number - 1) * train, train)

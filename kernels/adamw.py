@@ -114,7 +114,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     size = tl.load(sizes + tensor)
     gradient = _tensor(addresses, tensor, GRADIENT, ALIGN)
     squares = tl.zeros([BLOCK], tl.float32)
-    if first + CHUNK <= size:  # where no element need be asked about, 16 bytes come at once
+    if first + CHUNK <= size:  # a whole chunk needs no mask, so loads take 16 bytes at once
         for block in range(0, CHUNK, BLOCK):
             g = tl.load(gradient + first + block + tl.arange(0, BLOCK)).to(tl.float32)
             squares += g * g

@@ -26,7 +26,7 @@ if has_numba():
     from puna.kernels.cpu.vectors import total as total_of
 
 NUMERICS = {"rms_norm": 2, "add_rms_norm": 2}
-ELEMENTS = 2048  # that a program computes at once, in as many rows as they make: a narrow one (of qk-norm) leaves its threads idle
+ELEMENTS = 2048  # per program, in several rows if rows are short (qk-norm): one short row would leave threads idle
 PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
 
 
@@ -68,7 +68,7 @@ def _forward_loop(
     part: int, start: int, stop: int, width: int, x: Address, residual: Address, weight: Address, eps: float, y: Address, total: Address,
     r: Address,
 ) -> None:  # fmt: skip
-    """Normalise rows, by address: a step of generation has more calls than numbers."""
+    """Normalise rows, by address: in a step of generation, arguments of other types would cost more than the arithmetic."""
     r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
         at = 4 * t * width

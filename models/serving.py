@@ -27,7 +27,7 @@ AHEAD = 4  # tokens that a draft guesses where nothing else is said
 
 
 class ServingSettings(Settings):
-    """Settings of how a model's answers are computed."""
+    """Settings for computing a model's answers."""
 
     weights: Weights = Field(
         "same", description="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)"
@@ -74,7 +74,7 @@ class ServingSettings(Settings):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The engine's arguments `sinks` and `window`; empty without a window."""
+        """Return the engine's arguments `sinks` and `window`; empty without a window."""
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:

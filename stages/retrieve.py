@@ -65,7 +65,7 @@ def _words(text: str) -> list[str]:
 
 
 def _around(text: str, weight: dict[str, float], words: int) -> str:
-    """Return the `words` neighbouring words of most weight, the first of equals, as they stand in the text."""
+    """Return the run of `words` words with the highest weight (the first, if several have it), as written in the text."""
     places = [(match.start(), match.end(), weight.get(match.group().lower(), 0.0)) for match in WORD.finditer(text)]
     if len(places) <= words:
         return text.strip()

@@ -59,7 +59,7 @@ class Held:
             since = _now()
             try:
                 version = self._place.swapped(self._name, _content(self._owner), self._version)
-            except PunaError:  # the store does not answer: `lost` says so when it lasts
+            except PunaError:  # the store does not answer; if that lasts, `lost` reports it
                 continue
             if version is None:
                 self._taken = True

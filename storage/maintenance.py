@@ -89,7 +89,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
 def _needed(store: Store, keep_runs: int, in_use: set[str], works: list[str]) -> set[str]:
     by_key = {one["key"]: one for one in store.entries()}
     todo = [*in_use, *store.aliases().values(), *store.acceptances().values()]
-    # A run that ended before its first artifact holds no place among the last ones.
+    # A run without an artifact does not count among the last `keep_runs`.
     logs = [log for log in map(store.log, store.runs()) if log.made]
     recent = logs[len(logs) - keep_runs :] if keep_runs else []
     todo += [record.key for log in logs if log in recent or log.state == "at work" for record in log.made]

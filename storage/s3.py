@@ -142,7 +142,7 @@ class S3Files(Bucket, Files):
         return self.swapped(name, data, version) is not None
 
     def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write as `swap` does and return the new version; None if the file has another one."""
+        """Write as `swap` does and return the new version; None if the file's version is not `version`."""
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
         for attempt in range(TRIES):

@@ -1,12 +1,12 @@
-"""The store: the place of artifacts, and how they are begun, committed, found again and removed.
+"""The store of artifacts: begin, commit, look up and remove them.
 
 store.json                      the layout's number
 objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
 refs/                           aliases, see `aliases`, and accepted equivalences
-index.jsonl                     what the manifests say in short, derived from them
-runs/<run>.jsonl                what each run made or reused; runs/order: the runs in the order of their beginning
+index.jsonl                     a summary of each manifest, derived from them
+runs/<run>.jsonl                the artifacts that a run made or reused; runs/order: the runs by start time
 runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
 quarantine/                     artifacts that failed their checksums; quarantine/journal.jsonl names them all
 """

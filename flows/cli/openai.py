@@ -119,7 +119,7 @@ class Answerer:
                 departure.cancel()
                 work.cancel()
         events = self.worker.answer(prompts[0], params, self.seconds)
-        first = await anext(events)  # what is refused is told as an error, not in a stream
+        first = await anext(events)  # a refusal raises here and becomes an error response, not a stream
         usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 

@@ -223,7 +223,7 @@ class Reply:
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if written is None else list(written)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return the log-probs of the likeliest tokens and of the token itself, by text; of tokens with one text, the likeliest."""
+        """Return the log-probs of the likeliest tokens and of the token itself, by text; of tokens with the same text, the likeliest."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}

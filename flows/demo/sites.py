@@ -1,4 +1,4 @@
-"""Pages out of the packages: HTML documentation, saved news and blog pages, Python source files, Wikipedia extracts."""
+"""Pages from the packages: HTML documentation, saved news and blog pages, Python source files, Wikipedia extracts."""
 
 import ast
 import hashlib

@@ -127,7 +127,7 @@ def _recipe(offer: Offer, form: Asked) -> Content:
 
 
 def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
-    """Return an input: files as lines of text, an artifact from a list."""
+    """Return the form's field for an input: lines of text for files, a list to choose an artifact from."""
     now = values_given(spec, form)
     if spec.kind == "external":
         none = ", none: the sample of real pages" if spec.name == "inputs" else ", may be left out" if spec.optional else ""

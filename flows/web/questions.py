@@ -1,4 +1,4 @@
-"""The SQL box: one read-only statement over every artifact, its result, examples and the tables there are."""
+"""The SQL box: one read-only statement over every artifact, its result, examples and the available tables."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
             # For the worker, which starts what forms ask for.
             os.environ |= {ADDRESSES: ALLOWED if urls else REFUSED, SERVED: store.uri}
             worker = Worker(store, server, limit)
-            # It imports what it needs while the server does, and waits for it.
+            # Start now: the worker imports its modules while the server does, and then waits for the server.
             worker.start()
             try:
                 app = _application(store, url, auth, urls)
@@ -142,7 +142,7 @@ def _configure(store: Store, url: str, server: Server) -> None:
     home = Path(os.environ["PREFECT_HOME"])
     os.environ.update(server.environment())
     os.environ.update(
-        # The browser asks where it found the page, whatever name it knows this machine by; other sites' pages may not.
+        # Relative, so that the browser asks the host of the page, whatever its name. Pages of other sites may not ask.
         PREFECT_UI_API_URL="/api",
         PREFECT_UI_URL=f"{url}/v2",
         PREFECT_SERVER_CORS_ALLOWED_ORIGINS=url,

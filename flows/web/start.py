@@ -156,7 +156,7 @@ def prefects_form(site: Here, name: str, request: Request) -> Response:
     target, parameters = deployment(server_beside(site.store), name), ""
     if "recipe" in query and isinstance(what, Stage):
         if (values := values_of(what, query["recipe"], query.get("step", what.name))) is None:
-            raise PunaError(f"{name}: recipe {query['recipe']} has no settings of it")
+            raise PunaError(f"{name}: recipe {query['recipe']} has no settings for it")
         parameters = f"?parameters={quote(json.dumps({**target['parameters'], 'config': values}))}"
     return RedirectResponse(f"/v2/deployments/deployment/{target['id']}/run{parameters}")
 

@@ -243,7 +243,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
         else:
             ended = False  # whether the text so far ends in the last character of a kept piece
             while piece < len(documents) and documents[piece] == d:
-                # What lies before the piece ends in a separator, unless it is nothing.
+                # The text before the piece is empty or ends in a separator.
                 length = starts[piece] - at
                 out[size : size + length] = data[at : at + length]
                 size += length

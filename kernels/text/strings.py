@@ -23,7 +23,7 @@ def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArr
 
 
 def readonly(values: NDArray[T]) -> NDArray[T]:
-    """Return the array so that nothing can be written into it. Arrow's memory is sometimes writable: a loop would be compiled twice."""
+    """Return a read-only view. Arrow's memory is sometimes writable, and numba would compile a loop for both kinds."""
     view = values.view()
     view.flags.writeable = False
     return view

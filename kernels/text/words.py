@@ -249,8 +249,7 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
 
 
 def spaced(texts: pa.Array | pa.ChunkedArray, characters: int) -> pa.Array:
-    """Return the words of the first so many characters of each text in lower case, a space between them: `"
-    ".join(split(text.lower()))`."""
+    """Return the words of each text's first `characters` characters in lower case, joined by spaces."""
     data, offsets = buffers(texts)
     out, bounds, alone = _spaced(data, offsets, characters, *tables(), weights())
     lines = strings(out, bounds)

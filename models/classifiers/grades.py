@@ -24,8 +24,8 @@ LANGUAGE = "en"  # the graded documents' language: of others the model knows not
 READ = 20_000  # bytes of a document
 BUCKETS = 1 << 15
 SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
-MOST = 0.1  # of a share: what is nearly only one token is like nothing that was graded
-SHARE, SIZE = 10.0, 2.0  # what the root of a share is multiplied by, and what a size that is exceeded counts: all weights shrink alike
+MOST = 0.1  # upper bound of a share: no graded document is nearly one token alone
+SHARE, SIZE = 10.0, 2.0  # scales of a share's root and of an exceeded size, so that the penalty shrinks all weights alike
 BASE, MIXED, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(1)
 CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are no characters
 LETTER_A, LETTER_Z, UPPER_A, UPPER_Z, ZERO, NINE = 0x61, 0x7A, 0x41, 0x5A, 0x30, 0x39
@@ -81,7 +81,7 @@ def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np
 
 @njit(cache=True, borrows=True)
 def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Count a line by its length and how it ends, once and by its words."""
+    """Count a line under its length and its ending: once as a line, and by its words."""
     length, ending = 0, 2 if last == COLON else 0
     while length < len(LINES) and words > LINES[length]:
         length += 1
@@ -120,8 +120,10 @@ def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, 
 
 @njit(cache=True, borrows=True)
 def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32], met: NDArray[np.int32]) -> tuple[int, int]:
-    """Count the features of bytes at..stop by bucket; return the number of words and of the buckets in `met`. Words are
-    runs of letters (every byte from 0x80 on is one, but for wide marks); numbers are known by how many digits they have, up to five."""
+    """Count the features of bytes at..stop by bucket; return the number of words and of the buckets in `met`.
+
+    Words are runs of letters. Every byte from 0x80 on is a letter, except in wide punctuation. A number counts by its digits, up to five.
+    """
     number = words = in_line = last = 0
     while at < stop:
         c, begin = int(np.int64(data[at])), at

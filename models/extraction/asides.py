@@ -19,7 +19,7 @@ from puna.models.extraction.tags import fnv
 
 PROSE = 0.7  # of the kept prose stands in the body
 LONG = 20  # words of a block that is prose without a sentence's end; scripts have stops of their own
-BODY_WORDS = 100  # kept words of a body that can do without what is below it
+BODY_WORDS = 100  # kept words from which on a body may lose the blocks below it
 SURE = 0.75  # from this chance on a block below the body stays
 OWN = 0.1  # of the body's prose stands under a path that is the body's own
 

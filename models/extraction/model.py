@@ -76,9 +76,9 @@ TOGETHER = 0.6  # weight of the view that a page's blocks are content or not all
 def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float, float]:
     """Return the probability from which on blocks are kept, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
 
-    The expectation is a weighted mean of two. With independent blocks F1 is near 2 * (expected right words) / (kept words + expected
-    content words). But a page's cards are all content or none. So the other takes as content the blocks above a uniformly drawn level: F1
-    is 2 * min / sum of the words above level and cut.
+    The expectation is a weighted mean of two. With independent blocks, F1 is near 2 * (expected right words) / (kept words + expected
+    content words). But the cards of a page are all content or all not. So the second expectation draws a level uniformly and takes the
+    blocks above it as content: F1 is 2 * min / sum of the words above the level and above the cut.
     """
     above, right = np.zeros(LEVELS + 1), np.zeros(LEVELS + 1)  # words, expected right words of blocks from a level on
     for b in range(len(p)):

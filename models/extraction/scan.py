@@ -44,7 +44,7 @@ def scan(html: bytes) -> Scan:
 
 
 def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = NO_BOUND) -> tuple[Pages, NDArray[np.int64]]:
-    """Return the pages' blocks and elements; and each page's depth and number of blocks [pages, 2]. One beyond a bound is left empty."""
+    """Return the pages' blocks and elements, and each page's depth and number of blocks [pages, 2]. A page beyond a bound is left empty."""
     ends = np.zeros(len(htmls) + 1, np.int64)
     np.cumsum([len(html) for html in htmls], out=ends[1:])
     return _read(np.frombuffer(b"".join(htmls), np.uint8), ends, max_depth, max_blocks)  # type: ignore[no-any-return]

@@ -64,10 +64,10 @@ def splits(trees: Trees) -> Splits:
 
 @njit(cache=True)
 def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return sums of the trees' leaves [rows].
+    """Return the sum of the trees' leaves for each row, [rows].
 
-    Rows do not go down the trees: each threshold below a row's value takes the leaves on its left from those that the row may
-    reach, the leftmost of which is left (QuickScorer, Lucchese et al. 2015). Rows side by side share instructions without a jump.
+    Rows do not descend the trees. Each threshold below a row's value excludes the leaves on its left; the leftmost leaf that remains is
+    the row's (QuickScorer, Lucchese et al. 2015). LANES rows share each instruction, without branches.
     """
     starts, threshold, tree, stays, leaf = trees
     count, features = len(rows), len(starts) - 1

@@ -1,4 +1,4 @@
-"""This CPU's measured rates at a model's shapes; the time of matrix products is the rest of a training step's."""
+"""Measured rates of this CPU at a model's shapes. Matrix products get the time of a training step that attention and SwiGLU leave."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Buffer:
 
 
 class Reader:
-    """Open files. Raise OSError if one cannot be read."""
+    """A reader of files that it keeps open. Raise OSError if one cannot be opened."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.direct = True

@@ -150,8 +150,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
-        self._read = 0  # of these tokens; the rest are decoded behind them, as a first token may lose its blank
-        self._held, self._given = "", 0  # text of tokens before the rest; characters of it and of the rest's that were returned
+        self._read = 0  # of these tokens, as context: decoded first, a token may lose its leading blank
+        self._held, self._given = "", 0  # text that was decoded and not returned; characters of the current text that were returned
 
     def add(self, token: int, last: bool = False) -> str:
         """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""

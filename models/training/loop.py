@@ -1,8 +1,7 @@
 """One training loop for every objective.
 
-A step's batch is a function of the step's number, the learning rate too, and the random generator is
-seeded from (seed, step): weights, optimiser moments and the running average are all the state there is,
-and a run resumed from a checkpoint ends with bit-identical weights.
+A step's batch and learning rate are functions of the step's number, and the random generator is seeded from (seed, step). So the weights,
+the optimiser's moments and the running average are the whole state, and a resumed run ends with bit-identical weights.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TrainingDiverged(RuntimeError):
-    """Loss or gradient was not finite, or a spike, several steps in a row."""
+    """Error of a training whose loss or gradient is not finite, or spikes, for several steps in a row."""
 
 
 def train(

@@ -192,7 +192,7 @@ def judge(
     level = config.thresholds.level(abs(margin))
     if level is None:
         return row, "similar", abs(margin)
-    if chosen in cut:  # by a mistake, or for its taste: nobody is to write as much and stop nowhere
+    if chosen in cut:  # chosen by mistake or for its taste: a model must not learn to write until it is cut off
         return row, "unfinished", None
     # Who prefers a wrong answer to the right one by mistake would not write the rejected one as the better one.
     improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts

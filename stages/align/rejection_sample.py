@@ -29,7 +29,7 @@ NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose a
 
 
 class RewardedConfig(BadRowsConfig):
-    """Settings of how answers' rewards are computed."""
+    """Settings for computing the rewards of answers."""
 
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)

@@ -120,7 +120,7 @@ def sample(
         spent["checker_calls"] += _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
     bad.write(run)
     scorer.report()
-    if config.endpoints and config.scoring.endpoint is None:  # a table of all that this run asked, which the scorer has written else
+    if config.endpoints and config.scoring.endpoint is None:  # the table of all requests; a scorer with an endpoint has written it already
         Endpoint(config.endpoints[0], run).write()
     run.metric("checker_calls", spent["checker_calls"])
     if not config.endpoints:  # models elsewhere do not say how their texts are cut

@@ -77,7 +77,7 @@ class External:
     def check_unchanged(self) -> None:
         for file in self.files:
             if file.changed():
-                raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again when it rests")
+                raise PunaError(f"input {self.name}: {file.location} changed or vanished while it was read; run again when it is complete")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:

@@ -53,9 +53,9 @@ class LineDedupConfig(StageConfig):
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
     """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: more than 6 times in 30 million).
 
-    The rule is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared without white
-    space around them, by 64-bit hashes: among a billion lines, one pair in 40 such corpora is mistaken for one line. Blank lines do not
-    count, and go with a line where they would pile up. Hashes are regrouped by value and counted, then the places of frequent ones by
+    The rule is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared by 64-bit hashes,
+    without white space around them: of 40 corpora of a billion lines, one has two lines with the same hash. Blank lines are not counted;
+    where they would pile up, they are removed with a line. Hashes are regrouped by value and counted, then the places of frequent ones by
     shard, so that memory is bounded. A document without any line left is dropped. `removed_lines` has every removed line, so that the
     input can be rebuilt; `examples` has the most frequent lines, also of a bucket that is too small to lose them.
     """

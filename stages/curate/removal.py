@@ -13,8 +13,8 @@ from puna.storage import Artifact
 from puna.storage.schemas import table_schema
 
 DECIDED = pa.schema([("id", pa.string()), ("kept_id", pa.string()), ("similarity", pa.float64()), ("detail", pa.string())])
-"""A document that goes, the one that is kept instead, how similar they are, and what a reader needs to understand that."""
-MANY = 100_000  # decisions in one partition, about, if every document goes
+"""A removed document, the one kept instead, their similarity, and a detail that explains it to a reader."""
+MANY = 100_000  # about: decisions in a partition if every document is removed
 
 
 def remove(

@@ -83,7 +83,7 @@ class Result:
 
     @staticmethod
     def of(task: Task, name: str, format: str, columns: list[Column], examples: list[Any], started: float, tokens: int) -> Result:
-        """Return the result of a task that was begun when this process had computed for `started` seconds."""
+        """Return the result of a task. started: the process's CPU seconds when the task began."""
         spec = task.file
         about = {"version": str(spec.metadata.get("version", "")), "content": task.digest, "shots": spec.num_fewshot, "format": format}
         settings = spec.model_dump(mode="json", exclude_defaults=True)

@@ -109,18 +109,16 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
 
-    Pages (the mixture's held-out split; without a mixture, all documents): bits per byte, the end of each page
-    included, beside those of counting: token n-grams of as much training text, without and with the counts of the page itself, and zstd
-    with that text as its dictionary (see `baseline_tokens`); and multiple choice between the
-    page's own continuation and those of others. Prompts: answers in the chat format, scored by the prompt's
-    verifier, for which `judges` are models that it may name; a prompt counts as solved at a score of 1, and not by an answer that was
-    cut off (`cut_off_right` counts those whose text passes). Where a
-    verifier fails on an answer, the answer is left out of the task's numbers and counted in `unscored_answers`. `variety` tells whether a
-    task's answers follow one template: the mean share of an answer's runs of three words, its question's words left out, that no other
-    answer has. Prompts that the chat
-    template refuses are not asked, and are in `dropped`; see `bad_rows`. The side table `scores` has the `score` of each prompt and,
-    where there is a taste, whether its answer is `liked`, 1 or 0, so that two models can be compared prompt by prompt. `answer_tokens`
-    is what the answers cost, those drawn and not taken in a search (`answers.search`) included.
+    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, the end of each page included, beside
+    two baselines from as much training text (`baseline_tokens`): token n-grams, without and with the counts of the page itself, and zstd
+    with that text as its dictionary. They also give multiple choice between a page's own continuation and those of others.
+
+    Prompts are answered in the chat format and scored by their verifiers; `judges` are models that a verifier may name. A prompt is solved
+    at a score of 1, unless its answer was cut off (`cut_off_right` counts those). If a verifier fails on an answer, the task's numbers
+    leave the answer out, and `unscored_answers` counts it. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
+    `variety` measures whether answers follow one template: the mean share of an answer's runs of three words that no other answer has,
+    its question's words left out. `answer_tokens` counts all tokens, also of answers that a search (`answers.search`) did not take. The
+    side table `scores` has each prompt's `score` and, with a taste, `liked` (1 or 0), to compare two models prompt by prompt.
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")

@@ -281,7 +281,7 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return the examples before a document, never itself where both are of one split."""
+        """Return the few-shot examples for a document, never the document itself."""
         own = self.file.fewshot_config.split or self.file.fewshot_split
         pool = [shot for shot in self.shots if own != self.file.test_split or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:

@@ -148,14 +148,14 @@ class PartExecutor(Executor):
         self._advance()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work; `wait` for what was taken, with `cancel_futures` only for what is under way."""
+        """Accept no more work. `wait`: until the accepted work ends; with `cancel_futures`, only the work in progress."""
         self._refuse(cancel_futures)
         if wait:
             self._wait(None)
         self._close()
 
     def stop(self) -> None:
-        """Take no more work and end what is under way, without waiting for it."""
+        """Accept no more work, and end the work in progress without waiting for it."""
         self._refuse(drop=True)
         self._end()
         while not self._wait(0.1):  # a worker that was being started may begin its part only now

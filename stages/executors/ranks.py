@@ -97,7 +97,7 @@ def dealt(
 
 
 def _last_words() -> str:
-    """Return the errors that the other ranks told, and the ranks that told none within `LAST_WORDS`."""
+    """Return the errors that the other ranks reported, and the ranks that reported none within `LAST_WORDS` seconds."""
     from puna.models.training.parallel import mesh
 
     time.sleep(LAST_WORDS / 2)

@@ -130,7 +130,7 @@ class Tuned(NamedTuple):
     trials: dict[str, float]
 
     def at(self, parameters: int) -> tuple[int, float]:
-        """Return rows and rate for a model with so many parameters, on the power law through the two scales."""
+        """Return rows and learning rate for a model of this size, on the power law through the two scales."""
         rows, rate = (fit_power(self.parameters, values)(parameters) for values in (self.rows, self.rates))
         return max(1, round(rows)), rate
 

@@ -29,7 +29,7 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
 
     The surface E + A / N^a + B / D^b is fitted to all points; IsoFLOP parabolas, where three shapes reach a budget, give the best
     parameters of each budget. The loss of the questions' right options has a surface of its own, and accuracy is a sigmoid of it.
-    As a test of the method on what is known, each budget is forecast from the points below it. Several ladders are fitted together.
+    To test the method, each measured budget is forecast from the points below it. Several ladders are fitted together.
     """
     rows = [row for artifact in ladders for row in read_points(artifact) if row["heldout"] == config.heldout]
     names = sorted({row["heldout"] for artifact in ladders for row in read_points(artifact)})

@@ -61,7 +61,7 @@ def reached(*roots: Name) -> dict[str, str]:
     hashes = {"contract": str(FORMAT), **reach.symbols}
     data = []
     for name, file in reach.data:
-        # It may have been read already, and kept.
+        # The stage may have read the file before, and cached it.
         sources.check([file])
         hashes[name] = sources.seen(file)
         data.append((os.path.basename(file), hashes[name]))

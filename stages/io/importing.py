@@ -46,7 +46,7 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SNIFFED_ROWS = 200
 SHOWN = 4000  # characters of an example that are shown
 CHUNK_BYTES = 32 << 20
-PACKED = 4  # size of rows by that of the files that hold them, about
+PACKED = 4  # about: bytes of rows in memory per byte of their files
 HUB_BYTES = 1 << 30
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values whose loss loses nothing."""

@@ -122,7 +122,7 @@ class _Broken(Exception):
 
 
 class _Values:
-    """A reader of JSON values. It holds a piece of the text, read up to `_at`, which lies in `line`."""
+    """A reader of JSON values, with a buffer of text: `_at` is the position in it, `line` the line number there."""
 
     def __init__(self, source: io.BufferedReader) -> None:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
@@ -205,9 +205,9 @@ class _Values:
 
 
 def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """Yield the values of a file of JSON: one, one a line, or one after the other; of a file that begins with an array, its items.
+    """Yield the values of a JSON file: one value, one per line, or one after the other. If the file begins with an array, yield its items.
 
-    Commas between values may be missing. Behind a broken value, reading goes on at the next line that begins with a brace or bracket.
+    Commas between values may be missing. After a broken value, reading continues at the next line that begins with a brace or bracket.
     """
     values = _Values(source)
     first = values.head()

@@ -343,7 +343,7 @@ class _Buffer:
             if count <= len(self._data):
                 self._drop(count)
                 return True
-            # One byte stays, so that the member is known that the next block may belong to.
+            # One byte stays: it tells which member the next block belongs to.
             count -= max(0, len(self._data) - 1)
             self._drop(max(0, len(self._data) - 1))
             if not self._more():

@@ -101,7 +101,7 @@ def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: Ada
 
 
 def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:
-    """Require a chat template of `model`, and memory for its training."""
+    """Return the unmet needs of a training on conversations: a chat template of `model`, and memory."""
     return adaptable(facts, "model", config.training.optimizer, config)
 
 

@@ -26,7 +26,7 @@ FOLDS = 5
 
 
 class Pairs(NamedTuple):
-    """Pairs of answers: differences [M, D] float64 of their states, better less worse; their weights [M] float64; folds [M] of prompts."""
+    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; their weights [M] float64; folds [M] of prompts."""
 
     differences: Tensor
     weight: Tensor

@@ -148,19 +148,19 @@ class Points:
 
     @property
     def budgets(self) -> npt.NDArray[np.int64]:
-        """Return each point's budget, [n]: 0 the highest, one less for each factor of 1.5 in the operations."""
+        """Return the number of each point's budget, [n]: 0 for the highest, and one less per factor of 1.5 in operations."""
         return np.asarray(-np.floor(np.log(self.flops.max() / self.flops) / math.log(BUDGET) + 1e-9), dtype=np.int64)
 
     @property
     def enough(self) -> bool:
-        """True if a surface through the points is open to no direction: six different ones, of three shapes."""
+        """True if there are enough points to determine a surface: six different ones, of three shapes."""
         # Seeds of one point read a little more or less.
         different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
         return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
 
     @property
     def trunks(self) -> npt.NDArray[np.int64]:
-        """Return the number of each point's trunk, [n]: the runs of a shape with one seed share what chance did to them."""
+        """Return the number of each point's trunk, [n]: runs of one shape and seed, which share their random error."""
         seeds = np.zeros(len(self)) if self.seeds is None else self.seeds
         return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
 

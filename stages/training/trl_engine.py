@@ -1,8 +1,7 @@
 """TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and the same tokens.
 
-Everything is tokenized here, by the chat format of the tokenizer that travels with the model, and TRL gets
-token ids; its own defaults that cost a CPU dearly (bf16, gradient checkpointing) are off, and so is telemetry.
-A run that was interrupted goes on from its saved state.
+Conversations are tokenized here, by the chat format of the model's tokenizer, and TRL gets token ids. Defaults of TRL that are slow on a
+CPU (bf16, gradient checkpointing) are off, and so is telemetry. An interrupted run resumes from its saved state.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
     from puna.models.formats.hub import PunaForCausalLM
 
     class PreparedDPOTrainer(DPOTrainer):
-        """TRL's trainer on rows that hold token ids already."""
+        """TRL's trainer on rows that already hold token ids."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset

@@ -138,7 +138,7 @@ def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
 
 @kind("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(answer: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """True for this number of paragraphs, separated by empty lines, if the nth (from 1) begins with the word."""
+    """True if the answer has this many paragraphs, separated by empty lines, and the nth (from 1) begins with the word."""
     paragraphs = [part.strip() for part in answer.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -188,7 +188,7 @@ def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
 
 @kind("detectable_content:postscript")
 def postscript(answer: str, *, postscript_marker: str) -> bool:
-    """True if a postscript begins with the marker, in any case; P.S. and P.P.S may have blanks after their points."""
+    """True if a postscript begins with the marker, in any case; P.S. and P.P.S may have blanks after their periods."""
     letters = re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]?\.?", postscript_marker)
     parts = [re.escape(c) for c in postscript_marker.replace(".", "")]
     text = r"\.\s?".join(parts) + (r"\." if postscript_marker.endswith(".") else "") if letters else re.escape(postscript_marker)

@@ -33,7 +33,7 @@ def edges(keys_D: U64) -> I64:
     ranked = keys_D[order]
     equal = ranked[1:] == ranked[:-1]
     shared = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
-    # Only the few rows with company are put in order: a stable sort of all takes several times as long.
+    # Only the few rows with an equal neighbour are sorted: a stable sort of all rows takes several times as long.
     rows, ranked = order[shared], ranked[shared]
     rows = rows[np.lexsort((rows, ranked))]
     same = np.flatnonzero(ranked[1:] == ranked[:-1])

@@ -187,7 +187,7 @@ def _top_gram_characters(room: Any, spaced: U64, length: I64, n: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _duplicate_gram_characters(room: Any, joined: U64, length: I64, n: int) -> int:
-    """Return the characters of n-grams that were seen before; the search goes on behind each of them."""
+    """Return the number of characters in repeated n-grams, which do not overlap."""
     keys, slots = room.keys, room.slots
     grams = gram_keys(joined, length, room.powers, n, 0, keys)
     bits = emptied(slots, grams)
