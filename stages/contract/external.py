@@ -77,7 +77,7 @@ class External:
     def check_unchanged(self) -> None:
         for file in self.files:
             if file.changed():
-                raise PunaError(f"input {self.name}: {file.location} changed or vanished while it was read; run again when it is complete")
+                raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again once it is stable")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:
