@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,9 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
         raise ValueError(f"init_lora_weights = {start!r} changes the model's own weights: have PEFT convert the adapters to plain LoRA")
     if unsupported := [name for name in ("layer_replication", "megatron_config") if raw.get(name)]:
         raise ValueError(f"{unsupported[0]} is not read")
-    patterns = list(_patterns(raw))
+    # PEFT may read each of these texts as a regular expression.
+    named = [value for name, value in raw.items() if name.endswith(("_pattern", "_modules", "_to_save"))]
+    patterns = [str(text) for value in named for text in ([value] if isinstance(value, str) else value or ())]
     if len(patterns) > PATTERNS:
         raise ValueError(f"{len(patterns):,} patterns choose modules: at most {PATTERNS:,} are read")
     try:
@@ -88,13 +90,6 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
         raise ValueError(f"its patterns of modules ({patterns[0]!r:.200}, …) are stopped: {error}") from error
     if "error" in answer:
         raise ValueError(f"its patterns of modules: {answer['error']}")
-
-
-def _patterns(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts of an adapter's configuration that PEFT may read as regular expressions."""
-    for name, value in raw.items():
-        if name.endswith(("_pattern", "_modules", "_to_save")):
-            yield from map(str, [value] if isinstance(value, str) else value or ())
 
 
 _process = Process(__name__)

@@ -120,10 +120,8 @@ def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, 
 
 @njit(cache=True, borrows=True)
 def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32], met: NDArray[np.int32]) -> tuple[int, int]:
-    """Count the features of bytes at..stop by bucket; return the number of words and of the buckets in `met`.
-
-    Words are runs of letters. Every byte from 0x80 on is a letter, except in wide punctuation. A number counts by its digits, up to five.
-    """
+    """Count the features of bytes at..stop by bucket; return the number of words and of the buckets in `met`. Words are runs of letters:
+    every byte from 0x80 on is one, except in wide punctuation. A number counts by how many digits it has, up to five."""
     number = words = in_line = last = 0
     while at < stop:
         c, begin = int(np.int64(data[at])), at

@@ -66,10 +66,8 @@ def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def write(page: Scan, start: int, stop: int) -> None:
-    """Write html[start:stop] as text of the open block, which begins with its first visible character.
-
-    The counts are local variables until the end: passing the page to a function for each byte takes forty times as long.
-    """
+    """Write html[start:stop] as text of the open block, which begins with its first visible character. Its counts stay in local
+    variables until the end: passing the page to a function for each byte takes forty times as long."""
     s, html, text, hashes = page.state, page.html, page.text, page.hashes
     out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
     chars = words = wide = upper = digits = commas = stops = last = 0

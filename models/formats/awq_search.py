@@ -81,10 +81,6 @@ def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
     return Packed(q.to(torch.int32).permute(1, 2, 0), zeros.to(torch.int32).T.contiguous(), scales.T.contiguous())
 
 
-def _error(x_TD: Tensor, differences: Sequence[Tensor]) -> float:
-    return sum(float((x_TD @ difference.T).square().sum()) for difference in differences)
-
-
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
     """Return the best divisors [D] of the inputs of matrices [N, D]; heads: G and R, where the R of each group share a scale."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
@@ -93,7 +89,8 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
     for number in range(EXPONENTS):
         s_D = size_D ** (number / (EXPONENTS - 1))
         s_D = s_D / (s_D.max() * s_D.min()).sqrt()
-        error = _error(x_TD, [w_ND - rounded(w_ND * s_D, group).weight() / s_D for w_ND in weights])
+        differences = [w_ND - rounded(w_ND * s_D, group).weight() / s_D for w_ND in weights]
+        error = sum(float((x_TD @ difference.T).square().sum()) for difference in differences)
         if error < best:
             best, scales = error, s_D
     return scales

@@ -52,7 +52,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
     values |= _rope(raw)
     if kind != "puna":
-        values |= _window(raw, kind) | _biases(raw, kind) | _experts(raw, kind) | _latent(raw, kind)
+        both = bool(raw.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+        values |= _window(raw, kind) | _experts(raw, kind) | _latent(raw, kind) | {"qkv_bias": both or kind == "qwen2", "o_bias": both}
         values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
     chosen = {name: values[name] for name in fields if values.get(name) is not None}
     missing = [name for name, field in fields.items() if field.is_required() and name not in chosen]
@@ -101,11 +102,6 @@ def _window(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     elif kind not in ("mistral", "mixtral"):
         window = None
     return {"sliding_window": window, "sliding_layers": tuple(layers) if layers else None}
-
-
-def _biases(raw: Mapping[str, Any], kind: str) -> dict[str, bool]:
-    both = bool(raw.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
-    return {"qkv_bias": both or kind == "qwen2", "o_bias": both}
 
 
 def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:

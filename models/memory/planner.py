@@ -19,6 +19,7 @@ from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
 from puna.models.accounting import Precision, cache_bytes, forward_flops
 from puna.models.config import ModelConfig
+from puna.models.machine import best_seconds
 from puna.models.memory.offload import Level, Shell, Source
 from puna.models.memory.streams import Buffer
 from puna.models.memory.workload import Work
@@ -170,7 +171,7 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
     layer_rates = Rates(float("inf"), source.layer_bytes / rates[0], 2 * matrices * PROBE_TOKENS / rates[1])
     if device.type == "cuda":
         pinned = {name: p.detach().cpu().pin_memory() for name, p in shell.block.named_parameters()}
-        copying = _best(lambda: [tensor.to(device, non_blocking=True) for tensor in pinned.values()], device)
+        copying = _seconds(lambda: [tensor.to(device, non_blocking=True) for tensor in pinned.values()], device)
         layer_rates = replace(layer_rates, bringing=source.read_bytes / copying)
     if level == "disk":
         layer_rates = replace(layer_rates, bringing=min(layer_rates.bringing, _disk_rate(source)))
@@ -198,17 +199,15 @@ def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.de
 
     exact = device.type == "cpu" and source.dtype == torch.float32
     with torch.inference_mode(), exact_passes(source.dtype, device, exact):
-        return _best(lambda: shell.compute(0, x_TD, cos, sin, attend), device)
+        return _seconds(lambda: shell.compute(0, x_TD, cos, sin, attend), device)
 
 
-def _best(function: Callable[[], object], device: torch.device, tries: int = 3) -> float:
-    """Return the seconds of the fastest call, after one that is not counted."""
-    best = float("inf")
-    for number in range(tries + 1):
-        before = time.perf_counter()
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest call, until the device has done its work."""
+
+    def call() -> None:
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if number:
-            best = min(best, time.perf_counter() - before)
-    return best
+
+    return best_seconds(call, time.perf_counter, tries=3, seconds=0)

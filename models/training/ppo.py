@@ -279,7 +279,9 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     order = np.random.default_rng([seed, rollout, epoch]).permutation(len(rollout_state.groups))
     part = np.array_split(order, config.minibatches)[index]
     chosen = [rollout_state.groups[i] for i in sorted(part.tolist())]
-    teaching = chosen if len(trainers) > 1 or config.entropy_weight else _teaching(chosen)
+    teaching = chosen
+    if len(trainers) == 1 and not config.entropy_weight:  # without an advantage a group has no gradient; one must stay
+        teaching = [group for group in chosen if bool(group.advantages.any())] or chosen[:1]
     tokens, teaching_tokens = (sum(int(group.mask.sum()) for group in groups) for groups in (chosen, teaching))
     left_out = (tokens - teaching_tokens, (len(chosen) - len(teaching)) * config.answers)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
@@ -307,11 +309,6 @@ def _finish(begun: Begun, rollout: int) -> Row:
         "skipped_updates": sum(row["skipped"] for row in rows),
         **({"value_loss": critic["loss"], "value_error": critic["value_error"]} if critic else {}),
     }
-
-
-def _teaching(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups with a nonzero advantage, at least one group; the others have no gradient without an entropy bonus."""
-    return [group for group in groups if bool(group.advantages.any())] or groups[:1]
 
 
 def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: bool) -> Row:

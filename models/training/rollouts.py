@@ -129,7 +129,8 @@ class Rollouts(Generic[Config]):
         ValueError if the engine's log-probs of the first prompt's answers are not those of the policy.
         """
         config = self.config
-        measured = rollout in watched_rollouts(config.rollouts)
+        # The KL divergence is always measured in even steps, and in the first and the last rollout.
+        measured = rollout in {*range(1, config.rollouts + 1, max(1, round(config.rollouts / WATCHED))), config.rollouts}
         drawn = self._drawn(rollout, remember)
         # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
         chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
@@ -306,9 +307,6 @@ def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> S
     return score
 
 
-def watched_rollouts(rollouts: int) -> frozenset[int]:
-    """Return the rollouts, counted from 1, whose KL divergence is always measured: even steps, first and last."""
-    return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
 
 
 def by_group(

@@ -13,14 +13,14 @@ from pydantic import Field
 
 from puna.models.training.resumed import rows_of
 from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
-from puna.stages.conversations import Message, answer_texts, content_of, dump, messages_of, shown
+from puna.stages.conversations import answer_texts, content_of, dump, messages_of, shown
 from puna.stages.draws import uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import Example, load_model, render_conversation
 from puna.stages.verifiers.judge import Graded, JudgeSettings, graded
 from puna.stages.verifiers.judges import Loaded
-from puna.storage import Artifact, PunaError
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
@@ -114,7 +114,8 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     if judge is not None and config.judge is None:
         raise PunaError(f"data_quality: {UNUSED_JUDGE}")
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
-    agreement = _agreement(instructions)
+    scores = instructions.read("scores").to_pylist() if "scores" in instructions.tables else []
+    agreement = {row["id"]: row["value"] for row in scores if row["name"] == "agreement"}
     network, tokenizer = load_model(model, "lm", frozen=True)
     bad = BadRows(config, "data_quality")
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
@@ -164,20 +165,8 @@ def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
     return remaining
 
 
-def _agreement(instructions: Artifact) -> dict[str, float]:
-    """Return the share of each prompt's samples with the same text, by instruction id."""
-    if "scores" not in instructions.tables:
-        return {}
-    return {row["id"]: row["value"] for row in instructions.read("scores").to_pylist() if row["name"] == "agreement"}
-
-
 def _answer(row: Row) -> str:
     return "\n".join(answer_texts(messages_of(row)))
-
-
-def _is_empty(message: Message) -> bool:
-    """True if a turn of the assistant has neither text nor tool calls."""
-    return message.get("role") == "assistant" and not content_of(message).strip() and not message.get("tool_calls")
 
 
 def _without_blanks(row: Row) -> tuple[str, ...]:
@@ -204,7 +193,8 @@ def _text_rule(rules: Rules) -> Any:
     """Drop answers that are empty, or have too many emoji or exclamation marks."""
 
     def judge(row: Row) -> Verdict | None:
-        if any(_is_empty(message) for message in messages_of(row)):
+        turns = [message for message in messages_of(row) if message.get("role") == "assistant"]
+        if any(not content_of(message).strip() and not message.get("tool_calls") for message in turns):
             return "empty", 0.0, None, None
         text = _answer(row)
         for rule, count, most in (

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from puna.stages.align.rejection_sample import RewardedConfig, rewarded
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
@@ -136,13 +138,6 @@ def _report_answers(
     each = [answer for group in scored.values() for answer in group]
     run.metric("answers", len(each))
     run.write_rows([{"id": answer["id"], "name": "reward", "value": answer["reward"]} for answer in each], "scores")
-    series = {"answers": _histogram([answer["reward"] for answer in each])}
+    counts, edges = np.histogram([answer["reward"] for answer in each], STEPS)
+    series = {"answers": [(round(float(edge), 4), float(count)) for edge, count in zip(edges[:-1], counts, strict=True)]}
     run.figure("rewards", Figure("Rewards of the answers", "reward", "answers", series, kind="bar"))
-
-
-def _histogram(values: Sequence[float]) -> list[tuple[Any, float]]:
-    """Return the lower end and the count of each of `STEPS` equal parts."""
-    import numpy as np
-
-    counts, edges = np.histogram(values, STEPS)
-    return [(round(float(edge), 4), float(count)) for edge, count in zip(edges[:-1], counts, strict=True)]

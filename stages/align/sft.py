@@ -92,11 +92,14 @@ def joined(examples: Sequence[Example], most: int, tokens: int) -> list[Example]
 def _train(model: Transformer, examples: list[Example], config: SftConfig, run: StageRun, watch: TaskWatch | None) -> None:
     from puna.models.training.objectives import Sft
     from puna.models.training.packing import Sampler
+    from puna.models.training.parallel.mesh import layout_of
 
     training, size = config.training, config.training.compute.micro_batch_tokens
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
     steps = training.train_config(len(examples)).steps
     run.metric("trained_answers", sampler.drawn(steps) * sum(len(one.answers) for one in examples) / len(examples))
+    if config.neftune_alpha and layout_of(training.compute.layout).axes:
+        raise PunaError("sft.neftune_alpha: each process would draw other noise; set it to 0, or train in one process")
     with adapted(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales, watch=watch)
 

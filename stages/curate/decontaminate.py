@@ -76,7 +76,8 @@ def decontaminate(
     if not prompts and not texts:
         raise PunaError("decontaminate: give prompts or texts to look for")
     rows_of_prompts = [row for artifact in prompts or () for row in prompts_of_splits(artifact, config.splits)]
-    rows_of_prompts += [row for artifact in texts or () for row in _as_prompts(artifact)]
+    for row in (row for artifact in texts or () for row in artifact.read(columns=["id", "source", "text"]).to_pylist()):
+        rows_of_prompts.append({"id": row["id"], "task": row["source"], "messages": asking(row["text"]), "reference": None})
     search, unmatchable = search_for(rows_of_prompts, config)
     names = search.index.names
     results: dict[str, set[str]] = {task: set() for task, _ in names}
@@ -116,11 +117,6 @@ def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str
     if not result:
         raise PunaError(f"{prompts.id} has no prompt of the splits {', '.join(splits)}: there is nothing to look for")
     return result
-
-
-def _as_prompts(texts: Artifact) -> list[dict[str, Any]]:
-    rows = texts.read(columns=["id", "source", "text"]).to_pylist()
-    return [{"id": row["id"], "task": row["source"], "messages": asking(row["text"]), "reference": None} for row in rows]
 
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:

@@ -16,7 +16,7 @@ from pydantic import Field
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
 from puna.stages.contract.declaration import GLANCE, LOOK
 from puna.stages.curate.classifiers import classifier as fasttext
-from puna.stages.curate.classifiers.classifier import Labels, Scores, out_of_fold, prepare
+from puna.stages.curate.classifiers.classifier import Labels, out_of_fold, prepare
 from puna.stages.curate.classifiers.trained import About, Trained, trained
 from puna.storage import Artifact, PunaError
 
@@ -144,7 +144,13 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
             "before, or do without knowledge types, --set domains=null"
         )
     if examples.documents:
-        _report_labels(run, out_of_fold(run, examples, NAME, kept, config, run.folder))
+        scores = out_of_fold(run, examples, NAME, kept, config, run.folder)
+        counts, right = scores.confusion.sum(axis=1).tolist(), scores.confusion.diagonal().tolist()
+        run.metric("labelled", sum(counts))
+        run.metric("agreement", sum(right) / sum(counts))
+        for name, count, right_ones in zip(scores.labels, counts, right, strict=True):
+            run.metric(f"labelled_{name}", count)
+            run.metric(f"recall_{name}", right_ones / count)
     rule = {"min_seeds": config.min_seeds, "max_second": config.max_second}
     About("domains", tuple(kept), config.folds, config.seed, config.max_characters, config.code_sources, settings=rule).write(run.folder)
 
@@ -193,14 +199,6 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
         "domain_seed": pa.array(seeds, pa.string()),
     }
     return pa.table({"id": table["id"], **columns}), dict(Counter(names))
-
-
-def _report_labels(run: StageRun, found: Scores) -> None:
-    run.metric("labelled", int(found.confusion.sum()))
-    run.metric("agreement", int(found.confusion.trace()) / int(found.confusion.sum()))
-    for name, row, right in zip(found.labels, found.confusion.sum(axis=1).tolist(), found.confusion.diagonal().tolist(), strict=True):
-        run.metric(f"labelled_{name}", row)
-        run.metric(f"recall_{name}", right / row)
 
 
 def _report(run: StageRun, counts: Counter[str]) -> None:

@@ -137,7 +137,8 @@ def _places(address: urls.Address) -> list[str]:
     """Return the names of an address in lists: host and parent domains, folders below each, the page with its query."""
     result = []
     for name in urls.names(address.host):
-        result += [name, *_prefixes(name, address.path.lower())]
+        folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
+        result += ["/".join([name, *folders[:depth]]) for depth in range(len(folders) + 1)]
         if address.query:
             result.append(f"{name}{address.path.rstrip('/')}?{address.query}".lower())
     return result
@@ -172,11 +173,6 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
         if len(seen := results & whole) >= rules.words:
             return Verdict("url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words))
     return None
-
-
-def _prefixes(name: str, path: str) -> list[str]:
-    parts = [part for part in path.split("/") if part]
-    return ["/".join([name, *parts[: i + 1]]) for i in range(min(len(parts), DEPTH))]
 
 
 def _add(places: dict[str, str], rule: str, lines: Iterable[str], where: str) -> None:

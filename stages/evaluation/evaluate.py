@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,6 @@ from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Promp
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
 from puna.stages.evaluation import multiple_choice
 from puna.stages.evaluation.multiple_choice import heldout_pages, training_text
-from puna.stages.evaluation.variety import variety
 from puna.stages.executors import ranks
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 ALL = "all"
+WORD = re.compile(r"\w+")
+RUN = 3  # words of a run, see `variety`
 OWN_BITS = "document_bits_per_byte"
 """Bits per byte with the end of each page scored, in half-overlapping windows: not the harness's `bits_per_byte` (stage `benchmark`)."""
 
@@ -348,3 +351,20 @@ def _example(row: dict[str, Any]) -> dict[str, Any]:
 def _liked(row: dict[str, Any]) -> bool:
     """True if an answer is right and to the annotators' taste."""
     return is_correct(row["gold"]) and is_correct(row["liked"])
+
+
+def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
+    """Return, for each (question, answer), the share of the answer's runs of three words that no other answer has, 0 to 1.
+
+    The words of its own question are left out first, so that a template in which only these change gives 0 (cf. distinct-n, Li et al.
+    2016). The answer's beginning and its end count as words. Shares depend on how many answers there are: compare equal numbers.
+    """
+    runs = [_runs(question, answer) for question, answer in asked]
+    having = Counter(run for one in runs for run in one)
+    return [sum(having[run] == 1 for run in one) / len(one) for one in runs]
+
+
+def _runs(question: str, answer: str) -> set[tuple[str, ...]]:
+    given = set(WORD.findall(question.lower()))
+    words = ["", *(word for word in WORD.findall(answer.lower()) if word not in given), ""]
+    return {tuple(words[start : start + RUN]) for start in range(max(1, len(words) - RUN + 1))}

@@ -145,7 +145,8 @@ def look(external: External, format: str) -> Files:
         if kind and format != "auto":
             kind = format
         elif kind == "auto" or (aside and not suffix(file.name)):
-            kind = _by_content(file)
+            with closing(file.open()) as handle:
+                kind = format_of(file.name, handle.read(4096)) or ""
         if kind:
             results.formats[file.name] = kind
         elif not aside:
@@ -158,11 +159,6 @@ def look(external: External, format: str) -> Files:
     if not whole and "train" in splits.values():
         results.splits = splits
     return results
-
-
-def _by_content(file: ExternalFile) -> str:
-    with closing(file.open()) as handle:
-        return format_of(file.name, handle.read(4096)) or ""
 
 
 def split_named(name: str) -> str:

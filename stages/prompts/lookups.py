@@ -68,7 +68,8 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
     known = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
-    questions = [(row, verifier) for row in _heldout(prompts) if (verifier := _checker(row, trusted)) is not None]
+    heldout = sorted((row for row in prompts if row["split"] == "heldout" and row["verifier"]), key=lambda row: row["id"])[:MOST]
+    questions = [(row, verifier) for row in heldout if (verifier := _checker(row, trusted)) is not None]
     texts = [_Text(row["task"], text_of(messages_of(row))) for row, _ in questions]
     if not known or not questions:
         return {}
@@ -86,10 +87,6 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
         name: {row["id"]: _right(row, verifier, answer) for (row, verifier), answer in zip(questions, some, strict=True)}
         for name, some in answers.items()
     }
-
-
-def _heldout(prompts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted((row for row in prompts if row["split"] == "heldout" and row["verifier"]), key=lambda row: row["id"])[:MOST]
 
 
 def _checker(row: Mapping[str, Any], trusted: bool) -> Verifier | None:

@@ -6,7 +6,7 @@
 
 Both run Puna's own commands, and find again what was made: a run that was stopped goes on.
 
-`arms`: per seed `puna run align` with control arms. Of each arm the share of right answers and their variety (`stages/evaluation/variety.py`),
+`arms`: per seed `puna run align` with control arms. Of each arm the share of right answers and their variety (`stages/evaluation/evaluate.py`),
 by task; of some the perplexity on WikiText-2 over that of the model as it came; and the gain of each step of the order over the one before.
 `reward`: `puna run reward_model` with `head_only` on all pairs, which tells its accuracy on pairs whose prompts a fit has not seen.
 """

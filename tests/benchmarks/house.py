@@ -4,7 +4,7 @@
 
 `source_lines`: lines of Python in the five rooms. `single_importer_small_files`: files under 90 lines that one other file imports.
 `docstrings_by_question_word`: docstrings that begin with a question word. `functions_over_60`: functions of more than 60 lines.
-`private_names_of_others`: names with an underscore that are read from another library. `stages_keyed_by_location`: stages whose key
+`private_names_of_others`: names with an underscore that are read from another library, or from its objects. `stages_keyed_by_location`: stages whose key
 changes when files move and are renamed.
 """
 
@@ -26,8 +26,10 @@ sys.path.insert(0, str(ROOT))
 from tests.identity.moving import ROOMS, copied, move_rooms, versions  # noqa: E402
 
 QUESTION = re.compile(r"(What|Who|Whose|Whether|Where|How|Which|Why|When|As many|In how many)\b")
-PUBLIC = {"os._exit", "_thread"}
-"""Names with an underscore that Python's reference documents."""
+PUBLIC = {"os._exit", "_thread", "self._strip_protocol"}
+"""Names with an underscore that the references of Python and fsspec document."""
+TUPLE = {"_fields", "_asdict", "_replace", "_make"}
+"""Attributes of named tuples, which Python's reference documents."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -67,6 +69,21 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                     yield ast.unparse(node)
 
 
+def names_of_own(trees: list[ast.Module]) -> set[str]:
+    """Return the names that Puna's own code defines: functions, classes, attributes and variables."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, (*FUNCTIONS, ast.ClassDef))}
+    defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return defined | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def private_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Yield attributes with an underscore that no code of Puna defines: they belong to objects of another library."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr) and node.attr not in own | TUPLE:
+            yield ast.unparse(node)
+
+
 def _private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in name.split(".")) and not name.startswith("__future__")
 
@@ -84,6 +101,8 @@ def count() -> dict[str, int]:
     small = [f for name, f in modules.items() if len(importers[name] - {f}) == 1 and texts[f].count("\n") < 90 and f.name != "__init__.py"]
     documented = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, (*FUNCTIONS, ast.ClassDef, ast.Module))]
     functions = [n for n in documented if isinstance(n, FUNCTIONS)]
+    own = names_of_own(list(trees.values()))
+    foreign = {name for tree in trees.values() for name in (*private_names(tree), *private_attributes(tree, own))}
     return {
         "source_lines": sum(text.count("\n") for text in texts.values()),
         "files": len(files),
@@ -91,7 +110,7 @@ def count() -> dict[str, int]:
         "flat_files_flows": len([f for f in files if f.parent == ROOT / "flows" and f.name != "__init__.py"]),
         "docstrings_by_question_word": sum(bool(QUESTION.match(ast.get_docstring(n) or "")) for n in documented),
         "functions_over_60": sum((n.end_lineno or n.lineno) - n.lineno + 1 > 60 for n in functions),
-        "private_names_of_others": len({name for tree in trees.values() for name in private_names(tree)} - PUBLIC),
+        "private_names_of_others": len(foreign - PUBLIC),
     }
 
 

@@ -146,7 +146,11 @@ class Ppo(Objective[PpoBatch]):
         # Masked targets get ratio 1 before exp: a bare where() would still pass inf * 0 = NaN backwards.
         log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, zero)
         weight = sequence_log_ratio(log_ratio, targets) if self.ratio == "sequence" else log_ratio
-        gain = torch.where(targets.mask, self._surrogate(logprobs, weight, batch.advantages), zero)
+        if self.surrogate == "cispo":
+            gain = cispo_surrogate(logprobs, weight, batch.advantages, self.clip_high)
+        else:
+            gain = clipped_surrogate(weight, batch.advantages, self.clip, self.clip_high)
+        gain = torch.where(targets.mask, gain, zero)
         if self.normalizer == "answers":
             gain = gain / answer_tokens(targets)
         loss = divide(-gain.sum(), totals["normalizer"])
@@ -159,11 +163,6 @@ class Ppo(Objective[PpoBatch]):
             kl = log_ratio.exp() - 1.0 - log_ratio
         metrics = {"clip_fraction": divide(clipped.sum(), read), "approximate_kl": divide(kl.sum(), read), "entropy": mean_entropy.detach()}
         return loss, metrics
-
-    def _surrogate(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        if self.surrogate == "cispo":
-            return cispo_surrogate(logprobs, log_ratio, advantages, self.clip_high)
-        return clipped_surrogate(log_ratio, advantages, self.clip, self.clip_high)
 
 
 class Value(Objective[PpoBatch]):

@@ -13,13 +13,6 @@ from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.transformer import Transformer
 
 
-def _check_draws(model: nn.Module) -> None:
-    """Raise ValueError if a model draws random numbers as it computes: each layout would draw others."""
-    for name, module in model.named_modules():
-        if (isinstance(module, nn.Dropout) and module.p) or (isinstance(module, nn.Embedding) and module._forward_hooks):
-            raise ValueError(f"{name} draws random numbers in each pass (dropout, NEFTune): set them to 0, or train in one process")
-
-
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
     """Return the model under a layout. `mesh`: the ranks; None: all processes. `device`: of its pieces; None: the model's.
 
@@ -27,8 +20,9 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     """
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
-    if layout.axes:
-        _check_draws(model)
+    for name, module in model.named_modules():
+        if layout.axes and isinstance(module, nn.Dropout) and module.p:  # each layout would draw other numbers
+            raise ValueError(f"{name} draws random numbers in each pass: set dropout to 0, or train in one process")
     if layout.axes <= {"data"}:
         return Parallel(model, mesh, device)
     if not isinstance(model, Transformer) or not all(p.requires_grad for p in model.parameters()):

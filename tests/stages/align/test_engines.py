@@ -20,6 +20,8 @@ from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training import losses
+from puna.models.training.parallel import mesh
+from puna.models.training.parallel.layout import Layout
 from puna.models.training.trainer import TIMED
 from puna.stages import plugins
 from puna.stages.align.average import AverageConfig, average
@@ -110,7 +112,7 @@ def test_sft_engines_agree_with_the_definition(tmp_path: Path, tiny_model: Tiny)
         assert json.loads(artifact.path("config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_noise_on_embeddings_is_bounded_and_only_in_training(tmp_path: Path, tiny_model: Tiny) -> None:
+def test_noise_on_embeddings_is_bounded_and_only_in_training(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
     model = load(tiny_model(store).path())
     forest = Forest.pack([[1, 2, 3], [4, 5, 6, 7]])
@@ -123,12 +125,15 @@ def test_noise_on_embeddings_is_bounded_and_only_in_training(tmp_path: Path, tin
     assert torch.equal(model.model.embed_tokens(forest.tokens), clean) and drawn.abs().max() <= bound * 1.001
     assert drawn.mean().abs() < 0.03 * bound and drawn.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
     found = {}
+    given = {"model": tiny_model(store), "instructions": [instructions(store)]}
     for alpha in (0.0, 5.0):
         config = SftConfig(neftune_alpha=alpha, training={**STEPS, "batch_size": 24, "epochs": 2.0})
-        found[alpha] = [log(execute(sft, config, {"model": tiny_model(store), "instructions": [instructions(store)]}, Store.open(tmp_path / str(k))))
-                        for k in range(2)]  # fmt: skip
+        found[alpha] = [log(execute(sft, config, given, Store.open(tmp_path / str(k)))) for k in range(2)]
         assert [row["loss"] for row in found[alpha][0]] == [row["loss"] for row in found[alpha][1]]
     assert found[5.0][0][0]["loss"] != found[0.0][0][0]["loss"]
+    monkeypatch.setattr(mesh, "layout_of", lambda layout: Layout(data=2))  # as where two processes train
+    with pytest.raises(PunaError, match="neftune_alpha: each process would draw other noise"):
+        execute(sft, SftConfig(neftune_alpha=5.0, training=STEPS), given, store)
     with pytest.raises(ValueError, match="neftune_alpha needs engine puna"):
         SftConfig(neftune_alpha=5.0, engine="trl")
 

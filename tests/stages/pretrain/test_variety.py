@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from puna.stages.evaluation.variety import variety
+from puna.stages.evaluation.evaluate import variety
 
 
 def test_a_template_in_which_the_questions_words_change_has_none() -> None:
