@@ -98,7 +98,7 @@ def _is_letter(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _in_name(byte: int) -> bool:
-    """True if a byte may be in a name: of a letter, a digit, or a sign that names have; the slash is of `C/`."""
+    """True if a byte may belong to a street's name: to a letter, a digit, or a sign; the slash as in `C/`."""
     return _is_letter(byte) or byte >= 0x80 or ord("-") <= byte <= ord("9") or byte == ord("_") or byte == ord("'")
 
 

@@ -189,7 +189,7 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words of addresses: adult ones that suffice in a host (`stems`; `adult` with their endings), adult ones that count, ordinary ones."""
+    """Words of addresses. One of `stems`, or of `adult` with its endings, in a host is enough; those of `whole` are counted."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]

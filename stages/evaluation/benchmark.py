@@ -361,7 +361,7 @@ def write(
 
 
 def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
-    """Yield the scores of single questions; of texts the nats and, under NAME:weight, the words or bytes; NAME:confidence."""
+    """Yield the scores of single questions. Texts have nats, and words or bytes under NAME:weight; for NAME:confidence see `Column`."""
     for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
         for key, value in zip(result.ids, values, strict=False):
             yield {"id": key, "name": f"{result.name}/{column.name}{kind}", "value": value}

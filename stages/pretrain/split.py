@@ -150,9 +150,9 @@ class Sides:
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
     """Choose the held-out addresses: addresses with a chance below `heldout_fraction`.
 
-    A category with fewer than `heldout_least` such documents gives those with its smallest chances, but never all it has: where it
-    would, it gives none. Versions of a page may be of different categories, whose borders differ: what one of them holds out goes
-    from all. `each(function, *args)` gives `function(rows, *args)` of every part of the rows (chance, category).
+    A category with fewer than `heldout_least` such documents holds out those with its smallest chances; if these are all it has, it
+    holds out none. Versions of a page may be of different categories, with different limits: an address that one of them holds out is
+    held out of all. `each(function, *args)` gives `function(rows, *args)` of every part of the rows (chance, category).
     """
     none = np.zeros(0)
     if config.heldout_fraction == 0:

@@ -70,7 +70,7 @@ class MinhashDedupConfig(StageConfig):
         return Criteria(self.words, contained, similarity, distinct, estimate, self.max_new_words, self.max_new_fraction)
 
     def least_similarity(self, level: int) -> float:
-        """Return the threshold for shingles `2 ** level` times as wide, where each edit breaks as many times more of them.
+        """Return the threshold for shingles `2 ** level` times as wide, of which an edit breaks `2 ** level` times as many.
 
         Of equally long documents with a share k of whole shingles, k is the containment and k / (2 - k) the Jaccard similarity.
         """
