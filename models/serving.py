@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from puna.models.settings import NO_RESULT, Settings
-from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.layout import ANSWERING, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class ServingSettings(Settings):
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
-        if other := self.layout.axes - {"data", "tensor", "pipeline"}:
+        if other := self.layout.axes - ANSWERING:
             raise ValueError(f"layout.{min(other)}: answers come from groups by tensor or pipeline, and data; leave {min(other)} out")
         if self.sinks and self.window is None:
             raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")
@@ -95,7 +95,7 @@ def prepared(model: Transformer, weights: Weights) -> Transformer:
 
 
 def engine_of(
-    model: Transformer, tokenizer: Tokenizer, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
+    model: Transformer, tokenizer: Tokenizer | None, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
     """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. `held`: the group whose model this is
@@ -112,7 +112,7 @@ def engine_of(
     if draft is None:
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
-    if other.backend.get_vocab() != tokenizer.backend.get_vocab():
+    if tokenizer is None or other.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
     return DraftedEngine(model, prepared(smaller, draft_weights), tokenizer, **limits)
 

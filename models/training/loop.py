@@ -40,15 +40,16 @@ def train(
     checkpoint_dir: Path | None = None, checkpoint_every: int = 0, on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None,
     watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None = None, device: torch.device | None = None,
+    sampled: bool = False,
 ) -> TrainLog:  # fmt: skip
     """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    After training in bf16 the model has its fp32 weights again. With several processes it has whole weights after training, and in
-    `on_step` of `watched` steps. state: state of the optimisers to continue from (`Trainer.adopt`), or the folder of the training that left
-    it; None: a fresh start. mesh: the ranks of the layout; None: all processes. device: where this rank's pieces of weights are; None: the
-    model's device.
+    After training in bf16 the model has its fp32 weights again. With several processes it has whole weights after training, in
+    `on_step` of `watched` steps, and, if batches are `sampled` from it, before each step. state: state of the optimisers to continue from
+    (`Trainer.adopt`), or the folder of the training that left it; None: a fresh start. mesh: the ranks of the layout; None: all processes.
+    device: where this rank's pieces of weights are; None: the model's device.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; raise ValueError if the
@@ -74,6 +75,8 @@ def train(
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, config.optimizer.spike_window, config.optimizer.spike_limit)
+            if sampled:
+                trainer.publish_whole()
             row = trainer.step(step, batches(step), seed, limits)
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
@@ -120,8 +123,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
 
 def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
     """Load `state` into the optimisers, if it is given. Return the fingerprints of weights and state."""
-    frozen = {name: p for name, p in trainer.parallel.whole.named_parameters() if name not in trainer.parallel.pieces}
-    prints = {"initial": fingerprint(trainer.parallel, {**trainer.weights, **frozen})}
+    prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen)}
     if state is None:
         return prints
     moments = {name: value for name, value in trainer.tensors().items() if name.startswith("state.")}

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch import Tensor
 from puna.kernels.advantages import advantages
 from puna.kernels.exact import can_be_exact, exact_passes
 from puna.models.machine import DTYPES
-from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_skips, progress, weights_digest
+from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_skips, fingerprint, progress
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, step_advantages, token_values, whiten
 from puna.models.training.packing import pack
 from puna.models.training.parallel.groups import Groups
+from puna.models.training.parallel.parallel import alone, parallel
 from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.state import Saver, check_identity
@@ -35,6 +36,7 @@ from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
 """Values, advantages and returns, [N] each."""
+Estimator = Callable[[Sampled, dict[str, float], Mapping[str, Trainer]], Estimate]
 Parts = dict[str, tuple[Transformer, Ppo | Value, float | None, Mapping[str, float] | None]]
 """The models that are trained, each with its objective, its learning rate, and factors of it by parameter."""
 
@@ -79,7 +81,7 @@ def train_ppo(
         "critic": (critic, Value(config.value_clip), config.critic_learning_rate, None),
     }
 
-    def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
+    def estimate(sampled: Sampled, numbers: dict[str, float], trainers: Mapping[str, Trainer]) -> Estimate:
         if not numbers.get("normalized") and config.normalize_rewards:
             numbers["score_mean"] = float(sampled.scores.mean())
             numbers["score_scale"] = max(float(sampled.scores.std(correction=0)), 1e-6)
@@ -87,7 +89,8 @@ def train_ppo(
         rewards = (sampled.scores - numbers["score_mean"]) / numbers["score_scale"]
         rewards = rewards - config.unfinished_penalty * (1.0 - sampled.finished)
         with torch.no_grad():
-            values = torch.cat(by_group(critic, token_values, sampled.asked, sampled.answers, config.compute.micro_batch_tokens))
+            held, size = trainers["critic"].parallel, config.compute.micro_batch_tokens
+            values = torch.cat(by_group(held, token_values, sampled.asked, sampled.answers, size))
         given = sampled.logprobs, sampled.reference, values, rewards, sampled.lengths
         raw, returns = advantages(*given, kl=config.kl_coefficient, gamma=config.gamma, lam=config.lam)
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
@@ -112,7 +115,7 @@ def train_grpo(
     )  # fmt: skip
     parts: Parts = {"policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales)}
 
-    def estimate(sampled: Sampled, numbers: dict[str, float]) -> Estimate:
+    def estimate(sampled: Sampled, numbers: dict[str, float], trainers: Mapping[str, Trainer]) -> Estimate:
         kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
         rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - config.kl_coefficient * kl
         none = torch.zeros_like(sampled.logprobs)
@@ -130,21 +133,23 @@ def train_grpo(
 
 
 def _train(
-    rollouts: Rollouts[Any], parts: Parts, estimate: Callable[[Sampled, dict[str, float]], Estimate], checkpoint_dir: Path | None,
-    on_step: Callable[[Row], None] | None,
+    rollouts: Rollouts[Any], parts: Parts, estimate: Estimator, checkpoint_dir: Path | None, on_step: Callable[[Row], None] | None,
 ) -> TrainLog:  # fmt: skip
     config: RolloutSettings = rollouts.config
     current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
     groups = rollouts.groups or Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
-    initial = [weights_digest(model) for model in (*(model for model, *_ in parts.values()), rollouts.reference)]
+    training, mesh, where = current.training, groups.mesh, rollouts.device
+    own = parts.items() if groups.trains else ()
+    trainers = {who: Trainer(model, goal, training(rate), scales, mesh, where) for who, (model, goal, rate, scales) in own}
+    ranks = trainers["policy"].parallel if trainers else parallel(rollouts.policy, mesh.layout, mesh, where)
+    ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
+    reference = alone(rollouts.reference)
+    weights = [(one.parallel, one.weights) for one in trainers.values()] or [(ranks, ranks.parameters)]
+    initial = [fingerprint(held, some | held.frozen) for held, some in (*weights, (reference, reference.parameters))]
     identity = {"config": config.identity(), "seed": rollouts.seed, "initial": initial}
-    source = Source(replace(rollouts, groups=groups), groups, checkpoint_dir, identity)
+    source = Source(rollouts, ranks, groups, checkpoint_dir, identity)
     if not groups.trains:
         return source.serve(current.compute)
-    training, mesh = current.training, groups.mesh
-    trainers = {who: Trainer(model, goal, training(rate), scales, mesh) for who, (model, goal, rate, scales) in parts.items()}
-    ranks = trainers["policy"].parallel
-    ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     state = _resume(checkpoint_dir, trainers, identity, config)
     for rollout in range(1, len(state.log) + 1 + (state.begun is not None)):
         rollouts.keep(rollout, None)
@@ -162,11 +167,9 @@ def _train(
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
         if ranks.processes == 1:  # the critic's updates end: the policy's before them are done
-            stack.enter_context(between_layers((rollouts.policy, rollouts.reference), saver.leave_if_asked))
+            stack.enter_context(between_layers((rollouts.policy, reference.model), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             started = time.perf_counter()
-            for trainer in trainers.values():
-                trainer.publish_whole()
             if state.begun is None:
                 if state.sampled is None:
                     source.ask(rollout, len(log))
@@ -226,13 +229,12 @@ class State:
 
 
 def _begin(
-    state: State, trainers: dict[str, Trainer], estimate: Callable[[Sampled, dict[str, float]], Estimate], rollouts: Rollouts[Any],
-    started: float,
-) -> Begun:  # fmt: skip
+    state: State, trainers: dict[str, Trainer], estimate: Estimator, rollouts: Rollouts[Any], started: float
+) -> Begun:
     """Return the input of a rollout's updates; set `state.numbers` for them. `started`: the rollout's start time."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
-    values, weights, returns = estimate(sampled, numbers)
+    values, weights, returns = estimate(sampled, numbers, trainers)
     by_token = {"mask": sampled.mask, "logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
     rollouts.keep(len(state.log) + 1, _rows(sampled, weights))
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
@@ -288,7 +290,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     batches = [_collate([teaching[i] for i in row], (0, 0) if number else left_out) for number, row in enumerate(packed)]
     step = (rollout - 1) * config.updates + update + 1
     for who, trainer in trainers.items():
-        place, whole = (DTYPES[trainer.precision], trainer.device), trainer.parallel.mesh.layout.axes <= {"data"}
+        place, whole = (DTYPES[trainer.precision], trainer.device), trainer.parallel.mesh.layout.axes <= {"data", "pipeline"}
         with exact_passes(*place, who == "policy" and whole and can_be_exact(*place)):  # ratios are 1 where nothing was updated
             rollout_state.rows[who].append(trainer.step(step, batches, seed))
     rollout_state.row["seconds"] += time.perf_counter() - started

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor
 from puna.kernels.exact import can_be_exact, exact_passes
 from puna.models.generation import Completion, Engine, SamplingParams
 from puna.models.generation.turns import converse
+from puna.models.serving import engine_of
 from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.groups import Groups
-from puna.models.training.parallel.parallel import asked, parallel
+from puna.models.training.parallel.parallel import alone
 from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
 from puna.models.training.state import remembered
 from puna.models.training.trainer import computing_in
@@ -107,12 +109,12 @@ class Rollouts(Generic[Config]):
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
     `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
-    the configuration. `keep` gets the rows of the answers. `parameters`: number of the whole policy's, where this rank has a piece of it.
-    `generate` answers prompts, in one turn or several (`converse`).
+    the configuration. `keep` gets the rows of the answers. `generate` answers prompts, in one turn or several (`converse`). `device`: of
+    this rank's pieces of the policy; None: the policy's. `held`: what the rank samples from; None: the whole policy.
     """
 
     policy: Transformer
-    reference: Transformer
+    reference: Transformer | Parallel
     scorer: Scorer
     prompts: Sequence[Sequence[int]]
     stop: Sequence[int]
@@ -121,7 +123,12 @@ class Rollouts(Generic[Config]):
     groups: Groups | None = None
     keep: Keep = lambda rollout, rows: None
     generate: Callable[..., list[list[Completion]]] = converse
-    parameters: int | None = None
+    device: torch.device | None = None
+    held: Parallel | None = None
+
+    @property
+    def _held(self) -> Parallel:
+        return self.held or alone(self.policy)
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
@@ -156,13 +163,14 @@ class Rollouts(Generic[Config]):
         """Raise ValueError if log-probs are not those of a pass of training, where such passes are exact. Those of adapters and of a
         rank's piece are nearly the same.
         """
-        weights, targets = self.policy.model.embed_tokens.weight, Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
-        if not can_be_exact(weights.dtype, weights.device):
+        held, targets = self._held, Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
+        if not can_be_exact(held.dtype, held.device):
             return
-        with exact_passes(weights.dtype, weights.device):
-            own = self.policy.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.config.temperature)[0]
+        with exact_passes(held.dtype, held.device):
+            own = held.ask(self._logprobs, targets)
         difference = float(((own - sampled.logprobs[: len(own)]).abs() * sampled.mask[: len(own)]).max())
-        if not difference <= (0.0 if self.policy.parts is None and all(p.requires_grad for p in self.policy.parameters()) else 1e-4):
+        whole = held.mesh.size("tensor") == 1 and all(p.requires_grad for p in self.policy.parameters())
+        if not difference <= (0.0 if whole else 1e-4):
             raise ValueError(
                 f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
                 "the answers are of other weights"
@@ -171,8 +179,8 @@ class Rollouts(Generic[Config]):
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
         config, drawn, size = self.config, list[Drawn](), self._wave()
-        weights = self.policy.model.embed_tokens.weight
-        engine = Engine(self.policy, exact=can_be_exact(weights.dtype, weights.device))
+        held = self._held
+        engine = engine_of(cast("Transformer", held.model), None, held=held, exact=can_be_exact(held.dtype, held.device))
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
@@ -188,10 +196,9 @@ class Rollouts(Generic[Config]):
 
     def _wave(self) -> int:
         """Return the number of prompts answered together; on a GPU all of a rollout."""
-        weights = self.policy.model.embed_tokens.weight
-        if weights.device.type != "cpu":
+        if self._held.device.type != "cpu":
             return self.config.prompts
-        flops = 2.0 * (self.parameters or parameter_count(self.policy)) * self.config.answers * self.config.max_tokens
+        flops = 2.0 * sum(p.numel() for p in self.policy.parameters()) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
@@ -225,21 +232,21 @@ class Rollouts(Generic[Config]):
     def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
         """Return [N] log-probs of all answer tokens, fp32 on the CPU."""
 
-        def logprobs_of(model: Transformer, t: Targets) -> Tensor:
-            return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=self.config.temperature)[0]
+        return torch.cat(by_group(self.reference, self._logprobs, asked, answers, self.config.compute.micro_batch_tokens))
 
-        return torch.cat(by_group(self.reference, logprobs_of, asked, answers, self.config.compute.micro_batch_tokens))
+    def _logprobs(self, model: Transformer, t: Targets) -> Tensor:
+        return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=self.config.temperature)[0]
 
 
 class Source:
     """A source of rollouts: the training ranks sample on request, or ranks of their own do so while others train.
 
-    folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: the training's. `follow` is called
-    after each wave.
+    held: this rank's policy. folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: the
+    training's. `follow` is called after each wave.
     """
 
-    def __init__(self, rollouts: Rollouts[Any], groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
-        self.rollouts, self.groups, self._folder = rollouts, groups, folder
+    def __init__(self, rollouts: Rollouts[Any], held: Parallel, groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
+        self.rollouts, self.held, self.groups, self._folder = replace(rollouts, groups=groups), held, groups, folder
         self._names = groups.sampler(hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
         self.follow: Callable[[], object] = lambda: None
         self._sampled: Sampled | None = None
@@ -247,9 +254,12 @@ class Source:
     def ask(self, rollout: int, version: int) -> None:
         """Request a rollout, sampled with the policy's current weights, which were trained on `version` rollouts."""
         if self.groups.apart:
-            self.groups.ask(self.rollouts.policy, {"rollout": rollout, "version": version})
+            self.groups.ask(self.held, {"rollout": rollout, "version": version})
         else:
-            self._sampled = self.rollouts.sample(rollout, self._remember(rollout), version)
+            self._sampled = self._sample(rollout, version)
+
+    def _sample(self, rollout: int, version: int) -> Sampled:
+        return replace(self.rollouts, held=self.groups.answering(self.held)).sample(rollout, self._remember(rollout), version)
 
     def take(self) -> Sampled:
         """Return the rollout that was asked for."""
@@ -264,17 +274,13 @@ class Source:
 
     def serve(self, compute: ComputeSettings) -> list[dict[str, float]]:
         """Sample what the ranks that train ask for, and return their log."""
-        whole, mesh, self.follow = self.rollouts.policy, self.groups.mesh, self.groups.give
-        precision = compute.precision_on(whole.model.embed_tokens.weight.device.type)
-        if mesh.size("tensor") > 1 and precision != "fp32":
-            raise ValueError(f"generate_tensor {mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")
-        held, reference = parallel(whole, mesh.layout, mesh), asked(self.rollouts.reference, mesh.layout, mesh)
-        self.rollouts = replace(self.rollouts, policy=held.model, reference=reference, parameters=parameter_count(whole))  # type: ignore[arg-type]
+        held, self.follow, precision = self.held, self.groups.give, compute.precision_on(self.held.device.type)
+        if held.mesh.size("tensor") > 1 and precision != "fp32":
+            raise ValueError(f"generate_tensor {held.mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")
         with computing_in(held.model, precision):
             for order in self.groups.orders(held):
                 if "rollout" in order:
-                    sampled = self.rollouts.sample(order["rollout"], self._remember(order["rollout"]), order["version"])
-                    self.groups.give(sampled.text())
+                    self.groups.give(self._sample(order["rollout"], order["version"]).text())
         log: list[dict[str, float]] = json.loads(order["end"])
         return log
 
@@ -290,12 +296,7 @@ class Source:
         return remember
 
 
-def parameter_count(model: Transformer) -> int:
-    """Return the number of a model's parameters."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> Scorer:
+def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
     """Return a scorer by a reward model: its scalar head at each answer's last token."""
 
     @torch.no_grad()
@@ -310,16 +311,16 @@ def reward_model_scorer(model: Transformer, micro_batch_tokens: int = 4096) -> S
 
 
 def by_group(
-    model: Transformer, compute: Callable[[Transformer, Targets], Tensor], prompts: Sequence[Sequence[int]],
+    model: Transformer | Parallel, compute: Callable[[Any, Targets], Tensor], prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]], micro_batch_tokens: int, by_answer: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Return `compute` on all prompts with their answers, packed in rows: one CPU tensor per prompt, in order."""
-    device = next(model.parameters()).device
+    held = alone(model)
     tokens = [sum(len(answer) for answer in row) for row in answers]
     results: dict[int, Tensor] = {}
     for row in pack([len(p) + n for p, n in zip(prompts, tokens, strict=True)], micro_batch_tokens):
         targets = Targets.from_answers([prompts[i] for i in row], [answers[i] for i in row])
         sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
-        rows = compute(model, targets.to(device)).float().cpu().split(sizes)
+        rows = held.ask(compute, targets.to(held.device)).float().cpu().split(sizes)
         results |= zip(row, rows, strict=True)
     return [results[i] for i in range(len(prompts))]

@@ -311,8 +311,8 @@ class RolloutSettings(Settings):
                 f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
                 f"{self.max_tokens} tokens and a prompt"
             )
-        if self.generate and (layout := self.compute.layout).axes not in (set(), {"data"}, {"shard"}, {"tensor"}):
-            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample, only by data, shard or tensor")
+        if self.generate and len((layout := self.compute.layout).axes) > 1:
+            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample, only by one axis")
         if self.generate % self.generate_tensor or (self.generate_tensor > 1 and not self.generate):
             raise ValueError(f"generate {self.generate} is no number of groups of generate_tensor {self.generate_tensor} processes")
         if self.schedule.ema or self.schedule.average:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapted
 from puna.stages.training.needs import adaptable, one_tokenizer
 from puna.stages.training.settings import AdapterConfig
-from puna.stages.training.train import check_one_tokenizer, device, fit, load_model, row_limit, save_model, training_prompts
+from puna.stages.training.train import check_one_tokenizer, device, fit, frozen_dtype, load_model, row_limit, save_model, training_prompts
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     from puna.models.training.parallel.parallel import asked
 
     check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
-    network, tokenizer = load_model(student, "lm", quantization=config.quantization)
     layout = config.training.compute.layout
+    network, tokenizer = load_model(student, "lm", quantization=config.quantization, layout=layout)
     guide, _ = load_model(teacher, "lm", frozen=True, layout=layout.parts(read_config(teacher.path())))
     bad = BadRows(config, "distill")
     rows, prompt_tokens = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
@@ -74,7 +74,11 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
         raise PunaError(f"distill: {prompts.id} has no training prompts")
     bad.write(run)
     batches = _sampled(network, [ids for _, ids in prompt_tokens], tokenizer.stop_ids, config, run)
-    guide = asked(guide.requires_grad_(False), layout, ranks.mesh(layout), device())
+    mesh, guide = ranks.mesh(layout), guide.requires_grad_(False)
+    if layout.pipeline == 1:
+        guide = cast("Transformer", asked(guide, layout, mesh, device()).model)
+    elif mesh.counts:  # the last stage alone asks the teacher, and reads all of it
+        guide = guide.to(device(), frozen_dtype())
     objective = Distill(guide, config.beta, config.temperature)
     with adapted(network, config, run) as scales:
         log = fit(network, objective, batches, config.training.train_config(len(prompt_tokens)), run, scales, sampled=True)

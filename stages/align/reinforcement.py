@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ from puna.stages.training.settings import AdapterConfig
 from puna.stages.training.train import (
     CHECKPOINTS,
     check_one_tokenizer,
+    device,
     divergence_named,
     load_model,
     report_ends,
@@ -42,6 +43,7 @@ from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.training.parallel.base import Parallel
     from puna.models.transformer import Transformer
     from puna.stages.training.rewards import Ids, Rewards
 
@@ -135,18 +137,24 @@ def _optimize(
     from puna.models.formats.checkpoint import read_config
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
+    from puna.models.training.parallel.parallel import asked, parallel
     from puna.models.training.rollouts import Rollouts
 
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
     check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
-    centers = config.reward == "product" and config.center == "start"
-    parts = None if groups.trains or centers else groups.mesh.layout.parts(read_config(policy.path()))
-    model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=parts)
-    scalars = [load_model(one, "scalar")[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
+    layout = groups.mesh.layout
+    model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
+    ordered = sorted(reward_models, key=lambda one: one.data_digest)
+    scalars = [load_model(one, "scalar", layout=layout.parts(read_config(one.path())))[0] for one in ordered]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
+
+    def frozen(one: Transformer) -> Parallel:
+        cut = layout.parts(one.config) is not None
+        return asked(one if cut else copy.deepcopy(one).requires_grad_(False).to(dtype), layout, groups.mesh, device())
+
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     names = getattr(config, "tools", ())
     offered = [TOOLS[name].definition(name) for name in names]
@@ -158,19 +166,21 @@ def _optimize(
     rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
     used = [] if config.reward == "verifier" else scalars
-    frozen = [copy.deepcopy(scalar).requires_grad_(False).to(dtype) for scalar in used]
     kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
-    rewards = rewards_of(scorer, frozen, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
+    asking, size = [frozen(scalar) for scalar in used], config.compute.micro_batch_tokens
+    rewards = rewards_of(scorer, asking, rows, prompt_ids, tokenizer, size, *kinds)
     rewards = replace(rewards, watched=config.reward == "reward_model")
-    if centers:
-        rewards = _centered(rewards, model, prompt_ids, tokenizer.stop_ids, config, run)
-    valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True)[0]) if critic else None
-    reference = model if parts is not None else copy.deepcopy(model).requires_grad_(False).to(dtype)  # a rank copies its parts of both
+    if config.reward == "product" and config.center == "start":
+        held = groups.answering(parallel(model, layout, groups.mesh, device()))
+        rewards = _centered(rewards, held, prompt_ids, tokenizer.stop_ids, config, run)
+    valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
+    reference = frozen(model)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns
         log = drive(
-            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
+            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered,
+                     device=device()),
             *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
         )  # fmt: skip
@@ -231,15 +241,17 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
     run.metric("trained_answers", len(log) * config.epochs * each)
 
 
-def _centered(rewards: Rewards, policy: Transformer, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
+def _centered(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
     """Center the rewards by the untrained policy's answers to one rollout's number of prompts, the same in a resumed run."""
-    from puna.models.generation import Engine, SamplingParams
+    from puna.models.generation import SamplingParams
+    from puna.models.serving import engine_of
 
     some = [asked[i] for i in run.generator("center").permutation(len(asked))[: config.prompts].tolist()]
     params = SamplingParams(
         n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
     )
-    centered = rewards.centered(some, Engine(policy).generate(some, params))
+    engine = engine_of(cast("Transformer", policy.model), None, held=policy)
+    centered = rewards.centered(some, engine.generate(some, params))
     run.metric("center", centered.center)
     return centered
 

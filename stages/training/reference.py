@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from puna.models.machine import Precision
     from puna.models.training.objectives import Targets
-    from puna.models.training.objectives.base import Model
+    from puna.models.training.parallel.base import Parallel
     from puna.models.transformer import Transformer
     from puna.stages.training.settings import DpoConfig
 
@@ -51,23 +51,23 @@ class Reference:
         missing = [i for i, some in enumerate(names) if not all(name in self._stored for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size, layout = config.training.compute.micro_batch_tokens, config.training.compute.layout
-        model = asked(model, layout, ranks.mesh(layout), device())
-        with computing_in(model, training_precision(config.training.compute, self._run)):
+        held = asked(model, layout, ranks.mesh(layout), device())
+        with computing_in(held.model, training_precision(config.training.compute, self._run)):
             sums = summed(
-                model, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
+                held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
             )
         computed = dict(zip(missing, sums, strict=True))
         return [computed[i] if i in computed else [self._stored[name] for name in some] for i, some in enumerate(names)]
 
 
 def summed(
-    model: Model, examples: Sequence[Example], mask_format: bool, micro_batch_tokens: int, progress: Callable[[int, int], None]
+    model: Parallel, examples: Sequence[Example], mask_format: bool, micro_batch_tokens: int, progress: Callable[[int, int], None]
 ) -> list[list[float]]:
     """Return the summed unmasked log-probability of every answer under the model, prompt by prompt."""
     from puna.models.training.objectives import reference_logprobs
 
     def compute(some: list[Example]) -> torch.Tensor:
-        return reference_logprobs(model, targets_of(some, mask_format))
+        return model.ask(reference_logprobs, targets_of(some, mask_format))
 
     return [values.tolist() for values in by_answer(examples, micro_batch_tokens, compute, progress)]
 

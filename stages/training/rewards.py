@@ -19,6 +19,7 @@ from puna.storage import PunaError
 if TYPE_CHECKING:
     from puna.models.generation import Completion
     from puna.models.tokens.tokenizer import Tokenizer
+    from puna.models.training.parallel.base import Parallel
     from puna.models.transformer import Transformer
 
 Completions = Sequence[Sequence["Completion"]]
@@ -92,15 +93,15 @@ class Rewards:
 
 
 def rewards_of(
-    scorer: Scorer | None, reward_models: Sequence[Transformer], rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer,
-    micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False,
+    scorer: Scorer | None, reward_models: Sequence[Transformer | Parallel], rows: Sequence[dict[str, Any]], asked: Ids,
+    tokenizer: Tokenizer, micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False,
 ) -> Rewards:  # fmt: skip
     """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked`, `steps`: see `gold_of`."""
     gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps)
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
 
 
-def ensemble_of(models: Sequence[Transformer], micro_batch_tokens: int, how: Ensemble) -> Scores:
+def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: int, how: Ensemble) -> Scores:
     """Return a function that gives the number of one or more reward models for each answer."""
     from puna.models.training.rollouts import reward_model_scorer
 

@@ -279,7 +279,7 @@ def fit(
 
     with divergence_named(run.stage):
         log = train(
-            model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=lambda step: sampled or due(step),
+            model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=due, sampled=sampled,
             checkpoint_dir=run.scratch / CHECKPOINTS, checkpoint_every=CHECKPOINT_STEPS, on_step=on_step, device=device(),
         )  # fmt: skip
     write_log([row | watch.after(int(row["step"])) for row in log] if watch else log, run)

@@ -117,13 +117,18 @@ def micro_batches(objective: str, step: int, count: int = 3) -> list[Any]:
     return parts
 
 
+def teacher(layout: Layout, mesh: Mesh) -> Transformer:
+    whole = network("plain", seed=9)
+    return whole if layout.pipeline > 1 else asked(whole, layout, mesh).model  # type: ignore[return-value]
+
+
 def loss_of(objective: str, layout: Layout, mesh: Mesh) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "pretrain": o.LanguageModeling,
         "sft": o.Sft,
         "dpo": o.Dpo,
         "reward": o.Reward,
-        "distill": lambda: o.Distill(asked(network("plain", seed=9), layout, mesh), beta=0.5, temperature=1.3),
+        "distill": lambda: o.Distill(teacher(layout, mesh), beta=0.5, temperature=1.3),
         "ppo": lambda: o.Ppo(entropy_weight=0.05, temperature=0.9),
         "value": o.Value,
         "grpo": lambda: o.Ppo(clip_high=0.3),
@@ -406,10 +411,13 @@ def sampled(members: Sequence[int], layout: dict[str, int], wavering: bool = Fal
 
     policy = network("plain")
     settings = GrpoSettings(rollouts=1, prompts=10, answers=3, max_tokens=7, compute={"micro_batch_tokens": 64})
-    first = Rollouts(policy, policy, score if wavering else by_length, PROMPTS, [1], settings, 5, groups=Groups(Layout(**layout), 0, members)).sample(1)
+    groups = Groups(Layout(**layout), 0, members)
+    held = groups.answering(parallel(policy, groups.mesh.layout, groups.mesh))
+    first = Rollouts(policy, asked(network("plain"), groups.mesh.layout, groups.mesh), score if wavering else by_length, PROMPTS, [1], settings, 5,
+                     groups=groups, held=held).sample(1)  # fmt: skip
     return {
         "asked": first.asked, "answers": first.answers, "logprobs": first.logprobs.tolist(), "scores": first.scores.tolist(),
-        "equal": equal_logprobs(policy, first),
+        "equal": equal_logprobs(policy, first), "reference": first.reference.tolist(),
     }  # fmt: skip
 
 
@@ -419,6 +427,17 @@ def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
     with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu")):
         own = policy.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]
     return float((own == answered.logprobs).float().mean())
+
+
+def gathered(held: Parallel, variant: str) -> Transformer:
+    """Return the whole model of the ranks' pieces."""
+    if held.model is held.whole:
+        return held.whole  # type: ignore[return-value]
+    whole = network(variant)
+    with torch.no_grad():
+        for name, weight in sorted(whole.named_parameters()):
+            weight.copy_(held.gathered(name, held.parameters.get(name)))
+    return whole
 
 
 def rolled(
@@ -441,14 +460,15 @@ def rolled(
 
     def take(self: Source, real: Callable[[Source], Sampled] = Source.take) -> Sampled:
         answered = real(self)
-        equal.append(equal_logprobs(policy, answered))
+        equal.append(equal_logprobs(gathered(self.held, variant), answered))
         return answered
 
     groups = Groups(Layout(**layout), generate, members, tensor)
-    source: Rollouts[Any] = Rollouts(policy, network(variant), score, PROMPTS, [1], settings, 5, groups=groups)
+    reference = asked(network(variant), groups.mesh.layout, groups.mesh)
+    source: Rollouts[Any] = Rollouts(policy, reference, score, PROMPTS, [1], settings, 5, groups=groups)
     given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
     with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves
-        log = train_ppo(source, network("plain", "value"), **given) if critic else train_grpo(source, **given)
+        log = train_ppo(source, network("moe" if variant == "moe" else "plain", "value"), **given) if critic else train_grpo(source, **given)
     log = [{name: value for name, value in row.items() if name not in TIMED} for row in log]
     return {"log": log, "digest": weights_digest(policy), "equal": equal, "trains": groups.trains}
 
@@ -502,7 +522,7 @@ def lost_weights(members: Sequence[int]) -> str:
     """Return the error of a rank that samples whose model the sent weights do not reach."""
     groups, model = Groups(generate=1, members=members), network("plain", seed=len(members))
     if groups.trains:
-        groups.ask(model, {"rollout": 1})
+        groups.ask(Parallel(model, groups.mesh), {"rollout": 1})
         return ""
     try:
         with mock.patch.object(torch.Tensor, "copy_", lambda own, other: own):

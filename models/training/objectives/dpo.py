@@ -125,7 +125,7 @@ def answer_nll(
 @torch.no_grad()
 def reference_logprobs(model: Model, targets: Targets) -> Tensor:
     """Return [A] float32 on the CPU, each answer's summed unmasked log-probability, without a gradient."""
-    moved = targets.to(next(model.parameters()).device)
+    moved = targets.to(next(weight.device for weight in model.parameters() if not weight.is_meta))
     return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()
 
 

@@ -73,11 +73,22 @@ class Parallel:
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
+        self._published = False
 
     @property
     def processes(self) -> int:
         """Number of processes."""
         return self.mesh.layout.processes
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Weights by name that are not trained, which each rank has whole."""
+        return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers in which the model computes."""
+        return next(weight.dtype for weight in self.model.parameters() if not weight.is_meta)
 
     # --- a step ---
 
@@ -160,6 +171,10 @@ class Parallel:
         """True if this rank is the first that holds its piece of a weight."""
         return self.pieces[name].counts(self.mesh.at)
 
+    def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
+        """Return `compute` of the model and a part, without training it. All ranks of a model that is in pieces ask it together."""
+        return compute(self.model, part)
+
     # --- whole weights ---
 
     @torch.no_grad()
@@ -181,13 +196,15 @@ class Parallel:
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
         """Write weights, given as pieces, into the whole model."""
+        fresh = self.model is not self.whole and not self._published
         for name, parameter in self.whole.named_parameters():
             if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
                 value = self.gathered(name, values.get(name))
-                if parameter.device != self.device or parameter.dtype != value.dtype:  # as it was read, which engines have not seen
+                if fresh:  # to copy into weights that are mapped from a file would read all of it
                     parameter.data = value.to(self.device, copy=True)
                 else:
                     parameter.copy_(value)
+        self._published = True
 
     # --- the state of a training ---
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel import mesh as meshes
 from puna.models.training.parallel.base import Parallel
-from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.layout import ANSWERING, Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
 ONE = Layout()
@@ -40,7 +40,7 @@ class Groups:
         self.apart, self.trains = generate > 0, True
         if not self.apart:
             self.mesh = Mesh(layout_of(layout), members)
-            self.sampling = Mesh(Layout(data=self.mesh.layout.processes), members)
+            self.sampling = self.mesh if _in_pieces(self.mesh.layout) else Mesh(Layout(data=self.mesh.layout.processes), members)
             return
         members = list(range(dist.get_world_size()) if members is None and dist.is_initialized() else members or [0])
         if generate >= len(members):
@@ -62,16 +62,25 @@ class Groups:
         """Return the text of the first rank that samples; of this one if all ranks do both."""
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
-    def ask(self, model: nn.Module, order: dict[str, Any]) -> None:
-        """Send an order and the trained weights from the training ranks to the sampling ranks."""
-        weights = _trained(model)
-        if any(weight.is_cuda for weight in weights.values()):
+    def answering(self, held: Parallel) -> Parallel:
+        """Return what this rank samples from: its pieces, where ranks answer from pieces, or else the whole model, gathered anew."""
+        if _in_pieces(held.mesh.layout):
+            return held
+        held.publish(held.parameters)
+        return Parallel(held.whole, Mesh(ONE))
+
+    def ask(self, held: Parallel, order: dict[str, Any]) -> None:
+        """Send an order and the trained weights, whole, one after the other, from the training ranks to the sampling ranks."""
+        if held.device.type == "cuda":
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
+        digests: dict[str, str] = {}
         if dist.get_rank() == self._training[0]:
-            digests = {name: tensors_digest({name: weight}) for name, weight in weights.items()}
-            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({**order, "digests": digests}))
-        for weight in weights.values():
-            dist.broadcast(_bytes(weight.cpu().clone()), self._training[0], self._everyone)
+            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps(order))
+        for name in sorted(held.pieces):
+            weight = held.gathered(name, held.parameters.get(name))
+            digests[name] = tensors_digest({name: weight})
+            dist.broadcast(_bytes(weight.clone()), self._training[0], self._everyone)
+        broadcast_text(json.dumps(digests), self._training[0], self._everyone)
         self._asked += 1
 
     def take(self, follow: Callable[[], object]) -> str:
@@ -98,7 +107,7 @@ class Groups:
                 digests[name] = tensors_digest({name: buffer})
                 weight.copy_(buffer[piece])
                 arrived &= torch.equal(weight, buffer[piece])
-            if not arrived or digests != order["digests"]:
+            if digests != json.loads(broadcast_text("", self._training[0], self._everyone)) or not arrived:
                 raise ValueError(f"rollout {order['rollout']}: this rank's weights are not those that the trainers sent")
             self._asked += 1
             yield order
@@ -130,8 +139,9 @@ class Groups:
         raise AssertionError
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in sorted(model.named_parameters()) if parameter.requires_grad}
+def _in_pieces(layout: Layout) -> bool:
+    """True if ranks answer from the pieces that they hold, which is proved on CPUs."""
+    return layout.axes <= ANSWERING and not torch.cuda.is_available()
 
 
 def _bytes(weight: Tensor) -> Tensor:

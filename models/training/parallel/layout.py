@@ -19,6 +19,8 @@ AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
 """Axes of a layout, the outermost first: ranks that differ in the last one are neighbours."""
 READERS = ("data", "shard", "expert")
 """Axes along which ranks have micro-batches of their own."""
+ANSWERING = frozenset({"data", "tensor", "pipeline"})
+"""Axes of the layouts whose ranks answer from the pieces of a model that they hold."""
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
         "data", "shard", "tensor", "pipeline", "context", "expert",
@@ -68,7 +70,7 @@ class Layout(Settings):
             self.check(config)
         except ValueError:
             return None
-        return self if self.axes & {"shard", "tensor", "context"} and "expert" not in self.axes else None
+        return self if self.axes - {"data"} else None
 
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:

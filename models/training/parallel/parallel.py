@@ -38,10 +38,15 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     return Sharded(model, mesh, device)
 
 
-def asked(model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Transformer:
-    """Return this rank's part of a model that is not trained, and that all ranks ask the same; the model itself where it stays whole."""
+def asked(model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
+    """Return this rank's part of a model that is not trained, and that all ranks ask together; the model itself where it stays whole."""
     if layout.parts(model.config) is None:
-        return model
-    part = parallel(model.requires_grad_(True), layout, mesh, device).model
-    assert isinstance(part, Transformer)
-    return part.requires_grad_(False)
+        return alone(model)
+    held = parallel(model.requires_grad_(True), layout, mesh, device)
+    held.model.requires_grad_(False)
+    return held
+
+
+def alone(model: Transformer | Parallel) -> Parallel:
+    """Return a whole model as that of one process."""
+    return model if isinstance(model, Parallel) else Parallel(model, Mesh(Layout()))

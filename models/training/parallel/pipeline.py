@@ -106,12 +106,25 @@ class Pipelined(Parallel):
             if number >= ahead:
                 self._backward(*waiting.pop(0))
                 collect()
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+        self._arrived()
         if self._tied:
             self._add_tied()
         return total, metrics
+
+    @torch.no_grad()
+    def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
+        _, out, _ = self._forward(part, True, lambda model, some: (compute(model, some), {}))
+        self._arrived()
+        last, group = self.mesh.rank("pipeline", self._stages - 1), self.mesh.group("pipeline")
+        dist.broadcast(size := torch.tensor(len(out)), last, group)
+        values = out.float().cpu() if self._is_last else torch.empty(int(size))
+        dist.broadcast(values, last, group)
+        return values
+
+    def _arrived(self) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
     def _forward(self, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
         """Return the stage's input, its output (on the last stage the loss), and metrics."""
