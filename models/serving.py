@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from puna.models.settings import NO_RESULT, Settings
-from puna.models.training.parallel.layout import ANSWERING, Layout
+from puna.models.training.parallel.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class ServingSettings(Settings):
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
-        if other := self.layout.axes - ANSWERING:
+        if other := self.layout.axes - {"data", "tensor", "pipeline"}:
             raise ValueError(f"layout.{min(other)}: answers come from groups by tensor or pipeline, and data; leave {min(other)} out")
         if self.sinks and self.window is None:
             raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")

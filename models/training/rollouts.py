@@ -163,13 +163,13 @@ class Rollouts(Generic[Config]):
         """Raise ValueError if log-probs are not those of a pass of training, where such passes are exact. Those of adapters and of a
         rank's piece are nearly the same.
         """
-        held, targets = self._held, Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
-        if not can_be_exact(held.dtype, held.device):
+        targets, (weight, *_) = Targets.from_answers(sampled.asked[:1], sampled.answers[:1]), self._held.parameters.values()
+        if not can_be_exact(weight.dtype, weight.device):
             return
-        with exact_passes(held.dtype, held.device):
-            own = held.ask(self._logprobs, targets)
+        with exact_passes(weight.dtype, weight.device):
+            own = self._held.ask(self._logprobs, targets)
         difference = float(((own - sampled.logprobs[: len(own)]).abs() * sampled.mask[: len(own)]).max())
-        whole = held.mesh.size("tensor") == 1 and all(p.requires_grad for p in self.policy.parameters())
+        whole = self._held.mesh.size("tensor") == 1 and all(p.requires_grad for p in self.policy.parameters())
         if not difference <= (0.0 if whole else 1e-4):
             raise ValueError(
                 f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
@@ -179,8 +179,8 @@ class Rollouts(Generic[Config]):
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
         config, drawn, size = self.config, list[Drawn](), self._wave()
-        held = self._held
-        engine = engine_of(cast("Transformer", held.model), None, held=held, exact=can_be_exact(held.dtype, held.device))
+        held, (weight, *_) = self._held, self._held.parameters.values()
+        engine = engine_of(cast("Transformer", held.model), None, held=held, exact=can_be_exact(weight.dtype, weight.device))
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)

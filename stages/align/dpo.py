@@ -33,14 +33,11 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     the latter is between the means of good and bad answers. Preferences that the chat template refuses, those longer than a packed row, and
     but for kto those with one side only are in `dropped`; see `bad_rows`.
     """
-    from puna.models.formats.checkpoint import read_config
-
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
-    layout = config.training.compute.layout.parts(read_config(model.path()))
-    policy, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=layout)
+    policy, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
     tiers_of, train_on, measure = (labelled, _train_kto, _measure_kto) if config.preference.of == "answers" else (ranked, _train, _measure)
     bad, limit = BadRows(config, "dpo"), row_limit(config.training)
     examples = [one.example for one in render_ranked(tokenizer, train, limit, bad, tiers_of)]

@@ -30,14 +30,12 @@ def reference_logprobs(model: Model, preferences: Preferences, config: Reference
     """
     import torch
 
-    from puna.models.training.parallel.parallel import alone
-
     network, tokenizer = load_model(model, "lm", frozen=True)
     bad = BadRows(config, "reference_logprobs")
     rows = read_preferences([preferences], None)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
     examples = [one.example for one in render_ranked(tokenizer, rows, limit, bad, labelled)]
-    values = summed(alone(network), examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
+    values = summed(network, examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
     name = name_of(model, config.mask_format, "bf16" if frozen_dtype() == torch.bfloat16 else "fp32")
     scores = {key: value for one, some in zip(examples, values, strict=True) for key, value in zip(answer_ids(one), some, strict=True)}
     run.write(preferences.read())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -150,11 +149,7 @@ def _optimize(
     scalars = [load_model(one, "scalar", layout=layout.parts(read_config(one.path())))[0] for one in ordered]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
-
-    def frozen(one: Transformer) -> Parallel:
-        cut = layout.parts(one.config) is not None
-        return asked(one if cut else copy.deepcopy(one).requires_grad_(False).to(dtype), layout, groups.mesh, device())
-
+    frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=dtype)
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     names = getattr(config, "tools", ())
     offered = [TOOLS[name].definition(name) for name in names]
@@ -165,10 +160,9 @@ def _optimize(
     bad.write(run)
     rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
-    used = [] if config.reward == "verifier" else scalars
+    used = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
     kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
-    asking, size = [frozen(scalar) for scalar in used], config.compute.micro_batch_tokens
-    rewards = rewards_of(scorer, asking, rows, prompt_ids, tokenizer, size, *kinds)
+    rewards = rewards_of(scorer, used, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
     rewards = replace(rewards, watched=config.reward == "reward_model")
     if config.reward == "product" and config.center == "start":
         held = groups.answering(parallel(model, layout, groups.mesh, device()))

@@ -61,13 +61,15 @@ class Reference:
 
 
 def summed(
-    model: Parallel, examples: Sequence[Example], mask_format: bool, micro_batch_tokens: int, progress: Callable[[int, int], None]
-) -> list[list[float]]:
+    model: Transformer | Parallel, examples: Sequence[Example], mask_format: bool, micro_batch_tokens: int,
+    progress: Callable[[int, int], None],
+) -> list[list[float]]:  # fmt: skip
     """Return the summed unmasked log-probability of every answer under the model, prompt by prompt."""
     from puna.models.training.objectives import reference_logprobs
+    from puna.models.training.parallel.parallel import alone
 
     def compute(some: list[Example]) -> torch.Tensor:
-        return model.ask(reference_logprobs, targets_of(some, mask_format))
+        return alone(model).ask(reference_logprobs, targets_of(some, mask_format))
 
     return [values.tolist() for values in by_answer(examples, micro_batch_tokens, compute, progress)]
 

@@ -119,9 +119,11 @@ def rollouts(pool: Pool) -> float:
     ranks share a rollout, and of ranks that train on the answers of others."""
     one = pool.run("sampled", 1, layout={})[0]
     same = [one["equal"] == 1.0]
-    for layout in ({"data": 2}, {"data": 4}, {"shard": 2}, {"tensor": 2}, {"data": 2, "shard": 2}):
-        same += [own == one for own in pool.run("sampled", size(layout), layout=layout)]
-    for layout, generate in (({}, 1), ({}, 2), ({"data": 2}, 1), ({"data": 2}, 2), ({"shard": 2}, 1), ({"tensor": 2}, 1)):
+    one.pop("reference")
+    for layout in ({"data": 2}, {"data": 4}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"data": 2, "shard": 2}, {"data": 2, "pipeline": 2}):
+        same += [own | {"reference": 0} == one | {"reference": 0} for own in pool.run("sampled", size(layout), layout=layout)]
+    alone = (({}, 1), ({}, 2), ({"data": 2}, 2), *(({axis: 2}, 1) for axis in ("data", "shard", "tensor", "pipeline", "context")))
+    for layout, generate in (*alone, ({"pipeline": 2}, 0)):
         for own in pool.run("rolled", size(layout) + generate, layout=layout, generate=generate):
             same += [equal == 1.0 for equal in own["equal"]]
     return sum(same) / len(same)

@@ -14,7 +14,7 @@ from typing import Any
 from puna.models.accounting import forward_flops
 from puna.models.config import ModelConfig
 from puna.models.machine import GPUS
-from puna.models.training.parallel.estimate import REACHED, Estimate, Work, estimate, utilisation
+from puna.models.training.parallel.estimate import REACHED, Estimate, Work, estimate
 from puna.models.training.parallel.layout import AXES, Layout
 
 TITAN_REACHED, TITAN_FP8 = 0.55, 1.42
@@ -25,6 +25,11 @@ MEGATRON = (
     (128, 16384, 8, 16, 1920, 2160, 155), (128, 20480, 8, 35, 2520, 2520, 163), (160, 25600, 8, 64, 3072, 3072, 163),
 )  # fmt: skip
 """Layers, width, tensor, pipeline, GPUs, rows a step, TFLOP/s of a GPU."""
+
+
+def utilisation(one: Estimate) -> float:
+    """Return the FLOPs per second of an H100 that trains the 405B model over its data sheet's (MFU, 0 to 1)."""
+    return 3 * forward_flops(LARGE, (one.work.length,)) / one.work.length * one.tokens_per_second / GPUS["H100"].flops
 
 
 def layout(**sizes: int) -> Layout:
@@ -48,7 +53,7 @@ def llama_rows() -> list[tuple[str, float, float, bool]]:
     for data, context, length, rows_each, published in ((64, 1, 8192, 32, 0.43), (128, 1, 8192, 16, 0.41), (8, 16, 131_072, 16, 0.38)):
         work = Work(rows_each * data, length, length, interleaved=8)
         one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16), GPUS["H100"], whole=False)
-        rows.append((f"llama3 405B, data {data}, context {context}", utilisation(LARGE, one, GPUS["H100"]), published, not rows))
+        rows.append((f"llama3 405B, data {data}, context {context}", utilisation(one), published, not rows))
     return rows
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from puna.kernels.adamw import gradient_norm
 from puna.models.training.parallel.boxes import load, save
 from puna.models.training.parallel.layout import READERS
-from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.mesh import Mesh, by_load
 from puna.models.training.state import load_state, save_state
 
 Part = tuple[Any, bool]
@@ -85,11 +85,6 @@ class Parallel:
         """Weights by name that are not trained, which each rank has whole."""
         return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the numbers in which the model computes."""
-        return next(weight.dtype for weight in self.model.parameters() if not weight.is_meta)
-
     # --- a step ---
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
@@ -97,11 +92,7 @@ class Parallel:
         readers = self.mesh.layout.readers
         if readers == 1:
             return [(part, True) for part in micro]
-        loads, shares = [0] * readers, [list[int]() for _ in range(readers)]
-        for i in sorted(range(len(micro)), key=lambda i: (-len(micro[i]), i)):
-            least = loads.index(min(loads))
-            loads[least] += len(micro[i])
-            shares[least].append(i)
+        shares = by_load([len(part) for part in micro], readers)
         own = [(micro[i], True) for i in sorted(shares[self.mesh.reader])]
         spare = min(micro, key=len)
         return own + [(spare, False)] * (max(map(len, shares)) - len(own))

@@ -1,7 +1,7 @@
 """The rows of a micro-batch dealt over ranks by cost: each rank has its rows' queries; keys and values are gathered.
 
-A row's attention costs one product per visible key: its depth in the forest plus one. Chunks of rows are dealt in order of falling cost,
-each to the least loaded rank (longest processing time, Graham 1969), so documents of any length leave no rank waiting.
+A row's attention costs one product per visible key: its depth in the forest plus one. Chunks of rows are dealt by cost, so documents of
+any length leave no rank waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from puna.kernels.linear_token_logprobs import linear_token_logprobs
 from puna.models.forest import Forest
 from puna.models.training.parallel.collectives import add_parts, gather_rows, scale_gradient
 from puna.models.training.parallel.cut_model import CutTransformer
-from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.mesh import Mesh, by_load
 from puna.models.transformer import Attend, Transformer
 
 CHUNKS = 16
@@ -45,12 +45,7 @@ def deal(depths: Tensor, ranks: int) -> Deal:
     step = max(1, min(TILE_ROWS, count // (ranks * CHUNKS)))
     cuts = [(start, min(start + step, count)) for start in range(0, count, step)]
     costs = [int(depths[start:stop].sum()) + stop - start for start, stop in cuts]
-    loads, chunks = [0] * ranks, [list[tuple[int, int]]() for _ in range(ranks)]
-    for i in sorted(range(len(cuts)), key=lambda i: (-costs[i], i)):
-        least = loads.index(min(loads))
-        loads[least] += costs[i]
-        chunks[least].append(cuts[i])
-    chunks = [sorted(some) for some in chunks]
+    chunks = [sorted(cuts[i] for i in some) for some in by_load(costs, ranks)]
     sizes = [sum(stop - start for start, stop in some) for some in chunks]
     place = torch.empty(count, dtype=torch.int64)
     for rank, some in enumerate(chunks):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from puna.models.accounting import Precision, activation_bytes, forward_flops, optimizer_bytes, state_bytes, step_time
+from puna.models.accounting import Precision, activation_bytes, optimizer_bytes, state_bytes, step_time
 from puna.models.config import ModelConfig
 from puna.models.machine import DataSheet, Machine
 from puna.models.parameters import parameters
@@ -184,9 +184,3 @@ def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet
                 fitting[layout.axes] = one
     ranked = sorted(fitting.values(), key=lambda one: one.seconds)[:most]
     return ranked or ([smallest] if smallest is not None else [])
-
-
-def utilisation(config: ModelConfig, one: Estimate, sheet: DataSheet, lengths: tuple[int, ...] | None = None) -> float:
-    """Return a device's model FLOPs per second over its data sheet's (MFU, 0 to 1). lengths: tokens of each document in a row."""
-    flops = 3 * forward_flops(config, lengths or (one.work.length,)) / one.work.length
-    return flops * one.tokens_per_second / sheet.flops

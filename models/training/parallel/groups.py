@@ -19,7 +19,7 @@ from torch import Tensor
 from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel import mesh as meshes
 from puna.models.training.parallel.base import Parallel
-from puna.models.training.parallel.layout import ANSWERING, Layout
+from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
 ONE = Layout()
@@ -64,7 +64,7 @@ class Groups:
 
     def answering(self, held: Parallel) -> Parallel:
         """Return what this rank samples from: its pieces, where ranks answer from pieces, or else the whole model, gathered anew."""
-        if _in_pieces(held.mesh.layout):
+        if not self.trains or _in_pieces(held.mesh.layout):
             return held
         held.publish(held.parameters)
         return Parallel(held.whole, Mesh(ONE))
@@ -73,12 +73,12 @@ class Groups:
         """Send an order and the trained weights, whole, one after the other, from the training ranks to the sampling ranks."""
         if held.device.type == "cuda":
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
-        digests: dict[str, str] = {}
-        if dist.get_rank() == self._training[0]:
+        digests, first = dict[str, str](), dist.get_rank() == self._training[0]
+        if first:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps(order))
         for name in sorted(held.pieces):
             weight = held.gathered(name, held.parameters.get(name))
-            digests[name] = tensors_digest({name: weight})
+            digests |= {name: tensors_digest({name: weight})} if first else {}
             dist.broadcast(_bytes(weight.clone()), self._training[0], self._everyone)
         broadcast_text(json.dumps(digests), self._training[0], self._everyone)
         self._asked += 1
@@ -140,8 +140,8 @@ class Groups:
 
 
 def _in_pieces(layout: Layout) -> bool:
-    """True if ranks answer from the pieces that they hold, which is proved on CPUs."""
-    return layout.axes <= ANSWERING and not torch.cuda.is_available()
+    """True if ranks answer from the layers that they train, which is proved on CPUs: log-probs then have the bits of one process."""
+    return layout.axes <= {"data", "pipeline"} and not torch.cuda.is_available()
 
 
 def _bytes(weight: Tensor) -> Tensor:

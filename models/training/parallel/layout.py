@@ -19,8 +19,6 @@ AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
 """Axes of a layout, the outermost first: ranks that differ in the last one are neighbours."""
 READERS = ("data", "shard", "expert")
 """Axes along which ranks have micro-batches of their own."""
-ANSWERING = frozenset({"data", "tensor", "pipeline"})
-"""Axes of the layouts whose ranks answer from the pieces of a model that they hold."""
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
         "data", "shard", "tensor", "pipeline", "context", "expert",

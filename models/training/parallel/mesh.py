@@ -227,6 +227,16 @@ def back_group() -> Any:
     return _GROUPS[()]
 
 
+def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Deal items to parts, the costliest first, each to the least loaded part (longest processing time, Graham 1969)."""
+    loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        least = loads.index(min(loads))
+        loads[least] += costs[i]
+        shares[least].append(i)
+    return shares
+
+
 def cut(size: int, parts: int) -> int:
     """Return the length of a part; only the last parts may be shorter or empty."""
     return math.ceil(size / parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -38,10 +40,13 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     return Sharded(model, mesh, device)
 
 
-def asked(model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
-    """Return this rank's part of a model that is not trained, and that all ranks ask together; the model itself where it stays whole."""
+def asked(
+    model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Parallel:
+    """Return this rank's part of a model that is not trained, and that all ranks ask together. Where it stays whole, return the model
+    itself, or a copy of that type."""
     if layout.parts(model.config) is None:
-        return alone(model)
+        return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
     held = parallel(model.requires_grad_(True), layout, mesh, device)
     held.model.requires_grad_(False)
     return held
