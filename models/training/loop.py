@@ -146,9 +146,7 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
     return compute.replace(precision=record["precision"])
 
 
-def _resume(
-    folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]
-) -> tuple[int, TrainLog]:
+def _resume(folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]) -> tuple[int, TrainLog]:
     """Return the first step to compute and the rows of earlier steps."""
     own = trainer.tensors()
     averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}

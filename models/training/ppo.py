@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from puna.kernels.advantages import advantages
 from puna.kernels.exact import can_be_exact, exact_passes
@@ -37,7 +37,7 @@ from puna.models.transformer import Transformer
 Estimate = tuple[Tensor, Tensor, Tensor]
 """Values, advantages and returns, [N] each."""
 Estimator = Callable[[Sampled, dict[str, float], Mapping[str, Trainer]], Estimate]
-Parts = dict[str, tuple[Transformer, Ppo | Value, float | None, Mapping[str, float] | None]]
+Parts = dict[str, tuple[nn.Module, Ppo | Value, float | None, Mapping[str, float] | None]]
 """The models that are trained, each with its objective, its learning rate, and factors of it by parameter."""
 
 
@@ -77,7 +77,7 @@ def train_ppo(
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature)
     parts: Parts = {
-        "policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales),
+        "policy": (alone(rollouts.policy).whole, objective, config.schedule.learning_rate, rate_scales),
         "critic": (critic, Value(config.value_clip), config.critic_learning_rate, None),
     }
 
@@ -113,7 +113,7 @@ def train_grpo(
         config.clip, config.entropy_weight, config.temperature, config.clip_high, config.surrogate, config.ratio, config.normalizer,
         config.max_tokens,
     )  # fmt: skip
-    parts: Parts = {"policy": (rollouts.policy, objective, config.schedule.learning_rate, rate_scales)}
+    parts: Parts = {"policy": (alone(rollouts.policy).whole, objective, config.schedule.learning_rate, rate_scales)}
 
     def estimate(sampled: Sampled, numbers: dict[str, float], trainers: Mapping[str, Trainer]) -> Estimate:
         kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
@@ -141,7 +141,7 @@ def _train(
     training, mesh, where = current.training, groups.mesh, rollouts.device
     own = parts.items() if groups.trains else ()
     trainers = {who: Trainer(model, goal, training(rate), scales, mesh, where) for who, (model, goal, rate, scales) in own}
-    ranks = trainers["policy"].parallel if trainers else parallel(rollouts.policy, mesh.layout, mesh, where)
+    ranks = trainers["policy"].parallel if trainers else parallel(parts["policy"][0], mesh.layout, mesh, where)
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     reference = alone(rollouts.reference)
     weights = [(one.parallel, one.weights) for one in trainers.values()] or [(ranks, ranks.parameters)]
@@ -167,7 +167,7 @@ def _train(
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
         if ranks.processes == 1:  # the critic's updates end: the policy's before them are done
-            stack.enter_context(between_layers((rollouts.policy, reference.model), saver.leave_if_asked))
+            stack.enter_context(between_layers((parts["policy"][0], reference.model), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             started = time.perf_counter()
             if state.begun is None:
@@ -228,9 +228,7 @@ class State:
     sampled: Sampled | None = None
 
 
-def _begin(
-    state: State, trainers: dict[str, Trainer], estimate: Estimator, rollouts: Rollouts[Any], started: float
-) -> Begun:
+def _begin(state: State, trainers: dict[str, Trainer], estimate: Estimator, rollouts: Rollouts[Any], started: float) -> Begun:
     """Return the input of a rollout's updates; set `state.numbers` for them. `started`: the rollout's start time."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
@@ -303,31 +301,24 @@ def _finish(begun: Begun, rollout: int) -> Row:
     policy, critic = mean["policy"], mean.get("critic")
     columns = ("loss", "learning_rate", "gradient_norm", "clip_fraction", "approximate_kl", "entropy")
     return {
-        "step": rollout,
-        **begun.row,
-        **{name: policy[name] for name in columns},
-        "tokens": sum(int(row["tokens"]) for row in rows),
-        "skipped": int(all(row["skipped"] for row in rows)),
-        "skipped_updates": sum(row["skipped"] for row in rows),
+        "step": rollout, **begun.row, **{name: policy[name] for name in columns}, "tokens": sum(int(row["tokens"]) for row in rows),
+        "skipped": int(all(row["skipped"] for row in rows)), "skipped_updates": sum(row["skipped"] for row in rows),
         **({"value_loss": critic["loss"], "value_error": critic["value_error"]} if critic else {}),
-    }
+    }  # fmt: skip
 
 
 def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: bool) -> Row:
     values = torch.cat([group.values for group in groups])
     returns = torch.cat([group.returns for group in groups])
-    spread = float(returns.var(correction=0))
-    unexplained = float((returns - values).var(correction=0))
+    spread, unexplained = (float(numbers.var(correction=0)) for numbers in (returns, returns - values))
     return {
-        "score": sampled.score,
-        **({} if sampled.kl is None else {"kl": sampled.kl}),
+        "score": sampled.score, **({} if sampled.kl is None else {"kl": sampled.kl}),
         **({"gold": sum(sampled.parts["verifier"]) / len(sampled.scores)} if {"verifier", "reward_model"} <= sampled.parts.keys() else {}),
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
-        "unequal_prompts": sampled.unequal,
-        "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
+        "unequal_prompts": sampled.unequal, "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
         **({"turns": 1.0 + sum(len(one.replies) for one in sampled.flat) / len(sampled.scores)} if several else {}),
         "finished": float(sampled.finished.mean()),
-    }
+    }  # fmt: skip
 
 
 def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:

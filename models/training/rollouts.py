@@ -110,10 +110,10 @@ class Rollouts(Generic[Config]):
     `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
     the configuration. `keep` gets the rows of the answers. `generate` answers prompts, in one turn or several (`converse`). `device`: of
-    this rank's pieces of the policy; None: the policy's. `held`: what the rank samples from; None: the whole policy.
+    this rank's pieces of the policy; None: the policy's.
     """
 
-    policy: Transformer
+    policy: Transformer | Parallel
     reference: Transformer | Parallel
     scorer: Scorer
     prompts: Sequence[Sequence[int]]
@@ -124,11 +124,6 @@ class Rollouts(Generic[Config]):
     keep: Keep = lambda rollout, rows: None
     generate: Callable[..., list[list[Completion]]] = converse
     device: torch.device | None = None
-    held: Parallel | None = None
-
-    @property
-    def _held(self) -> Parallel:
-        return self.held or alone(self.policy)
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
@@ -163,13 +158,14 @@ class Rollouts(Generic[Config]):
         """Raise ValueError if log-probs are not those of a pass of training, where such passes are exact. Those of adapters and of a
         rank's piece are nearly the same.
         """
-        targets, (weight, *_) = Targets.from_answers(sampled.asked[:1], sampled.answers[:1]), self._held.parameters.values()
+        held, targets = alone(self.policy), Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
+        weight = next(iter(held.parameters.values()))
         if not can_be_exact(weight.dtype, weight.device):
             return
         with exact_passes(weight.dtype, weight.device):
-            own = self._held.ask(self._logprobs, targets)
+            own = held.ask(self._logprobs, targets)
         difference = float(((own - sampled.logprobs[: len(own)]).abs() * sampled.mask[: len(own)]).max())
-        whole = self._held.mesh.size("tensor") == 1 and all(p.requires_grad for p in self.policy.parameters())
+        whole = held.mesh.size("tensor") == 1 and all(p.requires_grad for p in held.whole.parameters())
         if not difference <= (0.0 if whole else 1e-4):
             raise ValueError(
                 f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
@@ -179,7 +175,8 @@ class Rollouts(Generic[Config]):
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
         config, drawn, size = self.config, list[Drawn](), self._wave()
-        held, (weight, *_) = self._held, self._held.parameters.values()
+        held = alone(self.policy)
+        weight = next(iter(held.parameters.values()))
         engine = engine_of(cast("Transformer", held.model), None, held=held, exact=can_be_exact(weight.dtype, weight.device))
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
@@ -196,9 +193,10 @@ class Rollouts(Generic[Config]):
 
     def _wave(self) -> int:
         """Return the number of prompts answered together; on a GPU all of a rollout."""
-        if self._held.device.type != "cpu":
+        held = alone(self.policy)
+        if held.device.type != "cpu":
             return self.config.prompts
-        flops = 2.0 * sum(p.numel() for p in self.policy.parameters()) * self.config.answers * self.config.max_tokens
+        flops = 2.0 * sum(p.numel() for p in held.whole.parameters()) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
@@ -259,7 +257,7 @@ class Source:
             self._sampled = self._sample(rollout, version)
 
     def _sample(self, rollout: int, version: int) -> Sampled:
-        return replace(self.rollouts, held=self.groups.answering(self.held)).sample(rollout, self._remember(rollout), version)
+        return replace(self.rollouts, policy=self.groups.answering(self.held)).sample(rollout, self._remember(rollout), version)
 
     def take(self) -> Sampled:
         """Return the rollout that was asked for."""

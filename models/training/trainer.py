@@ -277,9 +277,7 @@ class Trainer:
         self._publish()
 
 
-def optimizers(
-    model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]
-) -> list[Optimizer]:
+def optimizers(model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]) -> list[Optimizer]:
     """Return the configured optimiser and, if that takes only whole matrices, AdamW for the other weights.
 
     Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.

@@ -60,14 +60,13 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     reference or reward is needed. The teacher must have something to teach on these prompts; compare with `sft` on answers that the teacher
     samples. Prompts that the chat template refuses, and those too long, are in `dropped`; see `bad_rows`.
     """
-    from puna.models.formats.checkpoint import read_config
     from puna.models.training.objectives import Distill
     from puna.models.training.parallel.parallel import asked
 
     check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
     layout = config.training.compute.layout
     network, tokenizer = load_model(student, "lm", quantization=config.quantization, layout=layout)
-    guide, _ = load_model(teacher, "lm", frozen=True, layout=layout.parts(read_config(teacher.path())))
+    guide, _ = load_model(teacher, "lm", frozen=True, layout=layout)
     bad = BadRows(config, "distill")
     rows, prompt_tokens = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
     if not rows:

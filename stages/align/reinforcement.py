@@ -133,7 +133,6 @@ def _optimize(
     """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
     The `critic` starts as the first reward model (by digest), or else as the policy with a zero head."""
-    from puna.models.formats.checkpoint import read_config
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.parallel.parallel import asked, parallel
@@ -145,8 +144,7 @@ def _optimize(
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     layout = groups.mesh.layout
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
-    ordered = sorted(reward_models, key=lambda one: one.data_digest)
-    scalars = [load_model(one, "scalar", layout=layout.parts(read_config(one.path())))[0] for one in ordered]
+    scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
     dtype = DTYPES[training_precision(config.compute, run)]
     frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=dtype)
@@ -171,10 +169,9 @@ def _optimize(
     reference = frozen(model)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
-        answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns
+        answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
         log = drive(
-            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered,
-                     device=device()),
+            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
             *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
         )  # fmt: skip

@@ -196,18 +196,18 @@ def load_model(
     """Load a model artifact's weights and tokenizer. Raise PunaError if it has another head.
 
     `new` makes a missing scalar head, of zeros. A `frozen` model is not trained and computes in bf16 on a GPU. `quantization`
-    `nf4` converts the layers' matrices to 4 bits one by one. If the `layout` of its training cuts the model, its weights stay mapped from
-    the file, as they are in it, until each rank has read its own pieces."""
+    `nf4` converts the layers' matrices to 4 bits one by one. If the `layout` of its training fits the model and cuts it, its weights stay
+    mapped from the file, as they are in it, until each rank has read its own pieces."""
     import torch
 
-    from puna.models.formats.checkpoint import CheckpointError, load
+    from puna.models.formats.checkpoint import CheckpointError, load, read_config
     from puna.models.formats.quantised import to_nf4
     from puna.models.tokens.tokenizer import Tokenizer
 
     place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
-    cut = layout is not None and bool(layout.axes - {"data"})
-    where, dtype = own if cut or quantization != "none" else place
     try:
+        cut = layout is not None and layout.parts(read_config(artifact.path())) is not None
+        where, dtype = own if cut or quantization != "none" else place
         model = load(artifact.path(), dtype=dtype, device=where)
         if model.head != head and new and head == "scalar":
             model = load(artifact.path(), head, dtype, where)

@@ -154,7 +154,7 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
         gradients = {}
         for name in trainer.parallel.pieces:
             weight = trainer.weights.get(name)
-            gradients[name] = trainer.parallel.gathered(name, None if weight is None else weight.grad).clone().cpu()
+            gradients[name] = trainer.parallel.gather(trainer.parallel.pieces[name], None if weight is None else weight.grad).clone().cpu()
             if weight is not None:
                 weight.grad = None
         rows = [trainer.step(step, micro_batches(objective, step, micro), seed=1) for step in (1, 2)]
@@ -413,8 +413,8 @@ def sampled(members: Sequence[int], layout: dict[str, int], wavering: bool = Fal
     settings = GrpoSettings(rollouts=1, prompts=10, answers=3, max_tokens=7, compute={"micro_batch_tokens": 64})
     groups = Groups(Layout(**layout), 0, members)
     held = groups.answering(parallel(policy, groups.mesh.layout, groups.mesh))
-    first = Rollouts(policy, asked(network("plain"), groups.mesh.layout, groups.mesh), score if wavering else by_length, PROMPTS, [1], settings, 5,
-                     groups=groups, held=held).sample(1)  # fmt: skip
+    reference = asked(network("plain"), groups.mesh.layout, groups.mesh)
+    first = Rollouts(held, reference, score if wavering else by_length, PROMPTS, [1], settings, 5, groups=groups).sample(1)
     return {
         "asked": first.asked, "answers": first.answers, "logprobs": first.logprobs.tolist(), "scores": first.scores.tolist(),
         "equal": equal_logprobs(policy, first), "reference": first.reference.tolist(),
@@ -436,7 +436,7 @@ def gathered(held: Parallel, variant: str) -> Transformer:
     whole = network(variant)
     with torch.no_grad():
         for name, weight in sorted(whole.named_parameters()):
-            weight.copy_(held.gathered(name, held.parameters.get(name)))
+            weight.copy_(held.gather(held.pieces[name], held.parameters.get(name)))
     return whole
 
 

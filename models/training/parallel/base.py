@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from puna.kernels.adamw import gradient_norm
 from puna.models.training.parallel.boxes import load, save
 from puna.models.training.parallel.layout import READERS
-from puna.models.training.parallel.mesh import Mesh, by_load
+from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
 from puna.models.training.state import load_state, save_state
 
 Part = tuple[Any, bool]
@@ -127,7 +127,10 @@ class Parallel:
         if self.processes == 1:
             assert loss is not None
             return loss, metrics
-        names = [name for name in self.mesh.share_text("\n".join(metrics)).split("\n") if name]
+        text = "\n".join(metrics)
+        if (group := self.mesh.group("pipeline")) is not None:
+            text = broadcast_text(text, self.mesh.rank("pipeline", -1), group)
+        names = [name for name in text.split("\n") if name]
         values = torch.zeros(1 + len(names), dtype=torch.float64)
         if self.mesh.counts:
             assert loss is not None
@@ -154,13 +157,9 @@ class Parallel:
 
     def norm(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the global norm of the gradients; each piece counts once, however many ranks have it."""
-        gradients = [w.grad for name, w in weights.items() if w.grad is not None and self.counts(name)]
+        gradients = [w.grad for name, w in weights.items() if w.grad is not None and self.pieces[name].counts(self.mesh.at)]
         norm = gradient_norm(gradients).to(self.device)  # without gradients it is on the CPU
         return norm if self.processes == 1 else self.mesh.add_everywhere(norm.double().square()).sqrt().float()
-
-    def counts(self, name: str) -> bool:
-        """True if this rank is the first that holds its piece of a weight."""
-        return self.pieces[name].counts(self.mesh.at)
 
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
         """Return `compute` of the model and a part, without training it. All ranks of a model that is in pieces ask it together."""
@@ -169,12 +168,8 @@ class Parallel:
     # --- whole weights ---
 
     @torch.no_grad()
-    def gathered(self, name: str, piece: Tensor | None) -> Tensor:
-        """Return the whole tensor of the ranks' pieces, bit-identical; `piece` is None on a rank without one."""
-        return self.gather(self.pieces[name], piece)
-
     def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
-        """Return the whole tensor; `own` describes this rank's piece."""
+        """Return the whole tensor of the ranks' pieces, bit-identical. own: which one is this rank's; `piece` is None if it has none."""
         if not own.cut and piece is not None:
             return piece
         out = torch.zeros(own.shape)
@@ -190,7 +185,7 @@ class Parallel:
         fresh = self.model is not self.whole and not self._published
         for name, parameter in self.whole.named_parameters():
             if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
-                value = self.gathered(name, values.get(name))
+                value = self.gather(self.pieces[name], values.get(name))
                 if fresh:  # to copy into weights that are mapped from a file would read all of it
                     parameter.data = value.to(self.device, copy=True)
                 else:

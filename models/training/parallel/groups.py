@@ -77,7 +77,7 @@ class Groups:
         if first:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps(order))
         for name in sorted(held.pieces):
-            weight = held.gathered(name, held.parameters.get(name))
+            weight = held.gather(held.pieces[name], held.parameters.get(name))
             digests |= {name: tensors_digest({name: weight})} if first else {}
             dist.broadcast(_bytes(weight.clone()), self._training[0], self._everyone)
         broadcast_text(json.dumps(digests), self._training[0], self._everyone)

@@ -21,9 +21,8 @@ READERS = ("data", "shard", "expert")
 """Axes along which ranks have micro-batches of their own."""
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
-        "data", "shard", "tensor", "pipeline", "context", "expert",
-        "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context", "data expert",
-        "shard expert", "data shard tensor", "data shard context", "data shard expert",
+        *AXES, "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context", "data expert", "shard expert",
+        "data shard tensor", "data shard context", "data shard expert",
     )
 )  # fmt: skip
 """Sets of axes above 1 whose numbers `tests/parallel` compares with one process."""
@@ -36,9 +35,7 @@ class Layout(Settings):
     shard: int = Field(
         1, ge=1, le=65_536, description="Processes over which weights, gradients and optimizer state are cut, each with own micro-batches"
     )
-    tensor: int = Field(
-        1, ge=1, le=64, description="Processes over which each matrix, the vocabulary and the rows between them are cut"
-    )
+    tensor: int = Field(1, ge=1, le=64, description="Processes over which each matrix, the vocabulary and the rows between them are cut")
     pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
     context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by their cost")
     expert: int = Field(1, ge=1, le=1024, description="Processes over which the experts of each layer are cut, each with own micro-batches")

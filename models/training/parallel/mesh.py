@@ -26,11 +26,6 @@ JOINING = timedelta(minutes=10)
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
-def started() -> bool:
-    """True if torchrun, or a launcher with the same variables, started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 _store: Any = None
 
 
@@ -181,12 +176,6 @@ class Mesh:
         values = json.dumps(compute(own) if own else [])
         parts = [iter(json.loads(text)) for text in self.gather_texts(values if self.counts else "-") if text != "-"]
         return [next(parts[owner]) for owner in owner_of]
-
-    def share_text(self, text: str) -> str:
-        """Return the text of the last pipeline stage, on all stages."""
-        if (group := self.group("pipeline")) is None:
-            return text
-        return broadcast_text(text, self.rank("pipeline", self.size("pipeline") - 1), group)
 
 
 def layout_of(layout: Layout) -> Layout:

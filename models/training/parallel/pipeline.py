@@ -115,7 +115,7 @@ class Pipelined(Parallel):
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
         _, out, _ = self._forward(part, True, lambda model, some: (compute(model, some), {}))
         self._arrived()
-        last, group = self.mesh.rank("pipeline", self._stages - 1), self.mesh.group("pipeline")
+        last, group = self.mesh.rank("pipeline", -1), self.mesh.group("pipeline")
         dist.broadcast(size := torch.tensor(len(out)), last, group)
         values = out.float().cpu() if self._is_last else torch.empty(int(size))
         dist.broadcast(values, last, group)
