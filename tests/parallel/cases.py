@@ -157,7 +157,10 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
             gradients[name] = trainer.parallel.gather(trainer.parallel.pieces[name], None if weight is None else weight.grad).clone().cpu()
             if weight is not None:
                 weight.grad = None
-        rows = [trainer.step(step, micro_batches(objective, step, micro), seed=1) for step in (1, 2)]
+        rows = []
+        for step in (1, 2):
+            trainer.publish_whole()  # as before answers are sampled, or a step is validated
+            rows.append(trainer.step(step, micro_batches(objective, step, micro), seed=1))
     return {
         "gradients": gradients,
         "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],

@@ -129,9 +129,9 @@ def test_muon(ranks: Run, layout: dict[str, int], variant: str):
 
 
 def test_copies_in_bf16(ranks: Run):
-    """The same products, added up in another order."""
+    """The same products, added up in another order. Weights that are published between steps stay rounded."""
     for result in ranks("compare", 2, layout={"data": 2}, objective="sft", precision="bf16"):
-        assert result["gradients"] <= EQUAL, result
+        assert result["gradients"] <= EQUAL and result["rows"] <= 1e-4, result
 
 
 @pytest.mark.parametrize("fault, layout, variant", [
