@@ -54,11 +54,11 @@ class Corpus:
         ends = np.cumsum(self.counts[used])
         shift = max(0, self.words.bit_length() - len(used).bit_length() - 1)
         firsts = np.searchsorted(ends, np.arange(((self.words - 1) >> shift) + 1) << shift, side="right")
-        means = []
+        means, tally = [], np.zeros(len(used), np.uint32)
         for length in LENGTHS:
             results = []
             for _ in range(DRAWS):
-                drawn, counts = _counted(np.sort(generator.integers(self.words, size=length)), ends, firsts, shift)
+                drawn, counts = _counted(generator.integers(self.words, size=length), ends, firsts, shift, tally)
                 offsets = np.array([0, len(drawn)])
                 results += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts, inside=False).tolist()
             means.append(sum(results) / DRAWS)
@@ -66,21 +66,24 @@ class Corpus:
 
 
 @njit(cache=True)
-def _counted(places: I64, ends: I64, firsts: I64, shift: int) -> tuple[I64, U32]:
-    """Return the bins of some sorted `places` in the corpus, and the number of places in each; bin i ends before `ends[i]`.
+def _counted(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
+    """Return the bins of some `places` in the corpus, and the number of places in each; bin i ends before `ends[i]`.
 
-    `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away.
+    `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away. `tally`: a zero for each bin, left so.
     """
-    bins, counts, results = np.empty(len(places), np.int64), np.zeros(len(places), np.uint32), 0
+    results = 0
     for place in places:
         at = firsts[place >> shift]
         while ends[at] <= place:
             at += 1
-        if results == 0 or bins[results - 1] != at:
-            bins[results] = at
-            results += 1
-        counts[results - 1] += np.uint32(1)
-    return bins[:results], counts[:results]
+        results += tally[at] == 0
+        tally[at] += np.uint32(1)
+    bins, counts, at = np.empty(results, np.int64), np.empty(results, np.uint32), 0
+    for bin in range(len(tally)):
+        if tally[bin]:
+            bins[at], counts[at], tally[bin] = bin, tally[bin], 0
+            at += 1
+    return bins, counts
 
 
 @njit(cache=True)
