@@ -115,21 +115,20 @@ def expected_at(words: I64, expected: F64) -> F64:
 
 
 class Tally:
-    """Word counts of many parts, added up as they come; at most about a million entries wait to be merged."""
+    """Word counts of many parts, added up as they come: at most as many entries wait to be merged as are merged, or `LEAST`."""
 
-    LIMIT = 1 << 20
+    LEAST = 1 << 16
 
     def __init__(self) -> None:
         self.pieces: list[tuple[U32, I64]] = []
-        self.waiting = 0
-        self.words = 0
+        self.waiting = self.words = 0
 
     def add(self, bins: U32, counts: I64) -> None:
         """Count `counts` more words in `bins`."""
         self.pieces.append((bins, counts))
         self.words += int(counts.sum())
         self.waiting += len(bins)
-        if self.waiting > self.LIMIT:
+        if self.waiting > max(self.LEAST, len(self.pieces[0][0])):
             total = self.dense()
             self.pieces = [(np.flatnonzero(total).astype(np.uint32), total[total > 0])]
             self.waiting = 0

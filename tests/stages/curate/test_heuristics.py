@@ -263,12 +263,14 @@ def test_random_texts_are_drawn_from_the_corpus(words, monkeypatch):
 
 
 def test_tally_adds_and_merges():
+    """It holds no more entries than twice the different bins, or a few, however many parts come."""
     tally = Tally()
-    tally.LIMIT = 3
-    for _ in range(5):
+    tally.LEAST = 3
+    for _ in range(50):
         tally.add(np.array([1, 7], np.uint32), np.array([2, 3]))
-    assert tally.words == 25
-    assert tally.dense()[[1, 7]].tolist() == [10, 15]
+        assert sum(len(bins) for bins, _ in tally.pieces) <= 2 + tally.LEAST
+    assert tally.words == 250
+    assert tally.dense()[[1, 7]].tolist() == [100, 150]
 
 
 PROSE = "The council of the town said that the bridge has to be repaired and that work will begin with the first days of spring."
