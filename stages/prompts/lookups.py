@@ -106,8 +106,7 @@ def _right(row: Mapping[str, Any], verifier: Verifier, answer: str) -> float:
 
 def _shared_words(one: _Text, other: _Text) -> float:
     """Return the share of words that two questions have in common (Jaccard, with repeats)."""
-    common = (one.words & other.words).total()
-    return common / max(1, one.words.total() + other.words.total() - common)
+    return (common := (one.words & other.words).total()) / max(1, one.words.total() + other.words.total() - common)
 
 
 def _close_numbers(one: _Text, other: _Text) -> float:

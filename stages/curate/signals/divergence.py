@@ -71,18 +71,14 @@ def _counted(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tup
 
     `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away. `tally`: a zero for each bin, left so.
     """
-    results = 0
     for place in places:
         at = firsts[place >> shift]
         while ends[at] <= place:
             at += 1
-        results += tally[at] == 0
         tally[at] += np.uint32(1)
-    bins, counts, at = np.empty(results, np.int64), np.empty(results, np.uint32), 0
-    for bin in range(len(tally)):
-        if tally[bin]:
-            bins[at], counts[at], tally[bin] = bin, tally[bin], 0
-            at += 1
+    bins = np.flatnonzero(tally)
+    counts = tally[bins]
+    tally[bins] = 0
     return bins, counts
 
 
