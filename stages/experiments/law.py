@@ -27,9 +27,10 @@ class LawConfig(SeededConfig):
 def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     """Find the law of a ladder's points: how the loss falls with parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
-    The surface E + A / N^a + B / D^b is fitted to all points; IsoFLOP parabolas, where three shapes reach a budget, give the best
-    parameters of each budget. The loss of the questions' right options has a surface of its own, and accuracy is a sigmoid of it.
-    To test the method, each measured budget is forecast from the points below it. Several ladders are fitted together.
+    Two surfaces are fitted to all points, and the nearer one is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
+    tokens limits the loss (Kaplan et al. 2020). IsoFLOP parabolas, where three shapes reach a budget, give its best parameters. The loss
+    of the questions' right options has a surface of its own, and accuracy is a sigmoid of it. To test the method, each measured budget is
+    forecast from the points below it. Several ladders are fitted together.
     """
     rows = [row for artifact in ladders for row in read_points(artifact) if row["heldout"] == config.heldout]
     names = sorted({row["heldout"] for artifact in ladders for row in read_points(artifact)})
@@ -102,12 +103,15 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
     }
     floor, worst = float(surface.floor[0]), max((abs(test.predicted - test.measured) for test in forecaster.backtests), default=None)
     note = f"Floor {floor:.3f}, exponents {surface.parameter_exponent[0]:.3f} of parameters and {surface.token_exponent[0]:.3f} of tokens."
+    if surface.joint[0] < 1:
+        note += " The scarcer of the two limits the loss."
     if worst is None:
         note += " No budget has enough points below it to be forecast from them: intervals are the bootstrap's alone."
     else:
         note += f" Known budgets are missed by {worst:.3f} at most."
         run.metric("backtest_error", worst)
     run.metric("floor", floor)
+    run.metric("joint", float(surface.joint[0]))
     run.metric("parameter_exponent", float(surface.parameter_exponent[0]))
     run.metric("token_exponent", float(surface.token_exponent[0]))
     run.figure("law", Figure("Loss against compute", x="operations", y="nats per token", kind="scatter", series=series, note=note))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,6 +17,8 @@ HUBER = 1e-3
 """Residual in the logarithm of the loss from which on its weight falls (Hoffmann et al. 2022, appendix D.3)."""
 BUDGET = 1.5
 """Ratio of two budgets: points that are nearer are of one."""
+JOINTS = (1.0, 0.1)
+"""How parameters and tokens limit the loss: each by itself, or mostly the scarcer one (Kaplan et al. 2020 measured .095)."""
 FEWEST, SHAPES = 6, 3
 """Points that a surface of five numbers is fitted to at least, and shapes among them: further seeds of a point count once."""
 
@@ -25,104 +28,108 @@ FEWEST, SHAPES = 6, 3
 
 @dataclass(frozen=True)
 class Surfaces:
-    """M laws L(N, D) = E + A / N^alpha + B / D^beta, nats per token; each field is [M]."""
+    """M laws L(N, D) = E + ((A / N^alpha)^(1/joint) + (B / D^beta)^(1/joint))^joint, nats per token; each field is [M].
+
+    A joint of 1 is the law of Hoffmann et al. 2022, whose tokens earn as much in any model; near 0 they earn less where parameters are
+    scarce, as in the law of Kaplan et al. 2020.
+    """
 
     floor: Floats
     parameter_scale: Floats
     parameter_exponent: Floats
     token_scale: Floats
     token_exponent: Floats
+    joint: Floats
 
     def __call__(self, parameters: npt.ArrayLike, tokens: npt.ArrayLike) -> Floats:
         """Return the losses [M, n] at parameters [n] and tokens [n]."""
         n, d = (np.log(np.asarray(values, dtype=np.float64))[None, :] for values in (parameters, tokens))
         a, b = (np.log(np.maximum(scale, 1e-300))[:, None] for scale in (self.parameter_scale, self.token_scale))
-        return np.asarray(
-            self.floor[:, None] + np.exp(a - self.parameter_exponent[:, None] * n) + np.exp(b - self.token_exponent[:, None] * d)
-        )
+        alpha, beta, joint = (exponent[:, None] for exponent in (self.parameter_exponent, self.token_exponent, self.joint))
+        return np.asarray(self.floor[:, None] + np.exp(joint * np.logaddexp((a - alpha * n) / joint, (b - beta * d) / joint)))
 
     def __getitem__(self, rows: slice | npt.NDArray[np.bool_]) -> Surfaces:
         return Surfaces(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
-    def best_parameters(self, flops: float) -> Floats:
-        """Return the parameters [M] of the lowest loss at so many operations, 6 per parameter and token."""
-        a, b, s, t = self.parameter_exponent, self.token_exponent, self.parameter_scale, self.token_scale
-        return np.asarray((a * s / (b * t)) ** (1 / (a + b)) * (flops / 6) ** (b / (a + b)))
 
-
-def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, weights: Floats | None = None) -> Surfaces:
-    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n]; `weights` [M, n]: how much a point counts.
+def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
+    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n], of the one of `joints` that fits the first losses best.
 
     The least sum of Huber's losses of the errors in the logarithm, from many starts (Hoffmann et al. 2022): by Levenberg and Marquardt's
-    steps on reweighted squares, all fits side by side. Raise ValueError if a fit has fewer than six points.
+    steps on reweighted squares, all fits side by side. Raise ValueError if there are fewer than six points.
     """
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
-    w = np.ones_like(y) if weights is None else weights
-    if (w > 0).sum(1).min() < FEWEST:
-        raise ValueError(f"a surface needs at least {FEWEST} points, not {int((w > 0).sum(1).min())}")
+    if len(n) < FEWEST:
+        raise ValueError(f"a surface needs at least {FEWEST} points, not {len(n)}")
     centre, middle = n.mean(), d.mean()
-    starts = _starts(float(y.mean()))
-    # Every start on the first fit; on the others, which differ from it little, the best three of them.
-    fits, costs = _descend(starts, n - centre, d - middle, np.repeat(y[:1], len(starts), 0), np.repeat(w[:1], len(starts), 0))
-    order = np.argsort(costs)[:1]
-    tries = np.concatenate([fits[order], starts[[0, len(starts) // 2]]])
+    fits = {}
+    for joint in joints:
+        starts = _starts(float(y.mean()), joint)
+        tried, costs = _descend(starts, joint, n - centre, d - middle, np.repeat(y[:1], len(starts), 0))
+        fits[joint] = float(costs.min()), np.concatenate([tried[[np.argmin(costs)]], starts[[0, len(starts) // 2]]])
+    joint = min(joints, key=lambda joint: fits[joint][0])
+    # Every start on the first fit; on the others, which differ from it little, the best one and two more.
     best, lowest = np.zeros((len(y), 5)), np.full(len(y), np.inf)
-    for start in tries:
-        fits, costs = _descend(np.repeat(start[None], len(y), 0), n - centre, d - middle, y, w)
+    for start in fits[joint][1]:
+        tried, costs = _descend(np.repeat(start[None], len(y), 0), joint, n - centre, d - middle, y)
         better = costs < lowest
-        best[better], lowest[better] = fits[better], costs[better]
+        best[better], lowest[better] = tried[better], costs[better]
     e, a, b, alpha, beta = np.concatenate([best[:, :3], np.exp(best[:, 3:])], 1).T
-    return Surfaces(np.exp(e), np.exp(a + alpha * centre), alpha, np.exp(b + beta * middle), beta)
+    return Surfaces(np.exp(e), np.exp(a + alpha * centre), alpha, np.exp(b + beta * middle), beta, np.full(len(y), joint))
 
 
 EXPONENTS = (0.05, 0.5)
 """Bounds of both exponents: published ones lie between .08 and .4. To few points steep powers over a high floor fit as well, and miss."""
 
 
-def _starts(level: float) -> Floats:
+def _starts(level: float, joint: float) -> Floats:
     """Return starts [S, 5]: logarithms of E, A and B (relative to the points' mean size) and of the exponents."""
     shares = ((0.2, 0.4, 0.4), (0.5, 0.25, 0.25), (0.8, 0.1, 0.1), (0.4, 0.5, 0.1), (0.4, 0.1, 0.5))
     exponents = (0.12, 0.25, 0.45)
+    # Of two equal terms the sum is 2^joint.
+    scales = (1.0, 2 ** (1 - joint), 2 ** (1 - joint))
     rows = [
-        [*(level + math.log(share) for share in some), math.log(a), math.log(b)] for some, a, b in product(shares, exponents, exponents)
+        [*(level + math.log(share * scale) for share, scale in zip(some, scales, strict=True)), math.log(a), math.log(b)]
+        for some, a, b in product(shares, exponents, exponents)
     ]
     return np.array(rows)
 
 
-def _descend(theta: Floats, n: Floats, d: Floats, y: Floats, w: Floats, steps: int = 60) -> tuple[Floats, Floats]:
+def _descend(theta: Floats, joint: float, n: Floats, d: Floats, y: Floats, steps: int = 60) -> tuple[Floats, Floats]:
     """Return fitted rows [M, 5] and their costs [M], from starts [M, 5]."""
     theta, damping = theta.copy(), np.full(len(theta), 1e-2)
-    residual, slopes = _model(theta, n, d, y)
-    cost = _huber(residual, w)
+    residual, slopes = _model(theta, joint, n, d, y)
+    cost = _huber(residual)
     for _ in range(steps):
-        weight = w / np.maximum(np.abs(residual) / HUBER, 1.0)
+        weight = 1 / np.maximum(np.abs(residual) / HUBER, 1.0)
         gradient = np.einsum("mnp,mn->mp", slopes, weight * residual)
         curvature = np.einsum("mnp,mn,mnq->mpq", slopes, weight, slopes)
         ridge = damping[:, None] * np.einsum("mpp->mp", curvature) + 1e-12
         step = np.linalg.solve(curvature + ridge[:, :, None] * np.eye(5), -gradient[:, :, None])[:, :, 0]
         moved = theta + np.clip(step, -1, 1)
         moved[:, 3:] = np.clip(moved[:, 3:], *np.log(EXPONENTS))
-        other, others = _model(moved, n, d, y)
-        reached = _huber(other, w)
+        other, others = _model(moved, joint, n, d, y)
+        reached = _huber(other)
         better = reached < cost
         theta[better], residual[better], slopes[better], cost[better] = moved[better], other[better], others[better], reached[better]
         damping = np.where(better, damping * 0.3, damping * 5).clip(1e-9, 1e9)
     return theta, cost
 
 
-def _model(theta: Floats, n: Floats, d: Floats, y: Floats) -> tuple[Floats, Floats]:
+def _model(theta: Floats, joint: float, n: Floats, d: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return the errors in the logarithm [M, n] and their slopes [M, n, 5]."""
     alpha, beta = np.exp(theta[:, 3:4]), np.exp(theta[:, 4:5])
-    terms = np.exp(np.stack([theta[:, 0:1] + 0 * n, theta[:, 1:2] - alpha * n, theta[:, 2:3] - beta * d]))
-    total = terms.sum(0)
-    e, a, b = terms / total
-    return np.log(total) - y, np.stack([e, a, b, -alpha * n * a, -beta * d * b], -1)
+    by_parameters, by_tokens = theta[:, 1:2] - alpha * n, theta[:, 2:3] - beta * d
+    both = joint * np.logaddexp(by_parameters / joint, by_tokens / joint)
+    total = np.logaddexp(theta[:, :1], both)
+    a, b = (np.exp(both - total + (term - both) / joint) for term in (by_parameters, by_tokens))
+    return total - y, np.stack([np.exp(theta[:, :1] - total), a, b, -alpha * n * a, -beta * d * b], -1)
 
 
-def _huber(residual: Floats, w: Floats) -> Floats:
+def _huber(residual: Floats) -> Floats:
     size = np.abs(residual) / HUBER
-    return np.asarray((w * np.where(size < 1, size**2 / 2, size - 0.5)).sum(1))
+    return np.asarray(np.where(size < 1, size**2 / 2, size - 0.5).sum(1))
 
 
 # --- forecasts ------------------------------------------------------------------------------------------

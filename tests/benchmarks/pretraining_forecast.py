@@ -140,7 +140,7 @@ def planted(draw: int, noise: float, repeats: int) -> tuple[bool, bool]:
     # At the middle of the points the floor is two fifths of the loss, the rest about half of parameters.
     share = generator.uniform(0.2, 0.4)
     scales = 4 * share * 45e3 ** exponents[0], 4 * (0.6 - share) * 1e6 ** exponents[1]
-    truth = Surfaces(*(np.array([value]) for value in (1.6, scales[0], exponents[0], scales[1], exponents[1])))
+    truth = Surfaces(*(np.array([value]) for value in (1.6, scales[0], exponents[0], scales[1], exponents[1], 1.0)))
     error = generator.normal(0, NOISE, len(n))
     if noise:
         error += generator.normal(0, noise, seeds.max() + 1)[seeds]
