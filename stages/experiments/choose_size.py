@@ -14,7 +14,7 @@ from puna.models.config import ModelConfig, ModelShape
 from puna.models.parameters import matrix_parameters
 from puna.models.training.settings import OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Evaluation, StageRun, stage
-from puna.stages.experiments.law import LawConfig, forecaster_of, read_points, task_laws
+from puna.stages.experiments.law import LawConfig, forecaster_of, loss_figure, read_points, task_laws
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.intervals import Interval, evaluation_row
 from puna.stages.training.phase import Phase
@@ -94,6 +94,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     run.metric("predicted_loss", loss.value)
     run.metric("predicted_loss_low", loss.low)
     run.metric("predicted_loss_high", loss.high)
+    note = f"The forecast {loss.value:.3f}, and the ends of its interval, {loss.low:.3f} and {loss.high:.3f}."
+    run.figure("forecast", loss_figure(forecaster, size.flops, note, forecast=[(size.flops, value) for value in loss]))
     run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")
     _chosen(size, rows).write(run.folder)
 

@@ -14,7 +14,7 @@ from puna.models.training.settings import ComputeSettings, OptimizerSettings, Sc
 from puna.stages.contract import Documents, Figure, SeededConfig, StageRun, Tokenizer, stage
 from puna.stages.experiments.mix_experiment import PROXY
 from puna.stages.training.corpus import KEPT
-from puna.stages.training.intervals import evaluation_row, mean
+from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.packed import mean_loss
 from puna.stages.training.phase import OPTIMIZER, Phase
 from puna.stages.training.pools import PoolRows, Pools, Sizes, build_pools, grouped
@@ -89,7 +89,7 @@ def _report(
     rules: dict[str, tuple[int, float, float]], losses: dict[tuple[str, int], float], config: FilterAblationConfig, run: StageRun
 ) -> None:
     """Report each rule's documents, tokens and readings, and what it earns by the losses of its runs, in bits per byte."""
-    rows, bars, repeats = [], list[tuple[Any, float]](), range(config.repeats)
+    rows, bars, repeats = [], list[tuple[str, Interval]](), range(config.repeats)
     for name, (documents, tokens, read) in rules.items():
         rows += [evaluation_row(name, "tokens", tokens, documents), evaluation_row(name, "readings", read, documents)]
         if name == KEPT:
@@ -97,12 +97,14 @@ def _report(
         elif (name, 0) in losses:
             earned = mean([losses[name, repeat] - losses[KEPT, repeat] for repeat in repeats])
             rows.append(evaluation_row(name, "earned_bits_per_byte", earned, config.repeats))
-            bars.append((name, earned.value))
+            bars.append((name, earned))
     run.write_rows(rows)
     run.metric("rules_measured", len(bars))
     note = f"Where {config.share:.0%} of the rows are documents that the rule drops; below 0 the rule costs."
     title, y = "What the rules of the selection earn", "bits per byte of held-out kept documents"
-    series = {"with the documents that it drops, less without": sorted(bars, key=lambda bar: -bar[1])}
+    bars.sort(key=lambda bar: -bar[1].value)
+    sides = {"interval beyond 0": False, "interval holds 0": True}
+    series = {side: [(name, own.value) for name, own in bars if (own.low <= 0 <= own.high) == holds] for side, holds in sides.items()}
     run.figure("earned", Figure(title, x="rule", y=y, kind="bar", series=series, note=note))
 
 

@@ -47,7 +47,7 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     run.metric("points", len(rows))
     run.metric("seed_noise", forecaster.points.seed_noise())
     _law_figure(forecaster, run)
-    _parabola_figure(lines, run)
+    _parabola_figure(lines, forecaster, run)
     if rows[0]["accuracy"] is not None:
         table += _task_rows(rows, forecaster.points, run)
     run.write_rows(table)
@@ -94,13 +94,7 @@ def _parabola_rows(lines: Sequence[Parabola], run: StageRun) -> list[dict[str, A
 
 
 def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
-    points, surface = forecaster.points, forecaster.surface
-    fitted = surface(points.parameters, points.tokens)[0]
-    series: dict[str, list[tuple[Any, float]]] = {
-        "law": [(float(x), float(y)) for x, y in sorted(zip(points.flops, fitted, strict=True))],
-        "small runs": [(float(x), float(y)) for x, y in zip(points.flops, points.loss, strict=True)],
-        "known budgets, from those below": [(test.flops, test.predicted) for test in forecaster.backtests],
-    }
+    surface = forecaster.surface
     floor, worst = float(surface.floor[0]), max((abs(test.predicted - test.measured) for test in forecaster.backtests), default=None)
     note = f"Floor {floor:.3f}, exponents {surface.parameter_exponent[0]:.3f} of parameters and {surface.token_exponent[0]:.3f} of tokens."
     if surface.joint[0] < 1:
@@ -114,21 +108,47 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
     run.metric("joint", float(surface.joint[0]))
     run.metric("parameter_exponent", float(surface.parameter_exponent[0]))
     run.metric("token_exponent", float(surface.token_exponent[0]))
-    run.figure("law", Figure("Loss against compute", x="operations", y="nats per token", kind="scatter", series=series, note=note))
+    run.figure("law", loss_figure(forecaster, float(forecaster.points.flops.max()), note))
 
 
-def _parabola_figure(lines: Sequence[Parabola], run: StageRun) -> None:
+def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
+    """Return the small runs' losses, known budgets' forecasts, and the law of the best sizes up to `flops`."""
+    points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
+    known = [(test.flops, test.predicted) for test in forecaster.backtests]
+    series: dict[str, list[tuple[Any, float]]] = {
+        "law, best sizes": law, "small runs": list(zip(points.flops.tolist(), points.loss.tolist(), strict=True)),
+        "known budgets, from those below": known, **further,
+    }  # fmt: skip
+    return Figure("Loss against compute", x="operations", y="nats per token", kind="scatter", series=series, note=note)
+
+
+def _best_sizes(forecaster: Forecaster, flops: float) -> list[tuple[float, float, float]]:
+    """Return budgets up to `flops`, the parameters of the law's lowest loss at each, and that loss."""
+    points = forecaster.points
+    cost = (points.flops / points.parameters / points.tokens).mean()
+    sizes = np.geomspace(points.parameters.min() / 4, points.parameters.max() * 4 * flops / points.flops.max(), 300)
+    budgets = np.geomspace(points.flops.min(), flops, 40)
+    losses = np.array([forecaster.surface(sizes, budget / cost / sizes)[0] for budget in budgets])
+    return list(zip(budgets.tolist(), sizes[losses.argmin(1)].tolist(), losses.min(1).tolist(), strict=True))
+
+
+def _parabola_figure(lines: Sequence[Parabola], forecaster: Forecaster, run: StageRun) -> None:
     if not lines:
         return
     series: dict[str, list[tuple[Any, float]]] = {}
     for line in lines:
         grid = np.linspace(np.log(line.parameters.min()), np.log(line.parameters.max()), 15)
         series[f"{line.flops:.2g}"] = [(float(np.exp(x)), float(np.polyval(line.coefficients, x))) for x in grid]
-    best = [line.best for line in lines]
-    series["best"] = [(one[0], one[1]) for one in best if one]
+    best = [(line.flops, *line.best) for line in lines if line.best]
+    series["best"] = [(parameters, loss) for _, parameters, loss in best]
     note = "One line is one budget of operations; its lowest point is the best number of parameters."
     title = "Loss over parameters at equal compute"
-    run.figure("parabolas", Figure(title, x="parameters", y="nats per token", kind="scatter", series=series, note=note))
+    run.figure("parabolas", Figure(title, x="parameters", y="nats per token", series=series, note=note))
+    sizes = {
+        "parabolas": [(flops, parameters) for flops, parameters, _ in best],
+        "law": [(flops, parameters) for flops, parameters, _ in _best_sizes(forecaster, lines[-1].flops) if flops > lines[0].flops / 2],
+    }
+    run.figure("sizes", Figure("Best parameters of a budget", x="operations", y="parameters", kind="scatter", series=sizes))
 
 
 def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Sigmoid]:

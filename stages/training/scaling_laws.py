@@ -305,16 +305,15 @@ class Parabola:
         return (math.exp(at), float(np.polyval(self.coefficients, at))) if inside else None
 
 
-def parabolas(points: Points, spacing: float = 1.4) -> list[Parabola]:
+def parabolas(points: Points) -> list[Parabola]:
     """Return IsoFLOP parabolas at the points' own budgets where at least three shapes reach (Llama 3, section 3.2.1).
 
-    A trunk's loss between two of its points lies on a line in the logarithms, a twelfth beyond its ends too. `spacing`: least ratio of
-    two budgets.
+    A trunk's loss between two of its points lies on a line in the logarithms, a twelfth beyond its ends too.
     """
     lines: list[Parabola] = []
     trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]
     for level in np.sort(points.flops)[::-1]:
-        if lines and level * spacing > lines[-1].flops:
+        if lines and level * 1.4 > lines[-1].flops:
             continue
         reach = [trunk for trunk in trunks if trunk.flops.min() / 1.09 <= level <= trunk.flops.max() * 1.09]
         if len(reach) >= 3:

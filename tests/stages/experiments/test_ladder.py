@@ -178,15 +178,21 @@ def test_law_and_size_of_planted_points(store) -> None:
     found = {(row["task"], row["metric"]): row["value"] for row in surface.read().to_pylist()}
     assert found["surface", "floor"] == pytest.approx(1.7, abs=0.05) and found["accuracy", "slope"] == pytest.approx(3.0, rel=0.05)
     metrics = surface.manifest.metrics
-    assert metrics["backtest_error"] < 0.01 and set(surface.manifest.figures) == {"law", "parabolas", "accuracy"}
+    assert metrics["backtest_error"] < 0.01 and set(surface.manifest.figures) == {"law", "parabolas", "sizes", "accuracy"}
     # The best parameters grow as C^(b / (a + b)).
     assert metrics["parameters_exponent"] == pytest.approx(0.3 / 0.65, abs=0.1)
+    for budget, parameters in surface.manifest.figures["sizes"]["series"]["law"]:
+        # The minimum of 20 / N^.35 + 30 / D^.3 on 6 N D = C; a token's operations are a little over 6 N.
+        assert parameters == pytest.approx((0.35 * 20 / (0.3 * 30)) ** (1 / 0.65) * (budget / 6) ** (0.3 / 0.65), rel=0.15)
     flops = 1e14
     chosen = execute(choose_size, ChooseSizeConfig(flops=flops, draws=100), {"law": surface}, store)
     numbers = chosen.manifest.metrics
     n, d = numbers["parameters"], numbers["tokens"]
     assert numbers["predicted_loss"] == pytest.approx(1.7 + 20 / n**0.35 + 30 / d**0.3, rel=0.01)
     assert chosen.manifest.metrics["flops"] == pytest.approx(flops)
+    drawn = chosen.manifest.figures["forecast"]["series"]
+    assert [loss for _, loss in drawn["forecast"]] == [numbers[f"predicted_loss{end}"] for end in ("", "_low", "_high")]
+    assert drawn["law, best sizes"][-1] == pytest.approx([flops, numbers["predicted_loss"]], rel=0.01)
     forecast = {row["metric"]: row["value"] for row in chosen.read().to_pylist()}
     assert forecast["accuracy"] == pytest.approx(0.25 + 0.75 / (1 + np.exp(1.5 * numbers["predicted_loss"] - 5)), abs=0.01)
     size = ChosenSize.read(chosen)
