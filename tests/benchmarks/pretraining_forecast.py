@@ -27,7 +27,7 @@ from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training import mixing_laws
-from puna.stages.training.scaling_laws import Points, Power, Surfaces, fit_power, forecaster
+from puna.stages.training.scaling_laws import Points, Power, Surfaces, fit_power, fit_surfaces, forecaster
 from puna.storage import Artifact, Store
 
 DATA = Path(os.environ.get("PUNA_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -89,17 +89,19 @@ def forecast(seed: int, store: Store, given: dict[str, Artifact]) -> dict[str, A
         "half_width": (high - low) / 2 / numbers["predicted_loss"], "shape": numbers["shape"], "tokens": numbers["tokens"],
         "times": measured["flops"] / largest, "budgets": len({round(math.log2(largest / point["flops"])) for point in points}),
         "cpu_minutes": spent / 60, "run_cpu_minutes": measured["trained_tokens"] / measured["tokens_per_second"] / 60,
-        "points": [(point["parameters"], point["tokens"], round(point["loss"], 4)) for point in points], **controls(points, FURTHER * largest),
+        "points": [(point["parameters"], point["tokens"], round(point["loss"], 4)) for point in points], **controls(points, FURTHER * largest, numbers["parameters"], numbers["tokens"]),
     }  # fmt: skip
 
 
-def controls(points: list[dict[str, Any]], flops: float) -> dict[str, float]:
-    """Return forecasts without a law of parameters and tokens: the lowest loss of the ladder, and a power law of the operations through
-    the points that no cheaper one is below."""
+def controls(points: list[dict[str, Any]], flops: float, parameters: float, tokens: float) -> dict[str, float]:
+    """Return other forecasts: the lowest loss of the ladder, a power law of the operations through the points that no cheaper one is below,
+    and the law in which a token earns as much in any model."""
+    own, read, losses = (np.array([point[name] for point in points]) for name in ("parameters", "tokens", "loss"))
     by_cost = sorted(points, key=lambda point: point["flops"])
     best = [point for i, point in enumerate(by_cost) if all(point["loss"] < other["loss"] for other in by_cost[:i])]
     power = fit_power([point["flops"] for point in best], [point["loss"] for point in best])
-    return {"lowest": best[-1]["loss"], "power": power(flops)}
+    both = fit_surfaces(own, read, losses[None], joints=(1.0,))
+    return {"lowest": best[-1]["loss"], "power": power(flops), "both": float(both([parameters], [tokens])[0, 0])}
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +120,8 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
         "forecast_half_width": float(np.mean([run["half_width"] for run in runs])),
         "forecast_error": [run["predicted"] - run["measured"] for run in runs],
         "forecast_error_lowest": [run["lowest"] - run["measured"] for run in runs],
-        "forecast_error_power": [run["power"] - run["measured"] for run in runs], "forecast_minutes": max(run["cpu_minutes"] for run in runs),
+        "forecast_error_power": [run["power"] - run["measured"] for run in runs],
+        "forecast_error_both": [run["both"] - run["measured"] for run in runs], "forecast_minutes": max(run["cpu_minutes"] for run in runs),
         "forecast_times": min(run["times"] for run in runs),
     }  # fmt: skip
 
