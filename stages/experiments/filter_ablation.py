@@ -65,7 +65,7 @@ def filter_ablation(
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
     every = grouped(documents, selected, config.rules + 1, sizes, run) if "dropped" in selected.tables else []
-    groups = [group for group in every if group.documents > 1]
+    groups = [group for group in every if group.amount.documents > 1]
     names = [group.name for group in groups]
     if KEPT not in names or len(names) < 2:
         raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and what it was made of")
@@ -82,7 +82,8 @@ def filter_ablation(
     bits = sum(len(piece) - 1 for piece in text.heldout[kept]) / size / math.log(2)
     losses = {(names[arm], repeat): bits * trial["loss"] for (arm, repeat), trial in zip(runs, trials, strict=True)}
     per_byte = sum(map(len, text.heldout[kept])) / size
-    _report({group.name: (group.documents, group.bytes * per_byte, read[group.name]) for group in groups}, losses, config, run)
+    dropped = {group.name: (group.amount.documents, group.amount.bytes * per_byte, read[group.name]) for group in groups}
+    _report(dropped, losses, config, run)
 
 
 def _report(

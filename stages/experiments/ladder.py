@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,7 +113,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     for shape, rung in zip(shapes[: len(shapes) // 2], rungs, strict=False):
         again = rung._replace(steps=rung.steps[:2])
         jobs += [(f"{shape.hidden_size}-{i + 2}", again, run.seed("trunk", shape.hidden_size, i)) for i in range(config.repeats)]
-    trials = list(_trials(run, jobs, shared))
+    trials = list(run_trials(run, _trunk, jobs, *shared, here=place.type != "cpu"))
     points = [point for trial in (*trials[: len(shapes)][::-1], *trials[len(shapes) :]) for point in trial["points"]]
     _report(points, tuned, config.optimizer, run)
 
@@ -150,7 +150,8 @@ def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], con
             tries = [(i, rows, rates[i]) for i in (0, 1) for rows in config.rows[1:]]
         rungs = [(i, _rung(scales[i], rows, rate, row, config, slice(middle, middle + 1))) for i, rows, rate in tries]
         jobs = [(f"tuning-{i}-{rung.rows}-{rung.rate:.6g}", rung, run.seed("tuning", i)) for i, rung in rungs]
-        for (i, rung), trial in zip(rungs, _trials(run, jobs, shared), strict=True):
+        trials = run_trials(run, _trunk, jobs, *shared, here=shared[-1].type != "cpu")
+        for (i, rung), trial in zip(rungs, trials, strict=True):
             losses[i][rung.rows, rung.rate] = trial["points"][0]["losses"]["validation"]
     best = [min(some, key=some.__getitem__)[0] for some in losses]
     names = {
@@ -172,10 +173,6 @@ def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
 
 
 # --- runs -----------------------------------------------------------------------------------------------
-
-
-def _trials(run: StageRun, jobs: Sequence[tuple[Any, ...]], shared: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    return run_trials(run, _trunk, jobs, *shared, here=shared[-1].type != "cpu")
 
 
 def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: slice = slice(None)) -> Rung:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -111,7 +111,9 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     groups = grouped(documents, split, config.categories, sizes, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:
-        _one_category(groups[0], run)
+        # The only possible mixture.
+        run.write_rows([evaluation_row(name, "weight", 1.0, groups[0].amount.documents) for name in groups[0].members])
+        run.write_rows([{"category": name, "weight": 1.0} for name in groups[0].members], "weights")
         return
     if config.max_share * len(groups) < 1:
         raise PunaError(
@@ -119,7 +121,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
             f"do not add up to 1; raise max_share to {math.ceil(100 / len(groups)) / 100} at least"
         )
     pools = build_pools(documents, split, groups, tokenizer, sizes, run)
-    natural = np.array([group.bytes for group in groups], dtype=np.float64)
+    natural = np.array([group.amount.bytes for group in groups], dtype=np.float64)
     natural /= natural.sum()
     design = mixing_laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
     mixtures = [("natural", natural, 0), *((f"design {i + 1}", shares, 0) for i, shares in enumerate(design))]
@@ -153,13 +155,6 @@ def _recommended(
     # The natural mixture is always among those that may be recommended.
     high = np.maximum(np.minimum(config.max_share, config.max_repeats * natural), natural)
     return mixing_laws.best_mixture(value, np.minimum(config.min_share, natural), high, np.concatenate([natural[None], shares]))
-
-
-def _one_category(group: Group, run: StageRun) -> None:
-    """Write the only possible mixture: all text is of one category."""
-    for name in group.members:
-        run.write_rows([evaluation_row(name, "weight", 1.0, group.documents)])
-    run.write_rows([{"category": name, "weight": 1.0} for name in group.members], "weights")
 
 
 def _target(target: Target, groups: Sequence[Group], natural: mixing_laws.Floats) -> mixing_laws.Floats:
@@ -234,7 +229,7 @@ def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws
     run.write_rows(rows, "trials")
     weights = []
     for group, share in zip(groups, used.shares, strict=True):
-        weights += [{"category": name, "weight": share * size / group.bytes} for name, size in group.members.items()]
+        weights += [{"category": name, "weight": share * size / group.amount.bytes} for name, size in group.members.items()]
     run.write_rows(weights, "weights")
 
 
@@ -254,14 +249,15 @@ def _report(
             "predicted_loss": fitted[i](best), "fit_error": np.abs(fitted[i](shares) - losses[:, i]).mean(),
             "left_out_error": np.abs(left_out[i]).mean(), "loss_range": np.ptp(losses[:, i]),
         }  # fmt: skip
-        rows += _rows(name, values, len(tried))
+        rows += [evaluation_row(name, metric, float(value), len(tried)) for metric, value in values.items()]
     overall = {
         "loss": float(np.dot(target, optimum.losses)),
         "natural_loss": float(np.dot(target, natural.losses)),
         "predicted_loss": float(sum(w * float(law(best)) for w, law in zip(target, fitted, strict=True))),
         "left_out_error": float(np.abs(target @ left_out).mean()),
     }
-    rows += _rows("target", {**overall, "loss_range": np.ptp(losses @ target)}, len(tried))
+    rows += [evaluation_row("target", metric, value, len(tried)) for metric, value in overall.items()]
+    rows.append(evaluation_row("target", "loss_range", float(np.ptp(losses @ target)), len(tried)))
     rows.append(evaluation_row("target", "gain", gain, repeats))
     run.write_rows(rows)
     run.metric("trials", len(tried) - 1 + 2 * repeats)
@@ -286,6 +282,3 @@ def _report(
     title = "Mixing laws on mixtures they were not fitted to"
     run.figure("law", Figure(title=title, x="measured loss", y="predicted loss", kind="scatter", series=points, note=note))
 
-
-def _rows(task: str, values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    return [evaluation_row(task, name, float(value), count) for name, value in values.items()]

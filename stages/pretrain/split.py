@@ -61,7 +61,8 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
     for name in names if signals or config.kinds else ():
         if name not in found:
             there = f"{', '.join(artifact.id for artifact in signals or ())} has" if signals else "split.kinds: there is"
-            raise PunaError(f"{there} no signal {name!r}; set split.category to one of {', '.join(found)}")
+            hint = f"give {', '.join(names)} as domains" if config.kinds else f"set split.category to one of {', '.join(found)}"
+            raise PunaError(f"{there} no signal {name!r}; {hint}")
     cut = max(1, documents.record().cut)
     measured = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
     sides = sides_of(lambda function, *args: run.map(of_part, measured.filled, function, *args), config)

@@ -158,14 +158,9 @@ class Packed:
         # copies may meet at a row's end, too; the second copy then counts as the first's end, which is harmless.
         goes_on = np.zeros(len(self.owners), dtype=bool)
         goes_on[:-1] = first_of_row[1:-1] & (self.owners[1:] == self.owners[:-1])
-        firsts = np.zeros(len(self.owners), dtype=bool)
-        finished: set[int] = set()
-        for index, owner in enumerate(self.owners.tolist()):
-            if owner not in finished:
-                firsts[index] = True
-                if not goes_on[index]:
-                    finished.add(owner)
-        return firsts
+        ends = np.flatnonzero(~goes_on)
+        # Every document has an end: np.unique returns the first one of each, in the order of `ids`.
+        return np.arange(len(self.owners)) <= ends[np.unique(self.owners[ends], return_index=True)[1]][self.owners]
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
         """Return the token ids of the held pieces, each document once."""

@@ -46,38 +46,30 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Found:
+class Amount:
     """Size of one category: documents, bytes, and the bytes read in each step of the order."""
 
     documents: int
     bytes: int
     read: npt.NDArray[np.int64]
 
-    def __add__(self, other: Found) -> Found:
-        return Found(self.documents + other.documents, self.bytes + other.bytes, self.read + other.read)
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.documents + other.documents, self.bytes + other.bytes, self.read + other.read)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Categories that get one share: `members` with their bytes; and all their documents."""
+    """Categories that get one share: `members` with their bytes; and the size of them all."""
 
     name: str
     members: dict[str, int]
-    found: Found
-
-    @property
-    def bytes(self) -> int:
-        return self.found.bytes
-
-    @property
-    def documents(self) -> int:
-        return self.found.documents
+    amount: Amount
 
 
 def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
     """Group the training documents by category: the largest by bytes, the others together; one group without a mixture."""
-    found: dict[str, Found] = {}
-    for part in run.map(_counted, _parts(documents), mixture, run.seed("order"), sizes.document):
+    found: dict[str, Amount] = {}
+    for part in run.map(_counted, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
             found[name] = found[name] + one if name in found else one
     if not found:
@@ -92,10 +84,6 @@ def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Siz
     ]
 
 
-def _parts(documents: Artifact) -> list[Part]:
-    return documents.parts(columns=["id", "text"], rows=JOB_ROWS)
-
-
 def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
     return [row for row in chosen_of(part, mixture, "train") if row.text]
 
@@ -105,7 +93,7 @@ def _step(order: int) -> int:
     return order * STEPS >> 63
 
 
-def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Found]:
+def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Amount]:
     """Count a part's documents by category; of each document at most `most` tokens are read."""
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for row in _training(part, mixture):
@@ -114,7 +102,7 @@ def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict
         steps.append(_step(rank(seed, row.id)))
     read = {name: np.minimum(sizes, most * TEXT_PER_TOKEN) for name, (sizes, _) in counts.items()}
     return {
-        name: Found(len(sizes), sum(sizes), np.bincount(steps, weights=read[name], minlength=STEPS).astype(np.int64))
+        name: Amount(len(sizes), sum(sizes), np.bincount(steps, weights=read[name], minlength=STEPS).astype(np.int64))
         for name, (sizes, steps) in counts.items()
     }
 
@@ -134,17 +122,17 @@ def build_pools(
     """Encode the documents that come first in the hashed order of each group, as many as the small runs need."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
-        if group.documents == 1:
+        if group.amount.documents == 1:
             raise PunaError(
                 f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
                 "lower mix_experiment.categories, so that small ones are taken together"
             )
         bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
-        step = int(np.searchsorted(np.cumsum(group.found.read), bytes_needed))
+        step = int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))
         last |= dict.fromkeys(group.members, (number, step))
     arguments = (mixture, last, str(tokenizer.path()), run.seed("order"), sizes.document)
-    parts = run.exchange(_encode, _parts(documents), *arguments, by="group", partitions=len(groups))
-    return PoolRows(parts.parts, tuple(int(group.found.read.sum()) for group in groups), sizes)
+    parts = run.exchange(_encode, documents.parts(columns=["id", "text"], rows=JOB_ROWS), *arguments, by="group", partitions=len(groups))
+    return PoolRows(parts.parts, tuple(int(group.amount.read.sum()) for group in groups), sizes)
 
 
 def _encode(
@@ -208,13 +196,9 @@ class Pools:
 
 def _pieces(packed: Packed, limit: int) -> list[Any]:
     """Return pieces with a token to predict, until they have `limit` tokens."""
-    pieces, size = [], 0
-    for index in np.flatnonzero(packed.sizes > 1).tolist():
-        if size >= limit:
-            break
-        pieces.append(packed.piece(index).astype(np.int64))
-        size += len(pieces[-1])
-    return pieces
+    useful = np.flatnonzero(packed.sizes > 1)
+    count = int(np.searchsorted(np.cumsum(packed.sizes[useful]), limit)) + 1
+    return [packed.piece(index).astype(np.int64) for index in useful[:count].tolist()]
 
 
 @dataclass

@@ -48,9 +48,6 @@ class Surfaces:
         alpha, beta, joint = (exponent[:, None] for exponent in (self.parameter_exponent, self.token_exponent, self.joint))
         return np.asarray(self.floor[:, None] + np.exp(joint * np.logaddexp((a - alpha * n) / joint, (b - beta * d) / joint)))
 
-    def __getitem__(self, rows: slice | npt.NDArray[np.bool_]) -> Surfaces:
-        return Surfaces(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
-
 
 def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
     """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n], of the one of `joints` that fits the first losses best.

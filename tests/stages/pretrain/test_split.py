@@ -143,7 +143,7 @@ def test_kinds_are_of_any_language(tmp_path: Path) -> None:
     assert dict(zip(table["id"].to_pylist(), table["category"].to_pylist(), strict=True))[ids[3]] == "mathematics_reasoning"
     with pytest.raises(PunaError, match=r"signals/.* has no signal 'language'"):
         execute(split, SplitConfig(kinds={}), {**own, "signals": [domains]}, store)
-    with pytest.raises(PunaError, match=r"split.kinds: there is no signal 'language'"):
+    with pytest.raises(PunaError, match=r"split.kinds: there is no signal 'language'; give language, code_score, .* as domains"):
         execute(split, SplitConfig(kinds={}), {"documents": given["documents"]}, store)
 
 
