@@ -54,6 +54,7 @@ def pretrain(
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)
     questions = step(prompts)
     measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=questions)
+    step(evaluate, "evaluate_input", off=True, model=model, documents=documents, mixture=mixture, prompts=questions)
     step(contamination, "contamination_base", off=True, prompts=[questions], model=base, evaluation=measured)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     publish("tokenizer", vocabulary)

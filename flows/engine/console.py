@@ -144,7 +144,8 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
     for step, rows in evaluations:
         if bits := rows.get(("pages", "document_bits_per_byte")):
             measurements = [rows.get(("pages", metric)) for metric in BITS]
-            table.add_row(step, *(f"{row['value']:.3f}" if row else "" for row in measurements), f"{bits['n']:,}")
+            values = (f"{row['value']:.3f}" if row else "" for row in measurements)
+            table.add_row(step.removeprefix("evaluate_"), *values, f"{bits['n']:,}")
     return table
 
 
