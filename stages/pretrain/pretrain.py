@@ -20,7 +20,7 @@ from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_
 from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, trained
-from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.packed import Packed, Relay, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
@@ -113,8 +113,8 @@ def pretrain(
         network = _prepared(network, phase, own.row_length)
         for attempt in range(phase.accept.attempts if phase.accept else 1):
             place = (number, attempt) if attempt else (number,)
-            reader = phase.reader(own, own.of(aside), run.seed("rows", *place), vocabulary.begin, before)
-            state = _train(network, phase, place, reader, watch, config, run, state if attempt or phase.optimizer == "keep" else None)
+            relay = phase.relay(sources, aside, run.seed("rows", *place), vocabulary.begin, before)
+            state = _train(network, phase, place, relay, watch, config, run, state if attempt or phase.optimizer == "keep" else None)
             if not phase.accept or watch.accepts(network, phase, phase.accept, attempt + 1, own.row_length, short):
                 break
         if size is not None and not number:
@@ -129,11 +129,11 @@ def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
     """Return the tokens by their name; raise PunaError if a phase's are missing, no phase reads them, or they are another tokenizer's."""
-    read = {phase.tokens for phase in config.phases}
-    for phase in config.phases:
-        if given[phase.tokens] is None:
-            raise PunaError(f"phase {phase.name} reads the tokens {phase.tokens}, which are not given: name tokenize_{phase.tokens} in the "
-                            f"recipe, or give --input {phase.tokens}=tokens/ID to the stage")  # fmt: skip
+    read = {name: phase.name for phase in config.phases for name in phase.sources}
+    for name, phase_name in read.items():
+        if given[name] is None:
+            raise PunaError(f"phase {phase_name} reads the tokens {name}, which are not given: name tokenize_{name} in the recipe, or give "
+                            f"--input {name}=tokens/ID to the stage")  # fmt: skip
     packed = {}
     for name, artifact in given.items():
         if artifact is None:
@@ -151,7 +151,10 @@ def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[P
     """Return the phases with their steps, and the tokens of the run before each, every row counted as full."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
-        row = sources[phase.tokens].row_length * phase.join_rows
+        if len(rows := {sources[name].row_length for name in phase.sources}) > 1:
+            raise PunaError(f"phase {phase.name} reads tokens in rows of {' and '.join(map(str, sorted(rows)))}: give all of its tokenize "
+                            "steps one sequence_length")  # fmt: skip
+        row = rows.pop() * phase.join_rows
         phases.append(phase.counted(row, read))
         starts.append(read)
         read += row * phase.growth(row, read).before(phases[-1].steps + 1)
@@ -274,7 +277,7 @@ class Watch:
 
 
 def _train(
-    model: Transformer, phase: Phase, place: tuple[int, ...], reader: Reader, watch: Watch, config: PretrainConfig, run: StageRun,
+    model: Transformer, phase: Phase, place: tuple[int, ...], relay: Relay, watch: Watch, config: PretrainConfig, run: StageRun,
     state: dict[str, torch.Tensor] | Path | None,
 ) -> Path:
     """Train a phase, from the optimizer's `state` on; return the folder of that after it."""
@@ -305,7 +308,7 @@ def _train(
     folder = run.scratch / f"phase-{'.'.join(map(str, place))}"
     with divergence_named(f"{run.stage}, phase {phase.name},"), _fitting_state(phase):
         log = train(
-            model, LanguageModeling(config.z_loss), lambda step: reader.later(step, config.compute.micro_batch_tokens),
+            model, LanguageModeling(config.z_loss), lambda step: relay.at(step).later(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute), run.seed("loop", *place), checkpoint_dir=folder,
             checkpoint_every=config.checkpoint_every, on_step=on_step, state=state,
             watched=lambda step: validated(step) or asked(step), device=device(),
@@ -313,7 +316,7 @@ def _train(
     watch.before = watch.after = measured[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:
         watch.averaged(model, lambda: _restored(model, load_state(folder)), phase.name)
-    watch.flops += sum(accounting.training_flops(model.config, reader.lengths(step)) for step in range(1, phase.steps + 1))
+    watch.flops += sum(accounting.training_flops(model.config, relay.at(step).lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
     watch.log += [
@@ -321,7 +324,7 @@ def _train(
          **(watch.tasks.after(done + int(row["step"])) if watch.tasks else {})}
         for row in log
     ]  # fmt: skip
-    run.metric(f"epochs_{phase.name}", reader.rows_before(phase.steps + 1) / reader.epoch_rows)
+    run.metric(f"epochs_{phase.name}", relay.epochs(phase.steps))
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -248,6 +249,23 @@ class Reader:
         from puna.models.training.objectives.base import Targets
 
         return Targets.from_documents([self.packed.tokens[start:stop] for start, stop in spans])
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Readers of a phase that take over from each other: `readers[i]` from step `starts[i]` (from 1) on."""
+
+    readers: Sequence[Reader]
+    starts: Sequence[int]
+
+    def at(self, step: int) -> Reader:
+        return self.readers[bisect_right(self.starts, step) - 1]
+
+    def epochs(self, steps: int) -> float:
+        """Return how often a row of its tokens is read in so many steps, on the average of the tokens that are read."""
+        ends = [*self.starts[1:], steps + 1]
+        read = [r.rows_before(end) - r.rows_before(start) for r, start, end in zip(self.readers, self.starts, ends, strict=True)]
+        return sum(read) / sum({id(reader): reader.epoch_rows for reader in self.readers}.values())
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:

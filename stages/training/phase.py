@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from puna.models.config import ModelShape, RopeScaling
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import StageConfig
-from puna.stages.training.packed import Packed, Reader
+from puna.stages.training.packed import Packed, Reader, Relay
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
@@ -33,11 +33,12 @@ Source = Literal["initial", "fresh", "long", "best"]
 
 
 class Growth(StageConfig):
-    """A larger step (batch) from a number of trained tokens on."""
+    """A larger step (batch), or another mixture, from a number of trained tokens on."""
 
     after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which it begins")
     rows: int = Field(ge=1, description="Rows of a step from then on")
     length: int | None = Field(None, ge=2, description="Tokens to which rows are cut from then on; null: whole rows")
+    tokens: Source | None = Field(None, description="Tokens that the phase reads from then on, of another mixture; null: as before")
 
 
 class Acceptance(StageConfig):
@@ -113,16 +114,22 @@ class Phase(StageConfig):
         """Return the tokens of the longest sequence, in rows of `row` tokens."""
         return min(self.ramp[-1].length or row if self.ramp else self.length or row, row)
 
-    def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int]], int, int]:
-        """Return (first step, rows, length) of every stretch, the tokens at the start of the last one, and that step."""
-        changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row))], 1, before, self.rows_per_step
+    @property
+    def sources(self) -> set[str]:
+        """Return the names of all tokens that the phase reads."""
+        return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
+
+    def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
+        """Return (first step, rows, length, tokens) of every stretch, the trained tokens at the start of the last one, and that step."""
+        changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
             # A stretch begins with the first step that begins after that many tokens.
             waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
             step, read, rows = step + waited, read + waited * rows * row, pair.rows
+            source = pair.tokens or changes[-1][3]
             if not waited:
                 changes.pop()
-            changes.append((step, rows, min(pair.length or row, row)))
+            changes.append((step, rows, min(pair.length or row, row), source))
         return changes, read, step
 
     def counted(self, row: int, before: int = 0) -> Phase:
@@ -145,15 +152,22 @@ class Phase(StageConfig):
         """Return the rows of each step; see `counted` for the arguments."""
         from puna.models.training.schedules import Ramp
 
-        starts, rows, _ = zip(*self._changes(row, before)[0], strict=True)
+        starts, rows, *_ = zip(*self._changes(row, before)[0], strict=True)
         return Ramp(rows, starts)
 
+    def relay(self, sources: Mapping[str, Packed], aside: Collection[str], seed: int, begin: int, before: int = 0) -> Relay:
+        """Return the readers of a phase that begins after `before` tokens of the run, without the documents set `aside`."""
+        row = sources[self.tokens].row_length * self.join_rows
+        starts, _, _, names = zip(*self._changes(row, before)[0], strict=True)
+        readers = {name: self.reader(sources[name], sources[name].of(aside), seed, begin, before) for name in names}
+        return Relay([readers[name] for name in names], starts)
+
     def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0) -> Reader:
-        """Return the reader of a phase that begins after `before` tokens of the run."""
+        """Return the reader of some tokens in a phase that begins after `before` tokens of the run."""
         from puna.models.training.schedules import Ramp
 
         row = packed.row_length * self.join_rows
-        starts, _, lengths = zip(*self._changes(row, before)[0], strict=True)
+        starts, _, lengths, _ = zip(*self._changes(row, before)[0], strict=True)
         longest = Ramp(lengths, starts) if min(lengths) < row else None
         return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest)
 

@@ -157,3 +157,26 @@ def test_wrong_options_are_refused() -> None:
         for experiment in (MixExperimentConfig, AnnealExperimentConfig):
             with pytest.raises(ValidationError, match="phase.ramp, length and until unset"):
                 experiment(phase=phase)
+
+
+def test_the_mixture_changes_within_a_phase(store, given, documents) -> None:
+    other = documents([sentences(i + 500, 40) for i in range(40)])
+    fresh, short = (
+        execute(tokenize, TokenizeConfig(sequence_length=length), {"documents": other, "tokenizer": given["tokenizer"]}, store)
+        for length in (64, 32)
+    )
+    # Steps of 4 rows of 64: the sixth is the first that begins after five; the rest of the tokens go on as before.
+    ramp = ({"after_tokens": 5 * 256, "rows": 4, "tokens": "fresh"}, {"after_tokens": 8 * 256, "rows": 8})
+    phase = config(ramp=ramp, steps=10).phases[0]
+    sources = {"initial": Packed.read(given["tokens"]), "fresh": Packed.read(fresh)}
+    relay = phase.relay(sources, (), 0, 0)
+    assert [relay.at(step).packed is sources["fresh"] for step in range(1, 11)] == [False] * 5 + [True] * 5
+    assert relay.epochs(10) == pytest.approx((8 * 4 + 2 * 8) / (relay.at(1).epoch_rows + relay.at(6).epoch_rows))
+    made = execute(pretrain, config(ramp=ramp, steps=10), {**given, "fresh": fresh}, store)
+    plain = execute(pretrain, config(ramp=ramp[1:], steps=10), given, store)
+    losses, same = ([row["loss"] for row in one.read("training_log").to_pylist()] for one in (made, plain))
+    assert losses[:5] == same[:5] and not set(losses[5:]) & set(same[5:])
+    with pytest.raises(PunaError, match="phase initial reads the tokens fresh, which are not given"):
+        execute(pretrain, config(ramp=ramp, steps=10), given, store)
+    with pytest.raises(PunaError, match="phase initial reads tokens in rows of 32 and 64"):
+        execute(pretrain, config(ramp=ramp, steps=10), {**given, "fresh": short}, store)
