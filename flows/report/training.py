@@ -129,9 +129,7 @@ def curve(name: str, steps: Sequence[float | None], values: Sequence[float | Non
     if len(points) < SMOOTHED_FROM or name == "learning_rate":
         return Plot(words.capitalize(), "step", words, {words: points})
     smooth = smoothed(points)
-    return Plot(
-        words.capitalize(), "step", words, {"each step": points, words: smooth}, faint=frozenset(["each step"])
-    )  # fmt: skip
+    return Plot(words.capitalize(), "step", words, {"each step": points, words: smooth}, faint=frozenset(["each step"]))
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

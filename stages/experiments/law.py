@@ -95,15 +95,14 @@ def _parabola_rows(lines: Sequence[Parabola], run: StageRun) -> list[dict[str, A
 
 def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
     surface = forecaster.surface
-    floor, worst = float(surface.floor[0]), max((abs(test.predicted - test.measured) for test in forecaster.backtests), default=None)
+    floor, errors = float(surface.floor[0]), [abs(test.predicted - test.measured) for test in forecaster.backtests]
     note = f"Floor {floor:.3f}, exponents {surface.parameter_exponent[0]:.3f} of parameters and {surface.token_exponent[0]:.3f} of tokens."
     if surface.joint[0] < 1:
         note += " The scarcer of the two limits the loss."
-    if worst is None:
-        note += " No budget has enough points below it to be forecast from them: intervals are the bootstrap's alone."
-    else:
-        note += f" Known budgets are missed by {worst:.3f} at most."
-        run.metric("backtest_error", worst)
+    alone = " No budget has enough points below it to be forecast from them: intervals are the bootstrap's alone."
+    note += f" Known budgets are missed by {max(errors):.3f} at most." if errors else alone
+    if errors:
+        run.metric("backtest_error", max(errors))
     run.metric("floor", floor)
     run.metric("joint", float(surface.joint[0]))
     run.metric("parameter_exponent", float(surface.parameter_exponent[0]))

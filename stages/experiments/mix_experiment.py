@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
-from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageConfig, StageRun, Tokenizer, stage
+from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
 from puna.stages.training import mixing_laws
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, evaluation_row, mean
@@ -30,24 +30,6 @@ PROXY = SHAPE.replace(
 )
 
 
-class Target(StageConfig):
-    """Objective of the mixture: weights of the categories' held-out losses."""
-
-    weights: Literal["natural", "even"] = Field(
-        "even", description="Weights of the categories' held-out losses: their share of the text, or all alike"
-    )
-    categories: dict[str, float] = Field(
-        default_factory=dict, description="Weights of single categories instead; they are scaled to add up to 1 with the rest"
-    )
-
-    @model_validator(mode="after")
-    def _weights_are_positive(self) -> Target:
-        wrong = [name for name, weight in self.categories.items() if not weight >= 0]
-        if wrong:
-            raise ValueError(f"weight of {wrong[0]!r} must not be negative")
-        return self
-
-
 class MixExperimentConfig(SeededConfig):
     """The proxy runs, and the bounds of the mixture."""
 
@@ -61,7 +43,7 @@ class MixExperimentConfig(SeededConfig):
     divergence_weight: float = Field(
         0.01, ge=0, le=10, description="Loss that a mixture must earn for each nat of its divergence from the natural one, nats per token"
     )
-    target: Target = Field(Target(), description="What the mixture shall be good at")
+    target: dict[str, float] = Field(default_factory=dict, description="Category → weight of its loss in what is minimised; others 1")
     model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=1, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
@@ -128,7 +110,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
-    target = _target(config.target, groups, natural)
+    target = _target(config.target, groups)
     fitted = [mixing_laws.fit_surrogate(shares, losses[:, i]) for i in range(len(groups))]
     best = _recommended(fitted, shares, natural, target, config)
     compared = [("optimum", best, 0)]
@@ -157,17 +139,14 @@ def _recommended(
     return mixing_laws.best_mixture(value, np.minimum(config.min_share, natural), high, np.concatenate([natural[None], shares]))
 
 
-def _target(target: Target, groups: Sequence[Group], natural: mixing_laws.Floats) -> mixing_laws.Floats:
+def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Floats:
     """Return the weights of the groups' losses, adding up to 1."""
     names = [group.name for group in groups]
-    unknown = sorted(set(target.categories) - set(names))
-    if unknown:
-        raise PunaError(f"mix_experiment.target.categories: {unknown[0]!r} is not among the categories {', '.join(names)}")
-    weights = natural.copy() if target.weights == "natural" else np.full(len(groups), 1.0 / len(groups))
-    for name, weight in target.categories.items():
-        weights[names.index(name)] = weight
-    if weights.sum() <= 0:
-        raise PunaError("mix_experiment.target.categories: all weights are 0")
+    if unknown := sorted(set(given) - set(names)):
+        raise PunaError(f"mix_experiment.target: {unknown[0]!r} is not among the categories {', '.join(names)}")
+    weights = np.array([given.get(name, 1.0) for name in names])
+    if weights.min() < 0 or weights.sum() <= 0:
+        raise PunaError(f"mix_experiment.target: weights must not be negative, and not all 0: {given}")
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 

@@ -271,10 +271,6 @@ class Watch:
         else:
             model.load_state_dict(last().state_dict())
 
-    def file(self, place: tuple[int, ...]) -> Path:
-        """Return the file of a phase's measurements, which survives a crash."""
-        return self.run.scratch / f"validation-{'.'.join(map(str, place))}.json"
-
 
 def _train(
     model: Transformer, phase: Phase, place: tuple[int, ...], relay: Relay, watch: Watch, config: PretrainConfig, run: StageRun,
@@ -287,7 +283,7 @@ def _train(
     from puna.models.training.state import load_state
 
     done = len(watch.log)
-    file = watch.file(place)
+    file = run.scratch / f"validation-{'.'.join(map(str, place))}.json"  # survives a crash
     measured: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
     def validated(step: int) -> bool:
@@ -324,7 +320,7 @@ def _train(
          **(watch.tasks.after(done + int(row["step"])) if watch.tasks else {})}
         for row in log
     ]  # fmt: skip
-    run.metric(f"epochs_{phase.name}", relay.epochs(phase.steps))
+    run.metric(f"epochs_{phase.name}", relay.at(1).rows_before(phase.steps + 1) / relay.epoch_rows)
     return folder
 
 

@@ -97,9 +97,7 @@ def _report(counts: Sequence[dict[str, Any]], tokens: int, rows: int, run: Stage
     run.metric("rows", rows)
     run.metric("bytes", size)
     run.metric("bytes_per_token", size / tokens)
-    categories: Counter[str] = Counter()
-    for part in counts:
-        categories.update(part["categories"])
+    categories = sum((Counter[str](part["categories"]) for part in counts), Counter[str]())
     series: dict[str, list[tuple[Any, float]]] = {"tokens": [(name, float(count)) for name, count in sorted(categories.items())]}
     title = "Training tokens by category"
     run.figure("tokens", Figure(title, x="category", y="tokens", kind="bar", series=series, note="Repeats counted."))

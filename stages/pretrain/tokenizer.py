@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -107,30 +108,25 @@ def _sampled(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, s
 
 def _lengths(
     part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str, exact: bool
-) -> dict[str, tuple[int, int]]:
+) -> tuple[Counter[str], Counter[str]]:
     """Return bytes and tokens of a part's sampled documents by category; where it must be `exact`, refuse a tokenizer that loses text."""
-    rows = _sampled(part, mixture, seed, last)
-    tokenizer = loaded(folder)
-    totals: dict[str, tuple[int, int]] = {}
+    rows, tokenizer = _sampled(part, mixture, seed, last), loaded(folder)
+    sizes, tokens = Counter[str](), Counter[str]()
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
         if exact and tokenizer.decode(ids) != row.text:
             raise PunaError(f"document {row.id}: its tokens do not give its text back")
-        size, tokens = totals.get(row.category, (0, 0))
-        totals[row.category] = (size + len(row.text.encode()), tokens + len(ids))
-    return totals
+        sizes[row.category] += len(row.text.encode())
+        tokens[row.category] += len(ids)
+    return sizes, tokens
 
 
-def _measure(found: list[dict[str, tuple[int, int]]], run: StageRun) -> None:
-    totals: dict[str, tuple[int, int]] = {}
-    for part in found:
-        for category, (size, tokens) in part.items():
-            before = totals.get(category, (0, 0))
-            totals[category] = (before[0] + size, before[1] + tokens)
-    overall = sum(size for size, _ in totals.values()) / sum(tokens for _, tokens in totals.values())
+def _measure(parts: list[tuple[Counter[str], Counter[str]]], run: StageRun) -> None:
+    sizes, tokens = (sum(counts, Counter[str]()) for counts in zip(*parts, strict=True))
+    overall = sizes.total() / tokens.total()
     run.metric("bytes_per_token", overall)
     figure = Figure(
         title="Text per token", x="category", y="bytes per token", kind="bar", lines={"all": overall},
-        series={"sample": [(category, size / tokens) for category, (size, tokens) in sorted(totals.items())]},
+        series={"sample": [(category, size / tokens[category]) for category, size in sorted(sizes.items())]},
         note="On a sample of the training documents.",
     )  # fmt: skip
     run.figure("bytes_per_token", figure)

@@ -261,11 +261,9 @@ class Relay:
     def at(self, step: int) -> Reader:
         return self.readers[bisect_right(self.starts, step) - 1]
 
-    def epochs(self, steps: int) -> float:
-        """Return how often a row of its tokens is read in so many steps, on the average of the tokens that are read."""
-        ends = [*self.starts[1:], steps + 1]
-        read = [r.rows_before(end) - r.rows_before(start) for r, start, end in zip(self.readers, self.starts, ends, strict=True)]
-        return sum(read) / sum({id(reader): reader.epoch_rows for reader in self.readers}.values())
+    @property
+    def epoch_rows(self) -> int:
+        return sum({id(reader): reader.epoch_rows for reader in self.readers}.values())
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:

@@ -30,7 +30,7 @@ MOST_PER_TOKEN = 64
 """Characters that no long text exceeds per token."""
 JOB_ROWS = 1 << 14
 STEPS = 1024
-"""Steps of equal width in the hashed order, which measure how far the needed documents reach."""
+"""Steps of equal width in the order of 63-bit hashes, which measure how far the needed documents reach."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,13 @@ def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
     return [row for row in chosen_of(part, mixture, "train") if row.text]
 
 
-def _step(order: int) -> int:
-    """Return the step of a 63-bit hash in the hashed order."""
-    return order * STEPS >> 63
-
-
 def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Amount]:
     """Count a part's documents by category; of each document at most `most` tokens are read."""
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for row in _training(part, mixture):
         sizes, steps = counts.setdefault(row.category, ([], []))
         sizes.append(len(row.text.encode()))
-        steps.append(_step(rank(seed, row.id)))
+        steps.append(rank(seed, row.id) * STEPS >> 63)
     read = {name: np.minimum(sizes, most * TEXT_PER_TOKEN) for name, (sizes, _) in counts.items()}
     return {
         name: Amount(len(sizes), sum(sizes), np.bincount(steps, weights=read[name], minlength=STEPS).astype(np.int64))
@@ -140,7 +135,7 @@ def _encode(
 ) -> pa.Table:
     """Encode the first `most` tokens of the groups' documents in the part, up to the last step that their group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
-    rows = [(order, row) for order, row in rows if _step(order) <= last[row.category][1]]
+    rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]
     vocabulary = loaded(tokenizer)
     # A book need not be encoded for its first page.
     encodings = vocabulary.encode_batch([row.text[: MOST_PER_TOKEN * most] for _, row in rows])

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.flows.report.training import forecasts_view
 from puna.models import accounting
-from puna.models.config import ModelConfig
+from puna.models.config import ModelConfig, ModelShape
 from puna.stages.contract import Facts, execute
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
@@ -154,11 +154,11 @@ def test_shapes_are_resized_in_proportion() -> None:
         assert config.num_attention_heads * config.head_dim == width
 
 
-def planted(store: Store) -> Artifact:
+def planted(store: Store, largest: ModelShape = SHAPE) -> Artifact:
     """Return a ladder whose points lie on a known surface."""
     rows = []
     for width in (32, 40, 48, 56, 64):
-        shape = resized(SHAPE, width).complete(1024, 256)
+        shape = resized(largest, width).complete(1024, 256)
         n = accounting.matrix_parameters(shape)
         for multiple in (0.25, 0.5, 1.0, 2.0, 4.0):
             d = round(20 * n * multiple)
@@ -203,6 +203,19 @@ def test_law_and_size_of_planted_points(store) -> None:
     hours = [ChooseSizeConfig(hours=h, gpu="H100", draws=100) for h in (0.001, 0.002)]
     less, more = (execute(choose_size, config, {"law": surface}, store).manifest.metrics for config in hours)
     assert more["predicted_loss"] < less["predicted_loss"] and more["flops"] > 1.5 * less["flops"]
+
+
+def test_a_law_of_experts_counts_those_that_a_token_meets(store) -> None:
+    """8 experts of which 2 are asked: matrices of 2, a router, and an output layer; the chosen model has 8 of them, resized."""
+    mixed = SHAPE.replace(moe={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64})
+    surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store, mixed)]}, store)
+    row = max(surface.read("points").to_pylist(), key=lambda row: row["parameters"])
+    # A third of 192 wide: 2 layers, 2 heads of 32 on one of keys and values, experts of 24.
+    attention, experts, router = 2 * 64 * 64 + 2 * 64 * 32, 2 * 3 * 64 * 24, 8 * 64
+    assert row["parameters"] == 2 * (attention + experts + router) + 1024 * 64
+    chosen = ChosenSize.read(execute(choose_size, ChooseSizeConfig(flops=1e13, draws=100), {"law": surface}, store)).model
+    assert chosen.moe is not None and chosen.moe.num_experts == 8 and chosen.hidden_size > 64
+    assert chosen.moe.moe_intermediate_size == pytest.approx(chosen.hidden_size / 3, abs=8)
 
 
 @pytest.mark.parametrize("times", [0.5, 4.0, 1000.0])

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from puna.stages.contract import execute
 from puna.stages.experiments import mix_experiment as module
-from puna.stages.experiments.mix_experiment import MixExperimentConfig, Target, mix_experiment
+from puna.stages.experiments.mix_experiment import MixExperimentConfig, mix_experiment
 from puna.stages.training import mixing_laws
 from puna.stages.training.packed import Packed, Reader
 from puna.stages.training.phase import SHAPE, Phase
@@ -209,12 +209,12 @@ def test_wrong_settings_are_refused(store, corpus) -> None:
         ({"min_share": 0.3, "categories": 4}, "no mixture of 4"),
         ({"max_share": 0.2, "categories": 4}, "no mixture of 4"),
         ({"phase": Phase(join_rows=2)}, "join_rows must be 1"),
-        ({"target": Target(categories={"a": 1.0}), "trials": 1}, "greater than or equal to 4"),
+        ({"target": {"a": 1.0}, "trials": 1}, "greater than or equal to 4"),
     ):
         with pytest.raises(ValidationError, match=message):
             MixExperimentConfig(**wrong)
     given = corpus(ROWS)
-    odd = SETTINGS.model_copy(update={"target": Target(categories={"sea": 1.0})})
+    odd = SETTINGS.model_copy(update={"target": {"sea": 1.0}})
     with pytest.raises(PunaError, match="'sea' is not among the categories code, high, low"):
         execute(mix_experiment, odd, given, store)
     with pytest.raises(PunaError, match="category 'code' has one document"):
@@ -227,11 +227,11 @@ def test_target_weights() -> None:
             self.name = name
 
     groups = [Named("a"), Named("b"), Named("c")]
-    natural = np.array([0.5, 0.3, 0.2])
-    assert module._target(Target(weights="natural"), groups, natural) == pytest.approx([0.5, 0.3, 0.2])  # type: ignore[arg-type]
-    assert module._target(Target(), groups, natural) == pytest.approx([1 / 3] * 3)  # type: ignore[arg-type]
-    mixed = module._target(Target(weights="natural", categories={"c": 0.0}), groups, natural)  # type: ignore[arg-type]
-    assert mixed == pytest.approx([0.625, 0.375, 0.0])
+    assert module._target({}, groups) == pytest.approx([1 / 3] * 3)  # type: ignore[arg-type]
+    assert module._target({"a": 3.0, "c": 0.0}, groups) == pytest.approx([0.75, 0.25, 0.0])  # type: ignore[arg-type]
+    for wrong in ({"a": -1.0}, dict.fromkeys("abc", 0.0)):
+        with pytest.raises(PunaError, match="must not be negative, and not all 0"):
+            module._target(wrong, groups)  # type: ignore[arg-type]
 
 
 def test_bounds_that_leave_no_mixture_are_refused_before_the_trials(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
