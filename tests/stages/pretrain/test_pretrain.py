@@ -21,7 +21,7 @@ from puna.stages.pretrain.pretrain import MOMENTS as FILE
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.stages.training.packed import Packed, mean_loss
+from puna.stages.training.packed import Packed, Reader, mean_loss
 from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import PunaError
 
@@ -84,7 +84,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
         import shutil
 
         shutil.copytree(artifact.folder, target)
-    original, calls = module.Reader.later, []
+    original, calls = Reader.later, []
 
     def crashing(self, step, micro_batch_tokens):
         calls.append(step)
@@ -93,7 +93,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
             raise KeyboardInterrupt
         return original(self, step, micro_batch_tokens)
 
-    monkeypatch.setattr(module.Reader, "later", crashing)
+    monkeypatch.setattr(Reader, "later", crashing)
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             execute(pretrain, settings, given, other)
