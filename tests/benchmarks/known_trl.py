@@ -1,6 +1,6 @@
-"""TRL's GRPO on the prompts and with the checkers of `alignment_known.py`, until it has used a number of CPU seconds.
+"""TRL's GRPO on the prompts and with the checkers of a benchmark, until it has used a number of CPU seconds.
 
-The settings are Puna's where TRL has them: rate, adapters, prompts and answers of a rollout, two updates, temperature, clip, no KL.
+The settings are Puna's where TRL has them: rate, adapters, prompts and answers of a rollout, updates, temperature, clip, no KL.
 Gradient checkpointing and importance from vLLM are off, which cost a CPU more. Seconds are those of sampling and training alone.
 """
 
@@ -20,7 +20,9 @@ from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.registry import from_text
 
 
-def train_grpo(model: Path, rows: Sequence[dict[str, Any]], settings: Any, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
+def train_grpo(
+    model: Path, rows: Sequence[dict[str, Any]], settings: Any, seconds: float, seed: int, folder: Path, bf16: bool = True
+) -> dict[str, Any]:
     """Train a policy in Hugging Face's layout and write it to `folder`; return what it used. rows: of the prompts table."""
     import torch
     from datasets import Dataset
@@ -56,24 +58,30 @@ def train_grpo(model: Path, rows: Sequence[dict[str, Any]], settings: Any, secon
             control.should_training_stop = used["cpu_seconds"] >= seconds
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    each, split = settings.prompts * settings.answers, 2
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if bf16 else torch.float32)
+    each, split = settings.prompts * settings.answers, 2 if bf16 else 1
     optimizer, schedule = settings.optimizer, settings.schedule
     args = GRPOConfig(
         output_dir=str(folder / "trl"), max_steps=10_000, per_device_train_batch_size=each // settings.minibatches // split,
         gradient_accumulation_steps=split, steps_per_generation=settings.minibatches * split, num_generations=settings.answers,
         max_completion_length=settings.max_tokens, temperature=settings.temperature, learning_rate=schedule.learning_rate, beta=0.0,
         lr_scheduler_type="constant_with_warmup", warmup_steps=int(schedule.warmup_steps), weight_decay=0.0, adam_beta2=optimizer.beta2,
-        max_grad_norm=optimizer.max_grad_norm, epsilon=settings.clip, gradient_checkpointing=False, bf16=True, use_cpu=True, seed=seed,
+        max_grad_norm=optimizer.max_grad_norm, epsilon=settings.clip, gradient_checkpointing=False, bf16=bf16, use_cpu=True, seed=seed,
         report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False, remove_unused_columns=False,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": json.loads(row["messages"]) if isinstance(row["messages"], str) else row["messages"],
                                "verifier": row["verifier"]} for row in rows])  # fmt: skip
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    sizes = settings.lora
+    lora = (
+        LoraConfig(r=sizes.rank, lora_alpha=sizes.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        if settings.method == "lora"
+        else None
+    )
     trainer = GRPOTrainer(policy, reward, args=args, train_dataset=data, processing_class=tokenizer, peft_config=lora, callbacks=[Limit()])
     start = time.process_time()
     trainer.train()
     used["trained_answers"] = used["updates"] * each / settings.minibatches
-    trainer.model.merge_and_unload().float().save_pretrained(folder)
+    trained = trainer.model if lora is None else trainer.model.merge_and_unload()
+    trained.float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return used

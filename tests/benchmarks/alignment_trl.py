@@ -1,0 +1,133 @@
+"""Puna's GRPO beside TRL's on the demo's base model: gains in right answers for equal CPU seconds.
+
+    puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
+    python tests/benchmarks/alignment_trl.py --store STORE --seeds 101 --rates 5e-4 1e-3 2e-3
+    python tests/benchmarks/alignment_trl.py --store STORE --seeds 1 2 3 --json
+
+Both begin with one finetuned model and have its prompts, its checker, AdamW, one thread, and the same rollouts and updates. TRL trains until it
+has used the CPU seconds that Puna's whole stage took; its start and its saving are free. Rates of both are searched alike on a seed that is not
+reported. Measured: greedy answers to the held-out questions that are right, by question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import alignment  # the benchmarks beside this one
+import known_trl
+
+from puna.flows.engine.recipe import read_values
+from puna.flows.report.arms import scores_of
+from puna.stages.align.instructions import instructions
+from puna.stages.align.reinforcement import grpo
+from puna.stages.align.sft import sft
+from puna.stages.contract import External, execute, parse
+from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.io.import_model import import_model
+from puna.stages.prompts.prompts import prompts
+from puna.stages.training.intervals import paired
+from puna.storage import Artifact, Store
+
+RATES = {"puna": 1e-3, "trl": 1e-3}
+ROLLOUT: dict[str, Any] = {
+    "rollouts": 60, "prompts": 32, "answers": 8, "epochs": 1, "minibatches": 2, "max_tokens": 16, "kl_coefficient": 0.0,
+    "optimizer": {"weight_decay": 0.0, "beta2": 0.999},
+}  # fmt: skip
+
+
+class Seed:
+    """What both arms of a seed begin with: prompts of the demo, and the model finetuned on their gold answers."""
+
+    def __init__(self, store: Store, base: Artifact, seed: int) -> None:
+        self.store, self.seed, self.recipe = store, seed, read_values("demo", [])[0]
+        self.tasks = self.make(prompts, self.recipe["prompts"], {})
+        gold = self.make(instructions, {}, {"prompts": self.tasks})
+        self.policy = self.make(sft, self.recipe["sft_first"], {"model": base, "instructions": [gold]})
+        asked = self.recipe["prompts"] | {"train": self.recipe["round_prompts"], "skip": self.recipe["prompts"]["train"], "heldout": 0}
+        self.asked = self.make(prompts, asked | {"references": False}, {})
+
+    def make(self, stage: Any, values: dict[str, Any], given: dict[str, Any]) -> Artifact:
+        """Return the artifact of a stage, of this seed where the stage draws."""
+        seeded = values | ({"seed": self.seed} if "seed" in stage.config.model_fields else {})
+        return execute(stage, parse(stage.config, seeded, stage.name), given, self.store)
+
+    def right(self, model: Artifact) -> dict[str, float]:
+        """Return 1 or 0 for each held-out question: the greedy answer is right."""
+        return scores_of(self.make(evaluate, self.recipe["evaluate"], {"model": model, "prompts": self.tasks}))["accuracy"]
+
+    def puna(self, rate: float) -> Artifact:
+        return self.make(grpo, ROLLOUT | {"schedule": {"learning_rate": rate}}, {"policy": self.policy, "prompts": self.asked})
+
+    def trl(self, rate: float, seconds: float, folder: Path) -> tuple[Artifact, dict[str, Any]]:
+        """Return TRL's model, and what it used."""
+        settings = parse(grpo.config, ROLLOUT | {"schedule": {"learning_rate": rate}}, "grpo")
+        own = folder / f"trl-{self.seed}-{rate:g}-{seconds:.0f}"
+        if not (own / "used.json").is_file():
+            rows = self.asked.read().to_pylist()
+            used = known_trl.train_grpo(self.policy.path(), rows, settings, seconds, self.seed, own, bf16=False)
+            (own / "used.json").write_text(json.dumps(used), encoding="utf-8")
+        model = self.make(import_model, {}, {"model": External.resolve(f"model={own.absolute()}")[0]})
+        return model, json.loads((own / "used.json").read_text(encoding="utf-8"))
+
+
+def measured(one: Seed, rates: dict[str, float], folder: Path) -> dict[str, Any]:
+    """Return the scores of a seed's arms, and what they took."""
+    ours = one.puna(rates["puna"])
+    seconds = float(ours.manifest.timings["cpu_seconds"])
+    theirs, used = one.trl(rates["trl"], seconds, folder)
+    took = {
+        "puna": {name: float(ours.manifest.metrics[name]) for name in ("updates", "checker_calls", "sampled_tokens")}
+        | {"cpu_seconds": seconds}
+    }
+    took["trl"] = {name: used[name] for name in took["puna"]}
+    models = {"before": one.policy, "puna": ours, "trl": theirs}
+    return {"seed": one.seed, "took": took, "scores": {name: one.right(model) for name, model in models.items()}, "log": used["log"]}
+
+
+def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all seeds, with intervals over their questions."""
+    pooled = {
+        name: {f"{one['seed']}/{key}": value for one in seeds for key, value in one["scores"][name].items()} for name in seeds[0]["scores"]
+    }
+    found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
+    for name, arm, other in (("puna_gain", "puna", "before"), ("trl_gain", "trl", "before"), ("puna_over_trl", "puna", "trl")):
+        gain = paired(pooled[arm], pooled[other])
+        found |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
+        found[f"{name}_by_seed"] = [paired(one["scores"][arm], one["scores"][other]).value for one in seeds]
+    found |= {f"right_{name}": statistics.fmean(values.values()) for name, values in pooled.items()}
+    for arm in ("puna", "trl"):
+        found |= {f"{arm}_{name}": statistics.fmean(one["took"][arm][name] for one in seeds) for name in seeds[0]["took"][arm]}
+    found["vs_trl_grpo_equal_cpu"] = found["puna_gain"] / found["trl_gain"] if found["trl_gain"] > 0 else None
+    return found | {"load": os.getloadavg()[0]}
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--model", default="base@latest")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=alignment.drawn(alignment.datetime.date.today(), 3), help="default: three of the day"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="rates to search, of both arms")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    store, folder = Store.open(given.store), given.store.parent / f"{given.store.name}-trl"
+    base, seeds = store.resolve(given.model), []
+    for number in given.seeds:
+        one = Seed(store, base, number)
+        for rates in [dict.fromkeys(RATES, rate) for rate in given.rates] or [RATES]:
+            seeds.append(measured(one, rates, folder))
+            shares = {name: round(statistics.fmean(values.values()), 4) for name, values in seeds[-1]["scores"].items()}
+            print(json.dumps({"seed": number, "rates": rates, **shares, "took": seeds[-1]["took"]}), flush=True)
+    if not given.rates:
+        print(json.dumps(figures(seeds), indent=None if given.json else 1))
+
+
+if __name__ == "__main__":
+    main()
