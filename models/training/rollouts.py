@@ -110,7 +110,7 @@ class Rollouts(Generic[Config]):
     `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that
     sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
     the configuration. `keep` gets the rows of the answers. `generate` answers prompts, in one turn or several (`converse`). `device`: of
-    this rank's pieces of the policy; None: the policy's.
+    this rank's pieces of the policy; None: the policy's. `between`: the scorer of rollouts that `watched_rollouts` leaves out.
     """
 
     policy: Transformer | Parallel
@@ -124,6 +124,7 @@ class Rollouts(Generic[Config]):
     keep: Keep = lambda rollout, rows: None
     generate: Callable[..., list[list[Completion]]] = converse
     device: torch.device | None = None
+    between: Scorer | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
@@ -131,8 +132,7 @@ class Rollouts(Generic[Config]):
         ValueError if the engine's log-probs of the first prompt's answers are not those of the policy.
         """
         config = self.config
-        # The KL divergence is always measured in even steps, and in the first and the last rollout.
-        measured = rollout in {*range(1, config.rollouts + 1, max(1, round(config.rollouts / WATCHED))), config.rollouts}
+        measured = rollout in watched_rollouts(config.rollouts)
         drawn = self._drawn(rollout, remember)
         # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
         chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
@@ -178,6 +178,7 @@ class Rollouts(Generic[Config]):
         held = alone(self.policy)
         weight = next(iter(held.parameters.values()))
         engine = engine_of(cast("Transformer", held.model), None, held=held, exact=can_be_exact(weight.dtype, weight.device))
+        scorer = self.scorer if rollout in watched_rollouts(config.rollouts) else self.between or self.scorer
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
@@ -186,7 +187,7 @@ class Rollouts(Generic[Config]):
                 seeds = [self.seed, rollout, again, wave]
                 # Without zeros at the end: rollouts of one wave draw what they drew when there were no waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
-                drawn += self._answered(asked, remember(f"{again}-{wave}", partial(self._sampled, engine, asked, own)))
+                drawn += self._answered(asked, remember(f"{again}-{wave}", partial(self._sampled, engine, scorer, asked, own)))
             if sum(one.unequal for one in drawn) >= config.prompts:
                 break
         return drawn
@@ -199,7 +200,7 @@ class Rollouts(Generic[Config]):
         flops = 2.0 * sum(p.numel() for p in held.whole.parameters()) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
-    def _sampled(self, engine: Engine, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
+    def _sampled(self, engine: Engine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
         """Return for each prompt its answers, the fields of `Completion` each, and their scores."""
         config = self.config
         seed = int(np.random.default_rng(seeds).integers(2**31))
@@ -213,7 +214,7 @@ class Rollouts(Generic[Config]):
 
         # Equal prompts go to one rank: together they draw different answers.
         answers = groups.sampling.dealt(asked, drawn, tuple)
-        scores = self.scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
+        scores = scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(values[i]) for name, values in parts.items()} for i in range(len(asked))]
         # A judge may tell each rank something else: all train on what it told the first one.
@@ -306,6 +307,11 @@ def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int =
     return score
 
 
+
+
+def watched_rollouts(rollouts: int) -> frozenset[int]:
+    """Return the rollouts, counted from 1, whose KL divergence is always measured: even steps, first and last."""
+    return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
 
 
 def by_group(

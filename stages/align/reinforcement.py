@@ -51,13 +51,9 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
     """Settings of the sampled answers, of their rewards, and of the weights to train."""
 
     gold: bool = Field(
-        False,
-        description="With reward reward_model: score the answers by the prompts' verifiers, too, and show both against the KL divergence",
-    )
-
-    @property
-    def scored(self) -> bool:
-        return self.gold or self.reward != "reward_model"
+        False, description="With reward reward_model: score the answers of about 8 rollouts by the prompts' verifiers, too, and show both "
+        "against the KL divergence"
+    )  # fmt: skip
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
@@ -157,7 +153,7 @@ def _optimize(
         raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
     bad.write(run)
     rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
-    scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.scored else None
+    scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.gold or config.reward != "reward_model" else None
     used = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
     kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
     rewards = rewards_of(scorer, used, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
@@ -170,8 +166,9 @@ def _optimize(
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
+        between = replace(rewards, gold=None).parts if rewards.watched else None
         log = drive(
-            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered),
+            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered, between=between),
             *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
         )  # fmt: skip
@@ -226,7 +223,8 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
     each = config.prompts * config.answers
     drawn = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"
-    run.metric("checker_calls", drawn * len(log) * config.scored + each * center)
+    checked = sum("gold" in row for row in log) if config.reward == "reward_model" else len(log)
+    run.metric("checker_calls", drawn * checked + each * center)
     run.metric("sampled_tokens", sum(row["answer_tokens"] for row in log) * drawn)
     run.metric("updates", len(log) * config.epochs * config.minibatches)
     run.metric("trained_answers", len(log) * config.epochs * each)

@@ -134,12 +134,21 @@ def test_the_product_rises_too(tmp_path: Path, tiny_model: Tiny) -> None:
     assert all(0 < row["score"] < row["gold"] <= 1 for row in log) and metrics["final_gold"] == log[-1]["gold"]
     shown = made.manifest.figures["against_kl"]["series"]
     assert shown["verifiers"] == [[row["kl"], row["gold"]] for row in log] and len(shown["reward"]) == len(log)
-    # So it does where they reward nothing, if that is asked for.
-    few = {**SETTINGS, "rollouts": 1, "gold": True}
-    made = execute(ppo, PpoConfig(reward="reward_model", **few), given, store)
-    ((row,), answers) = made.read("training_log").to_pylist(), made.read("rollouts").to_pylist()
-    assert row["gold"] == pytest.approx(statistics.fmean(one["verifier"] for one in answers)) and 0 < row["gold"] < 1
-    assert all(one["score"] == one["reward_model"] for one in answers) and made.manifest.metrics["checker_calls"] == 48
+
+
+def test_verifiers_that_reward_nothing_are_asked_where_the_divergence_is_measured(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}
+    few = {"rollouts": 12, "prompts": 2, "answers": 2, "max_tokens": 6, "minibatches": 1, "kl_coefficient": 0.0}
+    made = execute(grpo, GrpoConfig(reward="reward_model", gold=True, **few), given, store)
+    log, answers = made.read("training_log").to_pylist(), made.read("rollouts").to_pylist()
+    assert [row["step"] for row in log if row["gold"] is not None] == [1, 3, 5, 7, 9, 11, 12]
+    for row in log:
+        verdicts = [one["verifier"] for one in answers if one["step"] == row["step"]]
+        assert verdicts == [None] * 4 if row["gold"] is None else row["gold"] == pytest.approx(statistics.fmean(verdicts))
+    assert 0 < sum(row["gold"] or 0 for row in log) < 7
+    assert all(one["score"] == one["reward_model"] for one in answers) and made.manifest.metrics["checker_calls"] == 7 * 4
 
 
 class RewardsConfig(SeededConfig):
