@@ -1,7 +1,7 @@
 """Puna's GRPO beside TRL's on the demo's base model: gains in right answers for equal CPU seconds.
 
     puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
-    python tests/benchmarks/alignment_trl.py --store STORE --seeds 101 --rates 5e-4 1e-3 2e-3
+    python tests/benchmarks/alignment_trl.py --store STORE --seeds 101 --rates 4e-4 1e-3
     python tests/benchmarks/alignment_trl.py --store STORE --seeds 1 2 3 --json
 
 Both begin with one finetuned model and have its prompts, its checker, AdamW, one thread, and the same rollouts and updates. TRL trains until it
@@ -33,23 +33,26 @@ from puna.stages.prompts.prompts import prompts
 from puna.stages.training.intervals import paired
 from puna.storage import Artifact, Store
 
-RATES = {"puna": 1e-3, "trl": 1e-3}
+RATES = {"puna": 4e-4, "trl": 4e-4}
 ROLLOUT: dict[str, Any] = {
-    "rollouts": 60, "prompts": 32, "answers": 8, "epochs": 1, "minibatches": 2, "max_tokens": 16, "kl_coefficient": 0.0,
+    "rollouts": 20, "prompts": 32, "answers": 8, "epochs": 1, "minibatches": 2, "max_tokens": 16, "kl_coefficient": 0.0,
     "optimizer": {"weight_decay": 0.0, "beta2": 0.999},
 }  # fmt: skip
 
 
 class Seed:
-    """What both arms of a seed begin with: prompts of the demo, and the model finetuned on their gold answers."""
+    """What both arms of a seed begin with: prompts of the demo, and the model finetuned on their gold answers.
 
-    def __init__(self, store: Store, base: Artifact, seed: int) -> None:
-        self.store, self.seed, self.recipe = store, seed, read_values("demo", [])[0]
+    start: the seed of these, where several seeds share them and differ in what reinforcement learning draws."""
+
+    def __init__(self, store: Store, base: Artifact, start: int, seed: int) -> None:
+        self.store, self.seed, self.recipe = store, start, read_values("demo", [])[0]
         self.tasks = self.make(prompts, self.recipe["prompts"], {})
         gold = self.make(instructions, {}, {"prompts": self.tasks})
         self.policy = self.make(sft, self.recipe["sft_first"], {"model": base, "instructions": [gold]})
         asked = self.recipe["prompts"] | {"train": self.recipe["round_prompts"], "skip": self.recipe["prompts"]["train"], "heldout": 0}
         self.asked = self.make(prompts, asked | {"references": False}, {})
+        self.seed = seed
 
     def make(self, stage: Any, values: dict[str, Any], given: dict[str, Any]) -> Artifact:
         """Return the artifact of a stage, of this seed where the stage draws."""
@@ -58,7 +61,10 @@ class Seed:
 
     def right(self, model: Artifact) -> dict[str, float]:
         """Return 1 or 0 for each held-out question: the greedy answer is right."""
-        return scores_of(self.make(evaluate, self.recipe["evaluate"], {"model": model, "prompts": self.tasks}))["accuracy"]
+        made = execute(
+            evaluate, parse(evaluate.config, self.recipe["evaluate"], "evaluate"), {"model": model, "prompts": self.tasks}, self.store
+        )
+        return scores_of(made)["accuracy"]
 
     def puna(self, rate: float) -> Artifact:
         return self.make(grpo, ROLLOUT | {"schedule": {"learning_rate": rate}}, {"policy": self.policy, "prompts": self.asked})
@@ -114,13 +120,14 @@ def main() -> None:
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=alignment.drawn(alignment.datetime.date.today(), 3), help="default: three of the day"
     )
+    parser.add_argument("--start", type=int, help="seed of the questions and of the finetuned model of all seeds; default: each seed's own")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="rates to search, of both arms")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     store, folder = Store.open(given.store), given.store.parent / f"{given.store.name}-trl"
     base, seeds = store.resolve(given.model), []
     for number in given.seeds:
-        one = Seed(store, base, number)
+        one = Seed(store, base, number if given.start is None else given.start, number)
         for rates in [dict.fromkeys(RATES, rate) for rate in given.rates] or [RATES]:
             seeds.append(measured(one, rates, folder))
             shares = {name: round(statistics.fmean(values.values()), 4) for name, values in seeds[-1]["scores"].items()}
