@@ -307,8 +307,6 @@ def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int =
     return score
 
 
-
-
 def watched_rollouts(rollouts: int) -> frozenset[int]:
     """Return the rollouts, counted from 1, whose KL divergence is always measured: even steps, first and last."""
     return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
