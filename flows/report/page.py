@@ -204,9 +204,9 @@ def _alignment(run: Run) -> Html:
 
 
 def measured_view(run: Run) -> Html | None:
-    """Return a sentence on the prompts behind the figures of alignment; None if the run evaluates no model."""
-    if not alignment.evaluations(run):
-        return None  # a run of curation has prompts, from which it takes what training must not show, and nothing to compare
+    """Return a sentence on the prompts behind the figures of alignment; None if it has none: no model judged, no preferences."""
+    if not (alignment.evaluations(run) or run.kind("preferences")):
+        return None  # curation reads prompts, too: what training must not show
     rows: list[list[Content]] = []
     for step in run.kind("preferences"):
         config = step.artifact.manifest.config
