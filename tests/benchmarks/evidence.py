@@ -38,6 +38,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from html import unescape
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -235,6 +236,8 @@ def extraction(folder: Path, write: bool) -> dict[str, float]:
     """See the module."""
     import curation_extract
 
+    if find_spec("lightgbm") is None:
+        sys.exit("evidence: --part extraction needs lightgbm; install it beside Puna, or leave this part out")
     held_out = [page for page in curation_articles.read(folder) if page.half == "held_out" and page.truth is not None]
     scores, sets = curation_articles.figures(held_out), Counter(page.dataset for page in held_out)
     found = {"articles": float(len(held_out))}
