@@ -5,33 +5,14 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Parallel
-from puna.models.training.parallel.context import ContextTransformer
-from puna.models.training.parallel.cut_model import CutTransformer, piece_of, place
+from puna.models.training.parallel.cut import Cut
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, layout_of
 from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.transformer import Transformer
-
-
-class Cut(Parallel):
-    """A `Transformer` of which each rank has a piece: the layouts `tensor`, `context` and `expert`."""
-
-    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
-        super().__init__(whole, mesh, device)
-        self.pieces = {name: piece_of(name, p, mesh) for name, p in whole.named_parameters()}
-        self.model = model = (ContextTransformer if mesh.size("context") > 1 else CutTransformer)(whole, mesh)
-        for name, parameter in whole.named_parameters():
-            place(model, name, nn.Parameter(self._piece(name, parameter), parameter.requires_grad))
-        if model.head == "lm" and model.config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def _piece(self, name: str, weight: Tensor) -> Tensor:
-        return own(weight, self.pieces[name].slices(), self.device)
 
 
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:

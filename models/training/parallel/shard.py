@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Part, Piece, Values
+from puna.models.training.parallel.cut import Cut
 from puna.models.training.parallel.mesh import Mesh, bounds
-from puna.models.training.parallel.parallel import Cut
 from puna.models.transformer import Transformer
 
 METHODS = ("hidden", "scalar", "logits", "token_logprobs", "cross_entropy")
