@@ -27,8 +27,7 @@ if has_numba():
 
 # Where a layer's weights stand in a block of the model.
 WEIGHTS = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
+    "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
     **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
     **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
     **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},

@@ -38,9 +38,8 @@ class TrainingDiverged(RuntimeError):
 def train(
     model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], batches: Batches, config: TrainConfig, seed: int,
     checkpoint_dir: Path | None = None, checkpoint_every: int = 0, on_step: Callable[[Row], None] | None = None,
-    rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None,
+    rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None, sampled: bool = False,
     watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None = None, device: torch.device | None = None,
-    sampled: bool = False,
 ) -> TrainLog:  # fmt: skip
     """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
 

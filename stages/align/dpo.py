@@ -203,8 +203,7 @@ def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[floa
 
     good = [index in group[0] for example, *_ in chosen for group in example.groups for index in sorted(group[0] + group[1])]
     return KtoBatch(
-        targets=targets_of([example for example, *_ in chosen], config.mask_format),
-        desirable=torch.tensor(good),
+        targets=targets_of([example for example, *_ in chosen], config.mask_format), desirable=torch.tensor(good),
         reference=torch.tensor([value for *_, values, _ in chosen for value in values], dtype=torch.float32),
         mismatched=targets_of([other for _, other, *_ in chosen], config.mask_format),
         mismatched_reference=torch.tensor([value for *_, values in chosen for value in values], dtype=torch.float32),

@@ -142,8 +142,7 @@ def _optimize(
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
-    dtype = DTYPES[training_precision(config.compute, run)]
-    frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=dtype)
+    frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     names = getattr(config, "tools", ())
     offered = [TOOLS[name].definition(name) for name in names]
@@ -159,8 +158,8 @@ def _optimize(
     rewards = rewards_of(scorer, used, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
     rewards = replace(rewards, watched=config.reward == "reward_model")
     if config.reward == "product" and config.center == "start":
-        held = groups.answering(parallel(model, layout, groups.mesh, device()))
-        rewards = _centered(rewards, held, prompt_ids, tokenizer.stop_ids, config, run)
+        untrained = groups.answering(parallel(model, layout, groups.mesh, device()))
+        rewards = _centered(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
     reference = frozen(model)
     with divergence_named(run.stage), adapted(model, config, run) as scales:

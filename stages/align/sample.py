@@ -252,9 +252,8 @@ def _generate(
     # An answer that was cut off is scored as it stands.
     drawn = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))
-        for (row, _), answer in zip(asked, completions, strict=True)
-        for index, completion in enumerate(answer)
-    ]
+        for (row, _), answer in zip(asked, completions, strict=True) for index, completion in enumerate(answer)
+    ]  # fmt: skip
     scores = scorer.scores([(row, text) for row, _, _, text in drawn])
     return [_answer_row(row, name, index, answer, text, score) for (row, index, answer, text), score in zip(drawn, scores, strict=True)]
 

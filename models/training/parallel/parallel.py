@@ -43,8 +43,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
 def asked(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Parallel:
-    """Return this rank's part of a model that is not trained, and that all ranks ask together. Where it stays whole, return the model
-    itself, or a copy of that type."""
+    """Return this rank's part of a model that all ranks ask and none trains. Where it stays whole: the model, or a copy of that type."""
     if layout.parts(model.config) is None:
         return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
     held = parallel(model.requires_grad_(True), layout, mesh, device)
