@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,8 +78,8 @@ def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monke
 def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first point of a trunk is the same with or without later ones, and in this process, as on a GPU."""
     both = execute(ladder, SETTINGS, given, store).read("points").to_pylist()
-    monkeypatch.setattr(module, "run_trials", partial(module.run_trials, here=True))
-    monkeypatch.setattr(module, "_trials", lambda run, jobs, shared: module.run_trials(run, module._trunk, jobs, *shared))
+    original = module.run_trials
+    monkeypatch.setattr(module, "run_trials", lambda *arguments, **how: original(*arguments, **{**how, "here": True}))
     one = execute(ladder, SETTINGS.model_copy(update={"multiples": (1.0,)}), given, store).read("points").to_pylist()
     assert [point["loss"] for point in one] == [point["loss"] for point in both[::2]]
 
