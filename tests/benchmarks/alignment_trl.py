@@ -46,7 +46,7 @@ class Seed:
     start: the seed of these, where several seeds share them and differ in what reinforcement learning draws."""
 
     def __init__(self, store: Store, base: Artifact, start: int, seed: int) -> None:
-        self.store, self.seed, self.recipe = store, start, read_values("demo", [])[0]
+        self.store, self.start, self.seed, self.recipe = store, start, start, read_values("demo", [])[0]
         self.tasks = self.make(prompts, self.recipe["prompts"], {})
         gold = self.make(instructions, {}, {"prompts": self.tasks})
         self.policy = self.make(sft, self.recipe["sft_first"], {"model": base, "instructions": [gold]})
@@ -92,14 +92,23 @@ def measured(one: Seed, rates: dict[str, float], folder: Path) -> dict[str, Any]
     }
     took["trl"] = {name: used[name] for name in took["puna"]}
     models = {"before": one.policy, "puna": ours, "trl": theirs}
-    return {"seed": one.seed, "took": took, "scores": {name: one.right(model) for name, model in models.items()}, "log": used["log"]}
+    return {
+        "seed": one.seed,
+        "start": one.start,
+        "took": took,
+        "scores": {name: one.right(model) for name, model in models.items()},
+        "log": used["log"],
+    }
 
 
 def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of all seeds, with intervals over their questions."""
-    pooled = {
-        name: {f"{one['seed']}/{key}": value for one in seeds for key, value in one["scores"][name].items()} for name in seeds[0]["scores"]
-    }
+    answers: dict[str, dict[str, list[float]]] = {name: {} for name in seeds[0]["scores"]}
+    for one, name in ((one, name) for one in seeds for name in answers):
+        for key, value in one["scores"][name].items():
+            answers[name].setdefault(f"{one['start']}/{key}", []).append(value)
+    # Seeds of one start have the same questions: a question counts once, by its mean.
+    pooled = {name: {key: statistics.fmean(values) for key, values in some.items()} for name, some in answers.items()}
     found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
     for name, arm, other in (("puna_gain", "puna", "before"), ("trl_gain", "trl", "before"), ("puna_over_trl", "puna", "trl")):
         gain = paired(pooled[arm], pooled[other])
