@@ -102,12 +102,10 @@ def engine_of(
     one rank's part of. Raise ValueError if a draft has other tokens than the model."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
-    from puna.models.training.parallel.pipeline import Pipelined
+    from puna.models.training.parallel.staged_engine import held_engine
 
-    if isinstance(held, Pipelined):
-        from puna.models.training.parallel.staged_engine import StagedEngine
-
-        return StagedEngine(held, tokenizer, **limits)
+    if held is not None and held.mesh.size("pipeline") > 1:
+        return held_engine(held, tokenizer, **limits)
     prepared(model, weights)
     if draft is None:
         return Engine(model, tokenizer, **limits)

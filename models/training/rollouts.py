@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,13 +21,13 @@ from torch import Tensor
 from puna.kernels.exact import can_be_exact, exact_passes
 from puna.models.generation import Completion, Engine, SamplingParams
 from puna.models.generation.turns import converse
-from puna.models.serving import engine_of
 from puna.models.training.objectives.base import Targets
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.parallel import alone
+from puna.models.training.parallel.staged_engine import held_engine
 from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
 from puna.models.training.state import remembered
 from puna.models.training.trainer import computing_in
@@ -177,7 +177,7 @@ class Rollouts(Generic[Config]):
         config, drawn, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
         weight = next(iter(held.parameters.values()))
-        engine = engine_of(cast("Transformer", held.model), None, held=held, exact=can_be_exact(weight.dtype, weight.device))
+        engine = held_engine(held, exact=can_be_exact(weight.dtype, weight.device))
         scorer = self.scorer if rollout in watched_rollouts(config.rollouts) else self.between or self.scorer
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # What is asked again comes from beyond the last rollout.

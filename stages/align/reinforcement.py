@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,6 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.base import Parallel
-    from puna.models.transformer import Transformer
     from puna.stages.training.rewards import Ids, Rewards
 
 
@@ -232,14 +231,13 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
 def _centered(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
     """Center the rewards by the untrained policy's answers to one rollout's number of prompts, the same in a resumed run."""
     from puna.models.generation import SamplingParams
-    from puna.models.serving import engine_of
+    from puna.models.training.parallel.staged_engine import held_engine
 
     some = [asked[i] for i in run.generator("center").permutation(len(asked))[: config.prompts].tolist()]
     params = SamplingParams(
         n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
     )
-    engine = engine_of(cast("Transformer", policy.model), None, held=policy)
-    centered = rewards.centered(some, engine.generate(some, params))
+    centered = rewards.centered(some, held_engine(policy).generate(some, params))
     run.metric("center", centered.center)
     return centered
 

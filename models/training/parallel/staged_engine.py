@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from puna.models.generation.sampling import Drawn, RowError
 from puna.models.generation.schedule import Answer, Request
 from puna.models.machine import generation_room
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.mesh import cut
 from puna.models.training.parallel.pipeline import Pipelined
+from puna.models.transformer import Transformer
 
 
 class Wave(Engine):
@@ -125,3 +127,10 @@ class StagedEngine(Wave):
     @torch.inference_mode()
     def _ended(wave: Wave, begun: dict[Wave, tuple[list[Answer], Drawn | None]]) -> list[Event]:
         return wave._end(*begun.pop(wave)) if wave in begun else []
+
+
+def held_engine(held: Parallel, tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
+    """Return the engine of a model of which this rank holds a part."""
+    if isinstance(held, Pipelined):
+        return StagedEngine(held, tokenizer, **limits)
+    return Engine(cast("Transformer", held.model), tokenizer, **limits)
