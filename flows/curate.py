@@ -8,7 +8,7 @@ from typing import Annotated
 
 from puna.flows.engine.declare import Files, Output, flow, publish, step
 from puna.stages.contract import Kind, Stage, StageConfig
-from puna.stages.curate.classifiers.trained import purpose_of
+from puna.stages.curate.classifiers.fold_models import purpose_of
 from puna.stages.curate.code_reasoning import code_reasoning, train_code_reasoning
 from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains, train_domains

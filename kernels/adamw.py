@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import fused_on_cpu, operator, wide
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import numba_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import numba_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows
 from puna.kernels.operators import fused_on_cpu, operator
 

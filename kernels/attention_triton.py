@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.configurations import Configuration, capability, configuration
-from puna.kernels.cpu.lazy import triton_jit
+from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.forest_mask import ForestMask
 
 if TYPE_CHECKING:

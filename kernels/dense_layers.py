@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import parts, run_rows
 from puna.kernels.kv_append import append_head
 from puna.kernels.linear import PANEL, products

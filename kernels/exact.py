@@ -20,7 +20,7 @@ from contextvars import ContextVar
 
 import torch
 
-from puna.kernels.cpu.lazy import has_numba
+from puna.kernels.cpu.lazy_jit import has_numba
 
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.configurations import capability, configuration
-from puna.kernels.cpu.lazy import triton_jit
+from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.linear import product
 from puna.kernels.operators import differentiable, operator
 

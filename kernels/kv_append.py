@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 from puna.kernels.paged_attention import PAGE, paged_for_loops, places

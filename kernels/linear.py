@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.exact import exact
 from puna.kernels.operators import alone

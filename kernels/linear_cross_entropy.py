@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import numba_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import numba_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, exp32
 from puna.kernels.linear import product
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide

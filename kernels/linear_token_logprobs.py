@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import triton_jit
+from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.linear import product
 from puna.kernels.operators import differentiable, operator, wide
 from puna.kernels.output_layer import LOWEST, accumulate, block_size, chunks, fake_gradients, fake_rows, gradients

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import triton_jit
+from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.operators import differentiable, operator, wide
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def fused_on_cpu(*tensors: Tensor | None) -> bool:
     """True if numba's loops serve these tensors: contiguous fp32 on CPU."""
-    from puna.kernels.cpu.lazy import has_numba
+    from puna.kernels.cpu.lazy_jit import has_numba
 
     for t in tensors:
         if t is not None and not (t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()):

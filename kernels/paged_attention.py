@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels import paged_attention_triton as blocks
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton, wide
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import triton_jit
+from puna.kernels.cpu.lazy_jit import triton_jit
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from puna.kernels.configurations import capability, configuration
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit, triton_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import fused_on_cpu, operator, wide
 

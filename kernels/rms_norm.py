@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import Address, has_numba, numba_jit, strict_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, numba_jit, strict_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, parts, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import Address, has_numba, numba_jit, strict_jit, triton_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, numba_jit, strict_jit, triton_jit
 from puna.kernels.cpu.loops import by_rows, exp32, run_rows
 from puna.kernels.operators import differentiable, fused_on_cpu, operator, wide
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import Address, has_numba, strict_jit
+from puna.kernels.cpu.lazy_jit import Address, has_numba, strict_jit
 from puna.kernels.cpu.loops import run_rows
 from puna.kernels.operators import uses_triton
 

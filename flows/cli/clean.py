@@ -29,8 +29,8 @@ from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
 from puna.stages.curate.ingest import IngestConfig, check_inputs, first_rejection, hints, ingest, peek
 from puna.stages.curate.language import identify
 from puna.stages.reading.dates import EPOCH
+from puna.stages.reading.field_detection import sniff
 from puna.stages.reading.pages import NO_PAGE
-from puna.stages.reading.sniff import sniff
 from puna.storage import Artifact, PunaError, Store
 
 ENDINGS = {".jsonl": "jsonl", ".parquet": "parquet"}

@@ -18,7 +18,7 @@ from puna.flows.engine.console import summary, tee_stderr
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.html.markup import size
 from puna.flows.report.why import fate
-from puna.stages.contract import following
+from puna.stages.contract import rank_jobs
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store, database, maintenance
 from puna.storage import explain as explaining
@@ -159,7 +159,7 @@ def leads(processes: int, modules: list[str] | None = None) -> bool:
         load_stages()
         import_modules(modules)
         with tee_stderr(ranks.tell):
-            ranks.follow(following.do)
+            ranks.follow(rank_jobs.do)
     return not ranks.follows()
 
 

@@ -16,7 +16,7 @@ from llvmlite import binding, ir
 from numba.core import types
 
 from puna.kernels.cpu import vector_code as llvm
-from puna.kernels.cpu.lazy import Address, strict_jit
+from puna.kernels.cpu.lazy_jit import Address, strict_jit
 from puna.kernels.cpu.vectors import LANES, add, fill, higher, load_first, minus, peak, prefetch_bytes, store, times, total, vector
 
 AVAILABLE = bool({"avx512vnni", "avx512bw"} <= {name for name, there in binding.get_host_cpu_features().items() if there})

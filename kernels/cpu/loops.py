@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from puna.kernels.cpu.lazy import inline_jit
+from puna.kernels.cpu.lazy_jit import inline_jit
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
 THREAD_ELEMENTS = 1 << 18  # fewer elements than this are not worth waking another thread

@@ -14,7 +14,7 @@ from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import register_model
 
 from puna.kernels.cpu import vector_code as llvm
-from puna.kernels.cpu.lazy import Address, strict_jit
+from puna.kernels.cpu.lazy_jit import Address, strict_jit
 
 LANES = llvm.LANES
 carray, types = numba.carray, numba.types

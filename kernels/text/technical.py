@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import cut, decode, longest
-from puna.kernels.text.listed import Listed, kinds_held, listed
 from puna.kernels.text.strings import buffers
+from puna.kernels.text.word_counts import Listed, kinds_held, listed
 from puna.kernels.text.words import words_listed
 
 SEEDS = Path(__file__).parent / "data" / "reasoning.txt"

@@ -23,11 +23,11 @@ from puna.models.extraction.article import FEATURES as ARTICLE_FEATURES
 from puna.models.extraction.article import article_features
 from puna.models.extraction.asides import without_comments, without_teasers
 from puna.models.extraction.features import block_features, element_scores, names, text_keys, text_scores
+from puna.models.extraction.invisible_text import without_unseen
 from puna.models.extraction.layout import Pages, Scan, deepest, group_sums, numbered, page_of, running
 from puna.models.extraction.network import Network, network_logits
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
-from puna.models.extraction.unseen import without_unseen
 
 PULL = np.float32(0.35)  # of the way to the mean of the blocks with the same path
 COPIED_WORDS = 5  # shorter texts may stand on a page again and again

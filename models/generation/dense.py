@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from puna.kernels.cpu.lazy import has_numba
+from puna.kernels.cpu.lazy_jit import has_numba
 from puna.kernels.dense_layers import PROJECTIONS, DenseLayer, DenseLayers
 from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from puna.models.training.resumed import rows_of
+from puna.models.training.resumable_loop import rows_of
 from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_texts, content_of, dump, messages_of, shown
 from puna.stages.draws import uniform

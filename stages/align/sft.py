@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.objectives import Targets
     from puna.models.transformer import Transformer
-    from puna.stages.evaluation.during import TaskWatch
+    from puna.stages.evaluation.training_tasks import TaskWatch
 
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs, named=code_of_tasks)

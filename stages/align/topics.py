@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.models.training.resumed import iterate
+from puna.models.training.resumable_loop import iterate
 from puna.stages.align.data_quality import embed
 from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageRun, stage
 from puna.stages.conversations import messages_of, shown

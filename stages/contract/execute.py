@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from puna.stages.contract import following
+from puna.stages.contract import rank_jobs
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
@@ -153,7 +153,7 @@ def _on_worker(
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
-    sent = following.sent(stage, given)
+    sent = rank_jobs.sent(stage, given)
     call = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = call.result()
     artifact = store.find(kind, key)
@@ -168,7 +168,7 @@ def _perform_there(
     """Run a stage in a worker; return kind and key of its artifact, and whether it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
-    values = following.received(stage, sent, store)
+    values = rank_jobs.received(stage, sent, store)
     outcome = perform(stage, config, values, store, **how)
     return outcome.artifact.kind, outcome.artifact.key, outcome.reused
 
@@ -209,7 +209,7 @@ def _make(
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
     with Meter(executor) as meter, _threads_kept():
-        following.call(stage, arguments, config, given, run, store)
+        rank_jobs.call(stage, arguments, config, given, run, store)
     try:
         code.check_unedited(stage, stage.reaches(config, given))
         for item in chain.from_iterable(stage.check(given).values()):

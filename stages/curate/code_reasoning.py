@@ -11,7 +11,7 @@ from puna.kernels.text.technical import Technical, measured
 from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Examples, Labels, auc, out_of_fold, prepare, report_calibration
-from puna.stages.curate.classifiers.trained import ABOUT, About, Trained, trained
+from puna.stages.curate.classifiers.fold_models import ABOUT, About, Trained, trained
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
 

@@ -9,7 +9,7 @@ from puna.stages.contract import Documents, Evaluation, External, Figure, Instru
 from puna.stages.contract.declaration import Reads
 from puna.stages.conversations import asking, content_of, messages_of, shown, text_of
 from puna.stages.curate.decontaminate import FUZZY_RULE, DecontaminateConfig, Search, prompts_of_splits, search_for
-from puna.stages.evaluation.asking import OVERLAP, contents
+from puna.stages.evaluation.question_scores import OVERLAP, contents
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.training.corpus import chosen_of
 from puna.stages.training.intervals import evaluation_row, mean, wilson

@@ -17,11 +17,11 @@ from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFact
 from puna.stages.contract.declaration import GLANCE, LOOK
 from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Labels, out_of_fold, prepare
-from puna.stages.curate.classifiers.trained import About, Trained, trained
+from puna.stages.curate.classifiers.fold_models import About, Trained, trained
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
-    from puna.kernels.text.listed import Listed
+    from puna.kernels.text.word_counts import Listed
 
 declare_signal("domain", str, "", "knowledge type")
 declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
@@ -71,7 +71,7 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
-    from puna.kernels.text.listed import listed
+    from puna.kernels.text.word_counts import listed
     from puna.kernels.text.words import words_listed
 
     types, owner = seed_words()
@@ -87,7 +87,7 @@ def looked_at(text: str) -> NDArray[np.int64]:
 
 def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
     """Return the number of different seed words of each type in each text's first `characters`, int64[texts, types]."""
-    from puna.kernels.text.listed import kinds_held
+    from puna.kernels.text.word_counts import kinds_held
 
     known = lexicon()
     return kinds_held(texts, characters, known.words, known.type_of, len(known.types))

@@ -11,11 +11,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.models.training.resumed import iterate
+from puna.models.training.resumable_loop import iterate
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.classifiers.classifier import counted, report_quality
 from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
-from puna.stages.curate.classifiers.trained import About, trained
+from puna.stages.curate.classifiers.fold_models import About, trained
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError

@@ -19,7 +19,7 @@ from puna.models.languages.registry import LanguageRow, Names, as_table, read_ro
 from puna.models.languages.scripts import script
 from puna.models.languages.vote import NO_LANGUAGE, NO_SCRIPT, TOGETHER, Found, group_numbers, vote, voters, votes
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.classifiers.trained import trained
+from puna.stages.curate.classifiers.fold_models import trained
 from puna.stages.curate.signals.user_signals import Failures
 from puna.storage import Artifact, PunaError
 

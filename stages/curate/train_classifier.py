@@ -11,7 +11,7 @@ from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, External, Facts, Signals, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers.classifier import FOLD, ClassifierConfig, Labels, out_of_fold, prepare, report_quality
-from puna.stages.curate.classifiers.trained import About, trained
+from puna.stages.curate.classifiers.fold_models import About, trained
 from puna.stages.curate.quality import GOOD, OTHER
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
@@ -51,7 +51,7 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
 def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
     """Train a fastText classifier on documents of good sources against the others, or on the labels of a stage before.
 
-    One model is trained for each fold of documents, without that fold's (see `puna.stages.curate.classifiers.trained`); the stage
+    One model is trained for each fold of documents, without that fold's (see `puna.stages.curate.classifiers.fold_models`); the stage
     `purpose` applies them. Equal inputs give equal bytes. Metrics and figures are of documents that the scoring model did not see.
     """
     if labels is not None and config.label not in labels.columns():

@@ -18,10 +18,10 @@ from puna.stages.contract import Evaluation, External, Model, Prompts, SeededCon
 from puna.stages.conversations import messages_of, shown
 from puna.stages.draws import identifier
 from puna.stages.endpoint import Endpoint
-from puna.stages.evaluation import asking
-from puna.stages.evaluation.asking import Asker, Column, Options, PromptFormat, cut, has_letters
+from puna.stages.evaluation import question_scores
 from puna.stages.evaluation.calibration import calibration_error
 from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request, likelihoods
+from puna.stages.evaluation.question_scores import OVERLAP, Asker, Column, Options, PromptFormat, cut, has_letters
 from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, TaskFile, load_task, task_files
 from puna.stages.evaluation.task_programs import texts_of
 from puna.stages.executors import ranks
@@ -227,7 +227,7 @@ class Bench:
         flat = [request for several in requests for request in several]
         scored = iter(self._likelihoods(flat, task))
         grouped = [[next(scored) for _ in several] for several in requests]
-        columns = asking.choice_columns(task, asker, grouped)
+        columns = question_scores.choice_columns(task, asker, grouped)
         shown = list(zip(task.documents, grouped, strict=True))[: self.config.examples]
         nats = [{choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), own, strict=True)} for document, own in shown]
         examples = self._examples(name, task, asker, columns, [max(own, key=lambda choice: own[choice]) for own in nats], nats=nats)
@@ -255,7 +255,7 @@ class Bench:
         windows = [self.encoder.document(text, self.longest) for text in texts]
         scored = iter(self._likelihoods([one for several in windows for one in several], task))
         nats = [-sum(next(scored).sum for _ in several) for several in windows]
-        columns = asking.document_columns(task, texts, nats)
+        columns = question_scores.document_columns(task, texts, nats)
         tokens = sum(len(one.continuation) for several in windows for one in several)
         return Result.of(task, task.name, "plain", columns, [], started, tokens)
 
@@ -275,12 +275,12 @@ class Bench:
             return Result.of(task, task.name, self.config.prompts, [], [], started, 0)
         tokenizer = self.encoder.tokenizer
         texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]
-        columns = [] if task.prompted else asking.answer_columns(task, texts)
+        columns = [] if task.prompted else question_scores.answer_columns(task, texts)
         more: list[list[str]] = [[] for _ in texts]
         if task.file.verifier is not None:
             finished = [[one.finished for one in several] for several in drawn]
             scores, more = self._verified(task, texts, finished)
-            columns = [*asking.verified_columns(scores, texts), *columns]
+            columns = [*question_scores.verified_columns(scores, texts), *columns]
         examples = self._examples(task.name, task, asker, columns, [several[0] for several in texts], said=more)
         tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in drawn for one in several)
         return Result.of(task, task.name, self.config.prompts, columns, examples, started, tokens)
@@ -333,7 +333,7 @@ def write(
 ) -> None:
     """Write the tables of an evaluation, and its results as the harness writes them (`layout`: those that it wrote itself)."""
     searched = set() if overlaps is None else {row["task"] for row in overlaps.read().to_pylist()}
-    learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == asking.OVERLAP}
+    learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == OVERLAP}
     rows: list[dict[str, Any]] = []
     more: list[dict[str, Any]] = []
     single: list[dict[str, Any]] = []

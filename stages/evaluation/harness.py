@@ -15,10 +15,10 @@ from pydantic import Field
 
 from puna.stages.contract import Evaluation, External, ExternalFile, Facts, Model, StageRun, parse, stage
 from puna.stages.draws import identifier
-from puna.stages.evaluation.asking import Column, cut
 from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, Result, check_names, format_of, write
 from puna.stages.evaluation.calibration import confidence
 from puna.stages.evaluation.likelihood import Request, likelihoods
+from puna.stages.evaluation.question_scores import Column, cut
 from puna.stages.evaluation.task_file import Generation, TaskFile, generation, load_task, task_files
 from puna.stages.training.intervals import Z95, Interval
 from puna.storage import PunaError

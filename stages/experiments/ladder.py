@@ -16,7 +16,7 @@ from puna.models.training.packing import batched
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.training.intervals import evaluation_row
-from puna.stages.training.packed import Packed, Reader, mean_loss
+from puna.stages.training.packing import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE
 from puna.stages.training.proxy_runs import fresh, moments_in, remembered, resized, run_trials, set_aside, trained
 from puna.stages.training.scaling_laws import fit_power

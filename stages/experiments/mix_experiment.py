@@ -18,7 +18,7 @@ from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, Stage
 from puna.stages.training import mixing_laws
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, evaluation_row, mean
-from puna.stages.training.packed import mean_loss
+from puna.stages.training.packing import mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.training.proxy_runs import fresh, run_trials, trained

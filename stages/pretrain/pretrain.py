@@ -20,7 +20,7 @@ from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_
 from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, trained
-from puna.stages.training.packed import Packed, Relay, mean_loss
+from puna.stages.training.packing import Packed, Relay, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
     from puna.models.transformer import Transformer
-    from puna.stages.evaluation.during import TaskWatch
+    from puna.stages.evaluation.training_tasks import TaskWatch
 
 
 MOMENTS = "optimizer/state.safetensors"

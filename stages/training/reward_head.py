@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from puna.models.training.resumed import iterate, rows_of
+from puna.models.training.resumable_loop import iterate, rows_of
 from puna.stages.contract import StageRun
 from puna.stages.training.proxy_runs import remembered
 from puna.stages.training.rankings import all_pairs, order

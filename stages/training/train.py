@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from puna.models.training.parallel.layout import Layout
     from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
-    from puna.stages.evaluation.during import TaskWatch
+    from puna.stages.evaluation.training_tasks import TaskWatch
 
 CHECKPOINTS = "training"
 """Folder of a run's checkpoints in its scratch."""
 CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""
-WATCH = "puna.stages.evaluation.during"
+WATCH = "puna.stages.evaluation.training_tasks"
 """What asks a model tasks while it is trained. It is imported by name: the key of a model that was asked nothing does not cover it."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from puna.stages.conversations import messages_of, text_of
-from puna.stages.prompts.dated import CYCLE, dated_questions, month_number, month_text
+from puna.stages.prompts.months import CYCLE, dated_questions, month_number, month_text
 from puna.stages.prompts.prompts import Task
 from puna.stages.prompts.tasks import GENERATORS
 from puna.stages.verifiers.base import Item, attempt, is_correct

@@ -155,7 +155,7 @@ def _wikipedia() -> Callable[[list[str]], list[float]]:
 
     from puna.flows.engine.trace import load as recipe
     from puna.stages.contract import execute
-    from puna.stages.curate.classifiers.trained import trained
+    from puna.stages.curate.classifiers.fold_models import trained
     from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 
     settings = recipe("demo", [], "curate").one("train_quality", train_classifier, TrainClassifierConfig)

@@ -14,7 +14,7 @@ from puna.flows.engine.trace import load
 from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.io.imports import ImportDocumentsConfig, import_documents
-from puna.stages.reading.sniff import fields_of, sniff
+from puna.stages.reading.field_detection import fields_of, sniff
 from puna.storage import PunaError, Store
 
 WORDS = ["the", "people", "of", "the", "high", "plain", "have", "kept", "their", "llamas", "and", "alpacas", "for", "as", "long", "as", "anyone", "can", "say", "and", "that", "is", "a", "long", "time"]
@@ -37,7 +37,7 @@ def prose(number: int) -> str:
     ],
 )
 def test_the_fields_of_rows(row: dict, page: str, html: bool, url: str | None) -> None:
-    from puna.stages.reading.sniff import flat
+    from puna.stages.reading.field_detection import flat
 
     found = fields_of([dict(flat(row))] * 3, "rows")
     assert (found.page, found.html, found.url) == (page, html, url)

@@ -18,7 +18,7 @@ from puna.flows.engine.trace import Trace, everything, fields, flow_named, load,
 from puna.stages.align.dpo import dpo
 from puna.stages.align.sft import SftConfig
 from puna.stages.contract import External, Stage, StageConfig, StageRun, execute, stage
-from puna.stages.curate.classifiers.trained import About
+from puna.stages.curate.classifiers.fold_models import About
 from puna.stages.curate.line_dedup import line_dedup
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.prompts.prompts import PromptsConfig, prompts

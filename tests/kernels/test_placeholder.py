@@ -4,7 +4,7 @@ import threading
 import time
 from types import FunctionType
 
-from puna.kernels.cpu.lazy import Placeholder
+from puna.kernels.cpu.lazy_jit import Placeholder
 
 
 def test_no_thread_gets_a_kernel_whose_file_still_has_placeholders():

@@ -17,10 +17,10 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.trainer import Trainer
 from puna.stages.align import distill, dpo, reinforcement, sample
-from puna.stages.contract import External, execute, following
+from puna.stages.contract import External, execute, rank_jobs
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
-from puna.stages.training.packed import Packed, Reader
+from puna.stages.training.packing import Packed, Reader
 from puna.storage import Store
 
 from .cases import network
@@ -52,7 +52,7 @@ def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any],
     """Run a stage in all ranks as `puna run` does; return the key of its artifact on rank 0."""
     everyone, opened, declared = Mesh(Layout(data=len(members)), members), Store.open(store), REGISTRY[name]
     if everyone.index:
-        following.do(json.loads(everyone.gather_texts("-")[0]))
+        rank_jobs.do(json.loads(everyone.gather_texts("-")[0]))
         return None
     items = {key: [External.of(one) if isinstance(one, dict) else opened.find(*one) for one in some] for key, some in inputs.items()}
     given: dict[str, Any] = {spec.name: items[spec.name] if spec.many else items[spec.name][0] for spec in declared.inputs if spec.name in items}

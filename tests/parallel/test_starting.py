@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from puna.models.training.parallel.mesh import join
-from puna.stages.contract.following import check
+from puna.stages.contract.rank_jobs import check
 from puna.stages.executors import ranks as processes
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.storage import PunaError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from puna.models.formats.checkpoint import load
-from puna.models.training import resumed
+from puna.models.training import resumable_loop
 from puna.models.transformer import Transformer
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import execute
@@ -84,7 +84,7 @@ def test_what_trains_layers_is_refused(more: dict[str, object]) -> None:
 @pytest.mark.parametrize("stop", [1, 4, 40])
 def test_a_stopped_stage_goes_on_from_its_states_and_fits(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """Ctrl-C in the first batch of hidden states, within a fit, and after some fits: the same artifact, and no work twice."""
-    monkeypatch.setattr(resumed, "REPEATED_SECONDS", 0.0)
+    monkeypatch.setattr(resumable_loop, "REPEATED_SECONDS", 0.0)
     calls, at = 0, stop
 
     def interrupted(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import StageConfig, execute
-from puna.stages.curate.classifiers.trained import trained
+from puna.stages.curate.classifiers.fold_models import trained
 from puna.stages.curate.domains import (
     TrainDomainsConfig,
     domains,

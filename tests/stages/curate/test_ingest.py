@@ -28,9 +28,9 @@ from puna.stages.curate import ingest as stages_ingest
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.reading import warc, warc_frames
 from puna.stages.reading.dates import moment
+from puna.stages.reading.field_detection import sniff
 from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.readers import Columns, read_parquet
-from puna.stages.reading.sniff import sniff
 from puna.stages.reading.warc import media_type, read_warc
 from puna.stages.reading.warc_frames import frames
 from puna.storage import PunaError, Store, exchange

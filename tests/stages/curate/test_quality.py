@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _quota, _training_lines, auc, calibration, counted, write_table
-from puna.stages.curate.classifiers.trained import trained
+from puna.stages.curate.classifiers.fold_models import trained
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 from puna.stages.draws import folds, uniform

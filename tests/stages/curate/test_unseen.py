@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from puna.models.extraction.unseen import _tag_end
+from puna.models.extraction.invisible_text import _tag_end
 from puna.stages.curate.extract import ExtractConfig, page_text
 
 FIRST = (

@@ -17,8 +17,8 @@ from puna.models.generation import Completion, Engine
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
-from puna.stages.evaluation.asking import lettered, verified_columns
 from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig, benchmark
+from puna.stages.evaluation.question_scores import lettered, verified_columns
 from puna.storage import Artifact, PunaError, Store
 
 Make = Callable[..., Artifact]

@@ -11,7 +11,7 @@ import pytest
 
 from puna.stages.contract import Prompts, StageConfig, StageRun, execute, parse, stage
 from puna.stages.conversations import messages_of, text_of
-from puna.stages.prompts.dated import (
+from puna.stages.prompts.months import (
     DatedPromptsConfig,
     dated_gap,
     dated_prompts,

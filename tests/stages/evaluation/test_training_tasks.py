@@ -11,7 +11,7 @@ import pytest
 from puna.stages.align.sft import sft
 from puna.stages.contract import External, execute
 from puna.stages.conversations import dump
-from puna.stages.evaluation import during
+from puna.stages.evaluation import training_tasks
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
 from puna.stages.identity.code import symbols
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
@@ -55,7 +55,7 @@ def test_scores_of_a_pretraining_survive_a_crash_and_change_nothing(
     for name in ("mine_acc", "numbers_verified"):
         assert scores(whole, name)[10] == whole.manifest.metrics[name] == measured[name]
 
-    ask, calls = during.TaskWatch.ask, []
+    ask, calls = training_tasks.TaskWatch.ask, []
 
     def crashing(self: Any, step: int, model: Any) -> None:
         calls.append(step)
@@ -63,7 +63,7 @@ def test_scores_of_a_pretraining_survive_a_crash_and_change_nothing(
             raise KeyboardInterrupt
         ask(self, step, model)
 
-    monkeypatch.setattr(during.TaskWatch, "ask", crashing)
+    monkeypatch.setattr(training_tasks.TaskWatch, "ask", crashing)
     other = Store.open(tmp_path / "other")
     with pytest.raises(KeyboardInterrupt):
         execute(pretrain, config, given | {"tasks": tasks}, other)

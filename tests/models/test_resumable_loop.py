@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from puna.models.training import resumed
+from puna.models.training import resumable_loop
 from puna.models.training.state import load_record
 
 ROOT = Path(__file__).parents[2]
@@ -34,19 +34,19 @@ class Stopped:
 
 @pytest.mark.parametrize(("at", "again"), [(0, 5), (3, 2), (5, 0)])
 def test_rows_go_on_after_the_last_saved_item(at: int, again: int, tmp_path: Path) -> None:
-    whole = resumed.rows_of(Stopped(None), ITEMS)
+    whole = resumable_loop.rows_of(Stopped(None), ITEMS)
     assert whole.shape == (15, 3)
     with pytest.raises(KeyboardInterrupt):
-        resumed.rows_of(Stopped(at), ITEMS, tmp_path, "batch")
+        resumable_loop.rows_of(Stopped(at), ITEMS, tmp_path, "batch")
     record = load_record(tmp_path)
     assert (record["done"], record["of"], record["unit"]) == (at + 1, len(ITEMS), "batch")
     rest = Stopped(None)
-    assert np.array_equal(resumed.rows_of(rest, ITEMS, tmp_path, "batch"), whole)
+    assert np.array_equal(resumable_loop.rows_of(rest, ITEMS, tmp_path, "batch"), whole)
     assert rest.calls == again
 
 
 def test_rows_are_saved_by_time_and_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumed, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(resumable_loop, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr("puna.models.training.state.SAVE_SHARE", float("inf"))
 
     def failing(item: tuple[int, int]) -> np.ndarray:
@@ -55,23 +55,23 @@ def test_rows_are_saved_by_time_and_appended(tmp_path: Path, monkeypatch: pytest
         return Stopped(None)(item)
 
     with pytest.raises(RuntimeError, match="power cut"):
-        resumed.rows_of(failing, ITEMS, tmp_path)
-    assert load_record(tmp_path)["done"] == 4 and (tmp_path / resumed.ROWS).stat().st_size == 8 * 3 * 4
-    with (tmp_path / resumed.ROWS).open("ab") as file:
+        resumable_loop.rows_of(failing, ITEMS, tmp_path)
+    assert load_record(tmp_path)["done"] == 4 and (tmp_path / resumable_loop.ROWS).stat().st_size == 8 * 3 * 4
+    with (tmp_path / resumable_loop.ROWS).open("ab") as file:
         file.write(b"written after the last checkpoint")
-    assert np.array_equal(resumed.rows_of(Stopped(None), ITEMS, tmp_path), resumed.rows_of(Stopped(None), ITEMS))
+    assert np.array_equal(resumable_loop.rows_of(Stopped(None), ITEMS, tmp_path), resumable_loop.rows_of(Stopped(None), ITEMS))
 
 
 def test_damaged_rows_are_computed_again(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        resumed.rows_of(Stopped(3), ITEMS, tmp_path)
-    data = bytearray((tmp_path / resumed.ROWS).read_bytes())
+        resumable_loop.rows_of(Stopped(3), ITEMS, tmp_path)
+    data = bytearray((tmp_path / resumable_loop.ROWS).read_bytes())
     data[17] ^= 4
-    (tmp_path / resumed.ROWS).write_bytes(data)
+    (tmp_path / resumable_loop.ROWS).write_bytes(data)
     again = Stopped(None)
     with pytest.warns(UserWarning, match="the saved rows are damaged"):
-        rows = resumed.rows_of(again, ITEMS, tmp_path)
-    assert np.array_equal(rows, resumed.rows_of(Stopped(None), ITEMS)) and again.calls == len(ITEMS)
+        rows = resumable_loop.rows_of(again, ITEMS, tmp_path)
+    assert np.array_equal(rows, resumable_loop.rows_of(Stopped(None), ITEMS)) and again.calls == len(ITEMS)
 
 
 def halve(folder: Path | None, stop: int | None = None, start: float = 1.0) -> tuple[np.ndarray, int]:
@@ -87,7 +87,7 @@ def halve(folder: Path | None, stop: int | None = None, start: float = 1.0) -> t
         return bool(value[0] < 1e-3)
 
     take: Callable = lambda arrays: np.copyto(value, arrays["value"])  # noqa: E731
-    resumed.iterate(step, 50, lambda: {"value": value}, take, folder, {"start": start})
+    resumable_loop.iterate(step, 50, lambda: {"value": value}, take, folder, {"start": start})
     return value, steps
 
 
@@ -98,7 +98,7 @@ def test_iterations_go_on_from_the_saved_step(tmp_path: Path, monkeypatch: pytes
         halve(tmp_path, stop=4)
     with pytest.raises(ValueError, match="start was 1.0, now it is 2.0"):
         halve(tmp_path, start=2.0)
-    monkeypatch.setattr(resumed, "REPEATED_SECONDS", 0.0)
+    monkeypatch.setattr(resumable_loop, "REPEATED_SECONDS", 0.0)
     assert halve(tmp_path) == (whole, 6)
     assert halve(tmp_path) == (whole, 0), "its end is saved, too"
 
@@ -106,15 +106,15 @@ def test_iterations_go_on_from_the_saved_step(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("loop", ["rows", "iterations"])
 def test_a_killed_loop_goes_on_from_its_last_save(loop: str, tmp_path: Path) -> None:
     """Send kill -9 in the middle of the fourth item or step, with a save after each: three are kept, and the rest gives the same bits."""
-    words = ("import sys, pathlib, signal, test_resumed as t; from puna.models.training import resumed, state",
-             "resumed.SAVE_SECONDS, state.SAVE_SHARE = 0.0, float('inf')", "signal.SIGINT = signal.SIGKILL", "folder = pathlib.Path(sys.argv[1])",
-             "resumed.rows_of(t.Stopped(3), t.ITEMS, folder)" if loop == "rows" else "t.halve(folder, stop=4)")  # fmt: skip
+    words = ("import sys, pathlib, signal, test_resumable_loop as t; from puna.models.training import resumable_loop, state",
+             "resumable_loop.SAVE_SECONDS, state.SAVE_SHARE = 0.0, float('inf')", "signal.SIGINT = signal.SIGKILL", "folder = pathlib.Path(sys.argv[1])",
+             "resumable_loop.rows_of(t.Stopped(3), t.ITEMS, folder)" if loop == "rows" else "t.halve(folder, stop=4)")  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / ".pkg"), str(Path(__file__).parent))), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", "\n".join(words), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
     assert load_record(tmp_path)["done"] == 3
     if loop == "rows":
         rest = Stopped(None)
-        assert np.array_equal(resumed.rows_of(rest, ITEMS, tmp_path), resumed.rows_of(Stopped(None), ITEMS)) and rest.calls == 3
+        assert np.array_equal(resumable_loop.rows_of(rest, ITEMS, tmp_path), resumable_loop.rows_of(Stopped(None), ITEMS)) and rest.calls == 3
     else:
         assert halve(tmp_path) == (halve(None)[0], 7)
