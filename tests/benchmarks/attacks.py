@@ -92,7 +92,9 @@ def main() -> None:
         places = [Path(folder) / name for name in ("code", "store", "models", "rot")]
         for place in places:
             place.mkdir()
-        found |= code_from_data(places[0]) | requests(places[1], options.requests) | models(places[2])
+        # Before the requests, whose children count with their computing when they end.
+        found |= models(places[2])
+        found |= code_from_data(places[0]) | requests(places[1], options.requests)
         found |= rot(places[3], options.flips) | {"sandbox_over_limit": cases_verify.sandbox_over_limit()}
         found |= {"tests_fooled": cases_fooled.tests_fooled(), "hostile_answers": len(cases_fooled.HOSTILE)}
     print(json.dumps(found) if options.json else "\n".join(f"{name:24s}{value:8d}" for name, value in found.items()))
