@@ -34,8 +34,8 @@ def align(
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)
     policy = distilled(policy, teacher, tasks, gold, compared=compared)
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
-    measured = step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
-    state = State(policy, other, tuple(gold), tuple(judged or []), measured)
+    evaluation = step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
+    state = State(policy, other, tuple(gold), tuple(judged or []), evaluation)
     development = development_prompts() if rounds else None
     arms: list[Callable[[], object]] = []
     for number in range(1, rounds + 1):

@@ -66,8 +66,8 @@ def curate(
     languages = step(language, documents=pages, classifier=models.get("language"))
     trained = models.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", pages)
     technical = step(code_reasoning, documents=pages, classifier=trained)
-    measured = step(heuristics, documents=pages, language=languages)
-    pages = step(select, documents=pages, signals=[languages, technical, measured])
+    measures = step(heuristics, documents=pages, language=languages)
+    pages = step(select, documents=pages, signals=[languages, technical, measures])
     pages = step(pii, documents=pages)
     pages = step(minhash_dedup, documents=pages)
     pages = step(semantic_dedup, off=True, documents=pages)
@@ -76,7 +76,7 @@ def curate(
     trained = models.get("domains") or _train(train_domains, "domains", pages)
     types = step(domains, documents=pages, classifier=trained)
     trained = models.get("quality") or _train(train_classifier, "quality", pages, off=True)
-    scores = [measured, types, technical, step(quality, documents=pages, classifier=trained, language=languages)]
+    scores = [measures, types, technical, step(quality, documents=pages, classifier=trained, language=languages)]
     pages = step(select, "select_model", default=BY_MODELS, documents=pages, signals=scores)
     pages = step(decontaminate, off=not held_out, documents=pages, prompts=held_out)
     publish("domains", types)

@@ -43,8 +43,8 @@ def pretrain(
     verdict = step(anneal_experiment, off=True, tokens=tokens, tokenizer=vocabulary, model=model, documents=documents, mixture=mixture)
     further: list[Output | None] = []
     for name in ("fresh", "long", "best"):
-        label, measured = f"tokenize_{name}", verdict if verdict and name == "best" else weights
-        own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=measured)
+        label, evaluation = f"tokenize_{name}", verdict if verdict and name == "best" else weights
+        own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=evaluation)
         token_table = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
         if own and not token_table:
             raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")
@@ -53,9 +53,9 @@ def pretrain(
     size = _size(tokens, vocabulary)
     base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)
     questions = step(prompts)
-    measured = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=questions)
+    evaluation = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=questions)
     step(evaluate, "evaluate_input", off=True, model=model, documents=documents, mixture=mixture, prompts=questions)
-    step(contamination, "contamination_base", off=True, prompts=[questions], model=base, evaluation=measured)
+    step(contamination, "contamination_base", off=True, prompts=[questions], model=base, evaluation=evaluation)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)

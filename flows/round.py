@@ -83,18 +83,18 @@ def _round(
         tell(f"nothing new: every prompt of the pool was used in the {number - 1} rounds before; give more, --input pool=ID")
         return False
     development = step(new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh])
-    measured = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
+    evaluation = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
     # What an earlier policy wrote teaches a model that was never taught; the last policy has learned it, and writes better by now.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
     before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
-    asked = [
+    benchmarks = [
         step(benchmark, f"benchmark_{name}_{number}", field="benchmark", model=one, tasks=tasks) if tasks else None
         for name, one in (("policy", policy), ("candidate", after.policy))
     ]
     verdict = step(
-        gate, number=number, policy=policy, candidate=after.policy, before=measured, after=after.evaluation, prompts=heldout,
-        benchmark_before=asked[0], benchmark_after=asked[1],
+        gate, number=number, policy=policy, candidate=after.policy, before=evaluation, after=after.evaluation, prompts=heldout,
+        benchmark_before=benchmarks[0], benchmark_after=benchmarks[1],
     )  # fmt: skip
     if not store or not verdict.items or not history.policy:
         return False

@@ -121,13 +121,13 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     trained = step(grpo, number=number, off=True, through="policy", policy=lessons, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
     policy = _averaged("average", number, before, trained, reward, development)
-    measured = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
+    evaluation = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
     outputs = {
         "sample": answers, "reward_model": reward, "chosen": better, "synthesize": synthetic, "sft": tuned, "dpo": preferred,
         "policy": trained,
     }  # fmt: skip
     other = tuned if before.other else before.other
-    return State(policy, other, before.instructions, pairs, measured, before.start, outputs)
+    return State(policy, other, before.instructions, pairs, evaluation, before.start, outputs)
 
 
 def stopped(number: int, before: State, after: State, heldout: Output) -> str:

@@ -25,16 +25,16 @@ def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Outpu
     that was cut off counts as a mistake. Arms: the given model; the given model and the policy with a system message, where the recipe
     names `told`; the given model finetuned on the better answers, where the recipe names `sft`.
     """
-    asked = step(refusal_prompts, preferences=judged)
+    tasks = step(refusal_prompts, preferences=judged)
     told = step(refusal_prompts, "told", off=True, preferences=judged)
     policy = step(dpo, model=model, preferences=judged)
     tuned = step(sft, off=True, model=model, instructions=[step(chosen, preferences=judged)])
-    arms = {"before": (model, asked), "told": (model, told), "sft": (tuned, asked), "dpo": (policy, asked), "dpo_told": (policy, told)}
+    arms = {"before": (model, tasks), "told": (model, told), "sft": (tuned, tasks), "dpo": (policy, tasks), "dpo_told": (policy, told)}
     for name, (one, questions) in arms.items():
         if one and questions:
-            (made,) = step(evaluate, f"evaluate_{name}", field="evaluate", model=one, prompts=questions).items or (None,)
-            if isinstance(made, Artifact):
-                tell(f"{name}: {rates(made)}")
+            (evaluation,) = step(evaluate, f"evaluate_{name}", field="evaluate", model=one, prompts=questions).items or (None,)
+            if isinstance(evaluation, Artifact):
+                tell(f"{name}: {rates(evaluation)}")
     return publish("policy", policy)
 
 

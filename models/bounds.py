@@ -80,8 +80,8 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
     if unsupported := [name for name in ("layer_replication", "megatron_config") if raw.get(name)]:
         raise ValueError(f"{unsupported[0]} is not read")
     # PEFT may read each of these texts as a regular expression.
-    named = [value for name, value in raw.items() if name.endswith(("_pattern", "_modules", "_to_save"))]
-    patterns = [str(text) for value in named for text in ([value] if isinstance(value, str) else value or ())]
+    values = [value for name, value in raw.items() if name.endswith(("_pattern", "_modules", "_to_save"))]
+    patterns = [str(text) for value in values for text in ([value] if isinstance(value, str) else value or ())]
     if len(patterns) > PATTERNS:
         raise ValueError(f"{len(patterns):,} patterns choose modules: at most {PATTERNS:,} are read")
     try:

@@ -85,8 +85,8 @@ class Machine:
 def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, seconds: float = 0.15) -> float:
     """Return the shortest time of one call, in seconds."""
     function()
-    best, started, count = float("inf"), clock(), 0
-    while count < tries or clock() - started < seconds:
+    best, start, count = float("inf"), clock(), 0
+    while count < tries or clock() - start < seconds:
         before = clock()
         function()
         best, count = min(best, clock() - before), count + 1
@@ -142,11 +142,11 @@ def generation_room(device: torch.device, sequences: int | None, step_tokens: in
     """Return the given limits, with the device's defaults in place of None."""
     if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
         raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
-    kept = CPU_KEYS
+    key_bytes = CPU_KEYS
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch, for nobody
-        kept = (torch.cuda.mem_get_info(device)[0] + unused) // 2
-    usual = Room(USUAL_ANSWERS[device.type], USUAL_STEP[device.type], kept)
+        key_bytes = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    usual = Room(USUAL_ANSWERS[device.type], USUAL_STEP[device.type], key_bytes)
     wishes = zip((sequences, step_tokens, memory), usual, strict=True)
     return Room(*(room if own is None else own for own, room in wishes))
 

@@ -77,6 +77,6 @@ def _router(config: ModelConfig) -> int:
 def matrix_parameters(config: ModelConfig) -> int:
     """Return the number of parameters that multiply every token: the layers' matrices (of experts those that a token goes to) and the
     output layer, tied or not."""
-    chosen = 1 if config.moe is None else config.moe.num_experts_per_tok
-    layer = _attention_matrices(config) + chosen * _feed_forward_matrices(config) + _router(config)
+    top_k = 1 if config.moe is None else config.moe.num_experts_per_tok
+    layer = _attention_matrices(config) + top_k * _feed_forward_matrices(config) + _router(config)
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size

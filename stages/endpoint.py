@@ -142,8 +142,8 @@ class Endpoint:
     def _once(self, request: dict[str, Any]) -> Reply:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         url = f"{self.config.base_url.rstrip('/')}/chat/completions"
-        sent = urllib.request.Request(url, json.dumps(request).encode(), headers)
-        with self._opener.open(sent, timeout=self.config.seconds) as reply:
+        http_request = urllib.request.Request(url, json.dumps(request).encode(), headers)
+        with self._opener.open(http_request, timeout=self.config.seconds) as reply:
             data = reply.read(REPLY_BYTES)
         try:
             choice = json.loads(data)["choices"][0]

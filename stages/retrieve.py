@@ -35,13 +35,13 @@ def passages(questions: Sequence[str], documents: Artifact, most: int, words: in
     frequency, hits, lengths, total = Counter[str](), [], [], 0
     for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
         for identity, text in zip(batch["id"].to_pylist(), batch["text"].to_pylist(), strict=True):
-            found = _words(text)
-            total += len(found)
-            lengths.append(len(found))
-            times = Counter(word for word in found if word in terms)
+            text_words = _words(text)
+            total += len(text_words)
+            lengths.append(len(text_words))
+            times = Counter(word for word in text_words if word in terms)
             frequency.update(times.keys())
             if times:
-                hits.append((identity, len(found), times))
+                hits.append((identity, len(text_words), times))
     weight = {term: math.log(1 + (len(lengths) - n + 0.5) / (n + 0.5)) for term, n in frequency.items()}
     mean = total / max(1, len(lengths))
 

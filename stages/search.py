@@ -78,5 +78,5 @@ def search(
         numbers = iter(values([(number, text(answer)) for number, row in enumerate(rows) for answer in row]))
         scores = [[-math.inf if (value := next(numbers)) is None else value for _ in row] for row in rows]
     best = [max(range(len(row)), key=row.__getitem__) for row in scores]
-    drawn = [sum(len(answer.tokens) for answer in row) for row in rows]
-    return [Choice(row[i], score[i], tokens, len(row)) for row, score, i, tokens in zip(rows, scores, best, drawn, strict=True)]
+    token_counts = [sum(len(answer.tokens) for answer in row) for row in rows]
+    return [Choice(row[i], score[i], tokens, len(row)) for row, score, i, tokens in zip(rows, scores, best, token_counts, strict=True)]

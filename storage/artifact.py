@@ -134,9 +134,9 @@ class Artifact:
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
         """Return the table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
-        chosen, parts, before = None if columns is None else tuple(columns), list[Part](), 0
+        names, parts, before = None if columns is None else tuple(columns), list[Part](), 0
         for shard in self.shards(table):
-            parts += [Part(shard, first, last - first, before + first, chosen) for first, last in shard.pieces(rows)]
+            parts += [Part(shard, first, last - first, before + first, names) for first, last in shard.pieces(rows)]
             before += shard.rows
         return parts
 

@@ -174,14 +174,14 @@ class S3Files(Bucket, Files):
         return self._tried(name, put, written=True)["e_tag"] or ""
 
     def append(self, name: str, line: bytes) -> None:
-        tried = None
+        content = None
         for attempt in range(10 * TRIES):
             data, version = self.versioned(name) or (b"", None)
             # A put whose answer was lost may have been done, and another's line may stand behind it by now.
-            if tried is not None and data.startswith(tried):
+            if content is not None and data.startswith(content):
                 return
-            tried = data + line
-            if self.swap(name, tried, version):
+            content = data + line
+            if self.swap(name, content, version):
                 return
             pause(min(attempt, 2))
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")

@@ -65,8 +65,8 @@ class TableSchema:
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
         """Return the Arrow schema of a table that has these columns; an open table's further columns keep their types."""
-        known = set(self.schema.names)
-        extra = sorted((field for field in given if field.name not in known), key=lambda field: field.name)
+        names = set(self.schema.names)
+        extra = sorted((field for field in given if field.name not in names), key=lambda field: field.name)
         if extra and not self.open:
             raise PunaError(f"table {self.name}: unknown column {extra[0].name!r}; it has {', '.join(self.schema.names)}")
         return pa.schema([*self.schema, *(_open_column(self.name, field) for field in extra)])

@@ -213,9 +213,9 @@ class Outputs:
     def _known_facts(self, source: Ints, row: Ints) -> pa.Table:
         assert self.facts is not None
         for number in set(np.unique(source).tolist()) - self._known.keys():
-            stored = self.facts[number - 1]
-            assert stored is not None
-            self._known[number] = stored.whole()
+            file = self.facts[number - 1]
+            assert file is not None
+            self._known[number] = file.whole()
         if not len(source):
             return FACTS.empty_table()
         return collected(source, row, lambda number, rows: self._known[number].take(pa.array(rows)))

@@ -299,8 +299,8 @@ class Store:
         """Return the names of the runs in the order in which they began."""
         names = {Path(n).stem for n in self.files.list("runs") if n.endswith(".jsonl")}
         order = self.files.read(ORDER).decode(errors="replace").split("\n") if self.files.stat(ORDER) else []
-        ordered = [name for name in dict.fromkeys(order) if name in names]
-        return [*sorted(names - set(ordered)), *ordered]
+        sequence = [name for name in dict.fromkeys(order) if name in names]
+        return [*sorted(names - set(sequence)), *sequence]
 
     def events(self, run: str) -> list[dict[str, Any]]:
         """Return the events of a run; a line that a crash cut short is left out."""

@@ -80,8 +80,8 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
         raise PunaError(f"table {pieces.table}: rows kept by reference were written together with others; write it in one transform")
     if same and (len(staged) == 1 and (small or pieces.ranges)):
         return _record(schema, [replace(staged[0], number=0, cut=1)], 1, ())
-    if same and pieces.ranges and not small and (ordered := _in_order(staged)) is not None:
-        return _record(schema, [replace(one, number=n) for n, one in enumerate(ordered)], 0, ())
+    if same and pieces.ranges and not small and (sequence := _in_order(staged)) is not None:
+        return _record(schema, [replace(one, number=n) for n, one in enumerate(sequence)], 0, ())
     by_id = schema.key[0] == "id"
     cut = 1 if small or not by_id else pieces.cut or shards.count(schema, raw)
     (merged,) = mapper(_merged, [(pieces.table, staged, cut, staging)])
@@ -91,8 +91,8 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
 def _write_anew(pieces: Pieces, staged: list[Staged]) -> bool:
     """True if too few rows are kept by reference, or rows of too many artifacts."""
     referred = sum(one.shard.rows - one.shard.own for one in staged)
-    stored = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
-    return referred < LEAST_KEPT * stored or len(pieces.sources) > MOST_SOURCES
+    source_rows = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
+    return referred < LEAST_KEPT * source_rows or len(pieces.sources) > MOST_SOURCES
 
 
 def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
@@ -117,8 +117,8 @@ def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tu
 
 
 def _in_order(staged: list[Staged]) -> list[Staged] | None:
-    ordered = sorted(staged, key=lambda one: one.shard.low)
-    return ordered if all(a.shard.high < b.shard.low for a, b in pairwise(ordered)) else None
+    sequence = sorted(staged, key=lambda one: one.shard.low)
+    return sequence if all(a.shard.high < b.shard.low for a, b in pairwise(sequence)) else None
 
 
 def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -> Staged:
@@ -135,8 +135,8 @@ def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
     """Return the rows of all pieces sorted by the primary key, cut into shards."""
     table, staged, cut, staging = job
     schema = table_schema(table)
-    stored = [file for one in staged if (file := one.stored(staging.files)) is not None]
-    whole = schema.schema_for(united(file.schema() for file in stored))
+    files = [file for one in staged if (file := one.stored(staging.files)) is not None]
+    whole = schema.schema_for(united(file.schema() for file in files))
     merged: list[Staged] = []
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(staging.temporary())
@@ -155,9 +155,9 @@ def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
 
 def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
     """Return the rows of all pieces in order of the key: one after another if they do not overlap, else sorted by DuckDB."""
-    ordered = _in_order(staged)
-    if ordered is not None:
-        pieces = (rows for one in ordered for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
+    sequence = _in_order(staged)
+    if sequence is not None:
+        pieces = (rows for one in sequence for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
         return Stream(pieces, schema.key[0])
     paths = [str(files.local(one.files["table"][0])) for one in staged]
     connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))

@@ -163,16 +163,16 @@ class Views:
     def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
         """Return queries for a table of which some rows lie in other artifacts: by its order files, and for whole files of its own."""
         whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
-        chosen = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
+        links = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
-        if chosen:
-            files = list(dict.fromkeys(file for _, _, file in chosen))
-            orders = list(dict.fromkeys(order for order, _, _ in chosen))
+        if links:
+            files = list(dict.fromkeys(file for _, _, file in links))
+            orders = list(dict.fromkeys(order for order, _, _ in links))
             # Which file and row of it each row of an order means, files as numbers: names of a hundred letters join slowly.
-            meant = ", ".join(f"({orders.index(order) + 1}, {number}, {files.index(file) + 1})" for order, number, file in chosen)
+            meant = ", ".join(f"({orders.index(order) + 1}, {number}, {files.index(file) + 1})" for order, number, file in links)
             same = f"{_number('o', orders)} = n.ordering and n.source = o.source"
-            ordered = self._parquet(orders, "filename")
-            places = f"select n.file, o.row from {ordered} o join (values {meant}) n(ordering, source, file) on {same}"
+            order_rows = self._parquet(orders, "filename")
+            places = f"select n.file, o.row from {order_rows} o join (values {meant}) n(ordering, source, file) on {same}"
             rows = self._parquet(files, "filename", "file_row_number")
             # A row lies in one place, so this is a semi join; as a join it may begin at the few rows that a filter leaves.
             queries.append(

@@ -33,8 +33,8 @@ def stages(modules: ModuleOption = None) -> None:
         inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
         typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {first_sentence(flow.doc)}")
     for stage in load_stages().values():
-        taken = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
-        typer.echo(f"{stage.name:20s} {taken or 'nothing'} → {stage.kind}\n    {first_sentence(stage.doc)}")
+        kinds = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
+        typer.echo(f"{stage.name:20s} {kinds or 'nothing'} → {stage.kind}\n    {first_sentence(stage.doc)}")
 
 
 @app.command()

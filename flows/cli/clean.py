@@ -78,14 +78,14 @@ def clean(
     parsed = parse_inputs(paths, curate.inputs, store, "clean")
     flow_input = curate.by_kind(parsed.items, parsed.named, parsed.sources)
     imported = [item for item in parsed.items if isinstance(item, Artifact) and item.kind == "documents"]
-    named = column_changes(columns, "ingest")
-    choices = look([item for item in parsed.items if isinstance(item, External)], imported, (*named, *changes), recipe)
+    mappings = column_changes(columns, "ingest")
+    choices = look([item for item in parsed.items if isinstance(item, External)], imported, (*mappings, *changes), recipe)
     for sentence in choices.said:
         say(sentence)
-    every = [*choices.changes, *named, *changes]
+    every = [*choices.changes, *mappings, *changes]
     steps = load(recipe, every, "curate", RECIPE)
     preflight.check(curate, steps, flow_input, store)
-    options = [*(["--recipe", recipe] if recipe != RECIPE else []), *(word for text in (*named, *changes) for word in ("--set", text))]
+    options = [*(["--recipe", recipe] if recipe != RECIPE else []), *(word for text in (*mappings, *changes) for word in ("--set", text))]
     command = shlex.join(["puna", "clean", *paths, "-o", str(output), *options])
     request = {"command": command, "recipe": recipe, "changes": every, "inputs": list(paths)}
     with session(store, flow="curate", workers=workers, json=quiet, parameters=request) as now:

@@ -73,10 +73,10 @@ def evaluate(
         "limit": limit, "shots": shots, "prompts": "chat" if chat else "plain", "options": options, "answers": answers,
         "temperature": temperature, "max_tokens": max_tokens, "seed": seed, "serving": serving,
     }  # fmt: skip
-    asked, own = _task_inputs([name.strip() for text in tasks for name in text.split(",") if name.strip()], harness, opened)
-    asked["judges"] = [opened.checked(opened.resolve(name), whole=True) for name in judges or ()]
+    inputs, own = _task_inputs([name.strip() for text in tasks for name in text.split(",") if name.strip()], harness, opened)
+    inputs["judges"] = [opened.checked(opened.resolve(name), whole=True) for name in judges or ()]
     config = parse(BenchmarkConfig, values, "evaluate")
-    evaluation = _run(opened, model, asked, config, as_json, own if harness else None, contaminated)
+    evaluation = _run(opened, model, inputs, config, as_json, own if harness else None, contaminated)
     ranks.finish()
     text = evaluation.path(RESULTS).read_text(encoding="utf-8")
     if output is not None:
@@ -150,7 +150,7 @@ def _run(
     from puna.stages.evaluation.benchmark import benchmark
     from puna.stages.io.import_model import ImportModelConfig, import_model
 
-    given: dict[str, Any] = {name: values or None for name, values in asked.items()}
+    inputs: dict[str, Any] = {name: values or None for name, values in asked.items()}
     stage = benchmark
     if own is not None:
         from puna.stages.evaluation.harness import HarnessConfig, harness, needs
@@ -158,23 +158,23 @@ def _run(
         stage, config = harness, HarnessConfig(**dict(config), names=own)
         if problems := needs(config, Facts({}, 0, None)):
             raise PunaError("; ".join(problems))
-        if given.pop("judges"):
+        if inputs.pop("judges"):
             raise PunaError("--judge: the harness asks no judges; leave it out")
-        del given["prompts"]
-    questions = {name: given[name] for name in ("tasks", "prompts") if given.get(name)}
+        del inputs["prompts"]
+    questions = {name: inputs[name] for name in ("tasks", "prompts") if inputs.get(name)}
     names = [*(one.name for one in asked["tasks"]), *(one.id for one in asked["prompts"]), *(own or ())]
     title = f"{stage.name} {model} {' '.join(names)}"[:200]
     with session(store, flow=stage.name, json=as_json, title=title) as now:
         if Path(model).exists():
             (files,) = External.resolve(f"model={model}")
-            given["model"] = now.perform(import_model, ImportModelConfig(), {"model": files}, "import_model").artifact
+            inputs["model"] = now.perform(import_model, ImportModelConfig(), {"model": files}, "import_model").artifact
         else:
-            given["model"] = store.checked(store.resolve(model), whole=True)
-        if contaminated and questions and trained_on(given["model"])[0]:
-            looked = {**questions, "model": given["model"]}
-            given["overlaps"] = now.perform(contamination, ContaminationConfig(), looked, "contamination").artifact
-        preflight.check_stage(stage, config, given, store)
-        evaluation = now.perform(stage, config, given, stage.name).artifact
+            inputs["model"] = store.checked(store.resolve(model), whole=True)
+        if contaminated and questions and trained_on(inputs["model"])[0]:
+            looked = {**questions, "model": inputs["model"]}
+            inputs["overlaps"] = now.perform(contamination, ContaminationConfig(), looked, "contamination").artifact
+        preflight.check_stage(stage, config, inputs, store)
+        evaluation = now.perform(stage, config, inputs, stage.name).artifact
     now.refresh()
     return evaluation
 
@@ -235,17 +235,17 @@ def predict(
             return typer.echo(f"{opened.uri} holds no forecast; `puna predict --flops N` makes one")
         return print_rows(rows, as_json)
     prepare(opened.root)
-    made = _forecast(opened, {"flops": flops, "hours": hours, "gpu": gpu, "sequence_length": sequence_length}, law)
-    metrics: dict[str, Any] = made.manifest.metrics
+    forecast = _forecast(opened, {"flops": flops, "hours": hours, "gpu": gpu, "sequence_length": sequence_length}, law)
+    metrics: dict[str, Any] = forecast.manifest.metrics
     if as_json:
-        return typer.echo(json.dumps({"id": made.id, "recipe": str(made.path("recipe.yaml")), **metrics}))
+        return typer.echo(json.dumps({"id": forecast.id, "recipe": str(forecast.path("recipe.yaml")), **metrics}))
     low, high = metrics["predicted_loss_low"], metrics["predicted_loss_high"]
     typer.echo(f"loss      {metrics['predicted_loss']:.3f} nats per token ({low:.3f} to {high:.3f})")
     typer.echo(f"shape     {metrics['shape']}, {short(metrics['parameters'])} parameters that multiply every token")
     typer.echo(f"tokens    {short(metrics['tokens'])}")
     typer.echo(f"compute   {metrics['flops']:.3g} operations, {metrics['extrapolation']:.3g} times the ladder's largest run")
-    typer.echo(f"recipe    {made.path('recipe.yaml')}")
-    typer.echo(f"kept as   {made.id}")
+    typer.echo(f"recipe    {forecast.path('recipe.yaml')}")
+    typer.echo(f"kept as   {forecast.id}")
 
 
 def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
@@ -259,7 +259,7 @@ def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
     except ValidationError as error:
         raise PunaError(f"predict: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
     try:
-        given = store.resolve(law)
+        artifact = store.resolve(law)
     except PunaError as error:
         raise PunaError(f"{error}; a law of the loss comes from `puna run ladder`, then `puna run law … --as law`") from error
-    return execute(choose_size, config, {"law": given}, store)
+    return execute(choose_size, config, {"law": artifact}, store)

@@ -45,31 +45,31 @@ def import_(
     """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
     from puna.flows.engine.inputs import alias_of
 
-    added = import_modules(modules)
+    plugins = import_modules(modules)
     alias = None if name is None else alias_of(name)
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.engine import launch
     from puna.flows.engine.trace import load_stages
 
-    named = [f"columns={json.dumps(mapped(columns))}"] if columns else []
+    fields = [f"columns={json.dumps(mapped(columns))}"] if columns else []
     if modules and kind == "prompts":
-        named.append(f"code_from={json.dumps([module.__name__ for module in added])}")
+        fields.append(f"code_from={json.dumps([module.__name__ for module in plugins])}")
     if verifier is not None:
         if kind != "prompts":
             raise PunaError(f"--verifier: {kind} have no verifier; leave it out")
-        named.append(f"verifier={json.dumps(verifier)}")
+        fields.append(f"verifier={json.dumps(verifier)}")
     stages = load_stages()
     kinds = [name.removeprefix("import_") for name in stages if name.startswith("import_")]
     if kind not in kinds:
         raise PunaError(f"import {kind}: no such kind{did_you_mean(kind, kinds)}; pages are read by `puna clean` and `puna run curate`")
     stage = stages[f"import_{kind}"]
-    request = launch.Request(stage.name, None, (*named, *(changes or ())), tuple(paths), json=as_json, alias=alias, project=project or "")
+    request = launch.Request(stage.name, None, (*fields, *(changes or ())), tuple(paths), json=as_json, alias=alias, project=project or "")
     artifact = launch.run_stage(stage, request, opened)
     if bare := artifact.manifest.metrics.get("prompts_without_verifier"):
         remedy = 'import again with --verifier (numeric, exact or {"name": …}), or give each row a column `verifier`'
-        told = f"{artifact.id}: {bare} of {artifact.rows()} prompts have no verifier: rounds and evaluations refuse them; {remedy}"
-        typer.echo(told, err=True)
+        warning = f"{artifact.id}: {bare} of {artifact.rows()} prompts have no verifier: rounds and evaluations refuse them; {remedy}"
+        typer.echo(warning, err=True)
 
 
 def mapped(texts: list[str]) -> dict[str, str]:

@@ -186,7 +186,7 @@ def show(
     typer.echo(artifact.folder)
     if suspect:
         typer.echo(f"suspect: {suspect}; a run that needs it makes it anew")
-    measured = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
+    usage = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {
         # A field as `--set` names it.
         "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
@@ -194,7 +194,7 @@ def show(
         "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
         "files": [(n, f"{r.bytes:,} bytes") for n, r in m.files.items()],
         "metrics": [(n, _number(v)) for n, v in m.metrics.items()],
-        "measured": [(n, _number(v)) for n, v in measured.items()],
+        "measured": [(n, _number(v)) for n, v in usage.items()],
     }
     for title, lines in sections.items():
         if lines:
@@ -336,8 +336,8 @@ def verify(
     findings = maintenance.verify(opened, [opened.resolve(name)] if name else None, trust=trust)
     damaged = [f for f in findings if f.damage]
     suspect = [f for f in findings if f.suspect]
-    lost = [] if name else opened.lost_aliases()
-    for line in lost:
+    aliases = [] if name else opened.lost_aliases()
+    for line in aliases:
         typer.echo(line, err=as_json)
     if as_json:
         rows = [{"id": f.artifact.id, "key": f.artifact.key, "damage": f.damage, "suspect": f.suspect or None} for f in findings]
@@ -355,7 +355,7 @@ def verify(
             typer.echo(f"{finding.artifact.id} {outcome}", err=True)
         if damaged:
             database.write(opened)
-    if damaged or suspect or lost:
+    if damaged or suspect or aliases:
         raise typer.Exit(1)
 
 

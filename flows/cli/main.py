@@ -102,25 +102,25 @@ def plan(
     from puna.flows.engine.trace import load
 
     request = Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or "")
-    chosen, steps = steps_of(request, store)
-    trains = isinstance(chosen, Flow) and any(step.stage == "pretrain" for step in steps)
-    sample = chosen if not isinstance(chosen, Flow) and chosen.name == "sample" else None
+    target, steps = steps_of(request, store)
+    trains = isinstance(target, Flow) and any(step.stage == "pretrain" for step in steps)
+    sample = target if not isinstance(target, Flow) and target.name == "sample" else None
     if gpu is not None and not trains and sample is None:
         raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples")
     if gpus > 1 and sample is not None:
         raise PunaError(f"--gpus {gpus}: what sample takes is planned for one GPU; leave --gpus out")
-    estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, chosen.name), steps, store, gpu, gpus) if trains else {}
-    drawn = answering(sample, request, store, gpu) if sample is not None else []
+    estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, target.name), steps, store, gpu, gpus) if trains else {}
+    costs = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
-        told = {**estimate, **({"answering": drawn} if drawn else {})}
-        typer.echo(json.dumps({**told, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
+        summary = {**estimate, **({"answering": costs} if costs else {})}
+        typer.echo(json.dumps({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
         return
     for step in steps:
         typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_expected(step.expected)}")
     counts = Counter(step.state for step in steps)
     typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
     typer.echo(f"{Total.of(steps)}\n")
-    for figures in (estimate, *drawn):
+    for figures in (estimate, *costs):
         for name, value in figures.items():
             if name != "phases":
                 typer.echo(f"{name:28s} {_readable(name, value)}")

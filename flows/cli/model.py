@@ -179,8 +179,8 @@ def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searc
     """Return the answers to each prompt, each with its cost: all that were drawn, or the one that a search chose."""
     if searching is None:
         return [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
-    chosen = searched(engine, ids, params, searching, _values(searching, requests))
-    return [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in chosen]
+    answers = searched(engine, ids, params, searching, _values(searching, requests))
+    return [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in answers]
 
 
 def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool) -> None:
@@ -191,9 +191,9 @@ def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]],
             whole = {"prompt": prompt, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
             typer.echo(json.dumps({**whole, "read": len(ids), **cost}, ensure_ascii=False) if as_json else text)
     if searched and not as_json:
-        drawn = sum(int(cost["drawn"]) for _, _, row in rows for _, cost in row)
+        draws = sum(int(cost["drawn"]) for _, _, row in rows for _, cost in row)
         answered = sum(len(answer.tokens) for _, _, row in rows for answer, _ in row)
-        typer.echo(f"{drawn:,} tokens drawn for {answered:,} of answers", err=True)
+        typer.echo(f"{draws:,} tokens drawn for {answered:,} of answers", err=True)
 
 
 def _check_room(engine: Engine, prompt: int, answer: int) -> None:

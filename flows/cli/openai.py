@@ -150,9 +150,9 @@ class Answerer:
     async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
         """Replace the log-probs of drawn tokens by the log-probs of the scoring pass that gives the alternatives; both agree to
         rounding."""
-        drawn = [(reply, number) for reply in replies for number in reply.drawn]
-        sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in drawn]
-        for (reply, number), scores in zip(drawn, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
+        answers = [(reply, number) for reply in replies for number in reply.drawn]
+        sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
+        for (reply, number), scores in zip(answers, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
             reply.scores[number] = scores[len(reply.ids) :]
 
     def check(self, model: str) -> None:

@@ -219,8 +219,8 @@ class Reply:
     def _spelled(self, token: int, logprob: float | None) -> dict[str, Any]:
         """Return a token of a chat with its log-prob and bytes; a special token has none."""
         assert self.scored is not None
-        written = self.scored.token_bytes(token)
-        return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if written is None else list(written)}
+        spelling = self.scored.token_bytes(token)
+        return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
         """Return the log-probs of the likeliest tokens and of the token itself, by text; of tokens with the same text, the likeliest."""

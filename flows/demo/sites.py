@@ -42,8 +42,8 @@ def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
     for member in members:
         name = PurePosixPath(member.path).name
         if member.path.startswith(folder) and name.endswith(".html"):
-            known = (addresses.get(name), _own_address(member.body))
-            url = next((url for url in known if url and _is_whole(url)), None) or _address_of_name(name)
+            candidates = (addresses.get(name), _own_address(member.body))
+            url = next((url for url in candidates if url and _is_whole(url)), None) or _address_of_name(name)
             yield html_page(_normal(url), member)
 
 

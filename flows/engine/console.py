@@ -151,8 +151,8 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
     """Return the share of right answers to held-out prompts: a line per task, a column per evaluation."""
-    measured = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
-    tests = [(step, rows) for step, rows in measured if any(metric == "accuracy" for _, metric in rows)]
+    results = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
+    tests = [(step, rows) for step, rows in results if any(metric == "accuracy" for _, metric in rows)]
     tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
     table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in tests))
     for task in sorted(tasks, key=lambda task: (task == "all", task)):

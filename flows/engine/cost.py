@@ -42,8 +42,8 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
     target = chosen(request.what)
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
-    config, given, store = _alone(target, request, place)
-    return target, [plan_stage(target, config, given, store)]
+    config, inputs, store = _alone(target, request, place)
+    return target, [plan_stage(target, config, inputs, store)]
 
 
 def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
@@ -61,8 +61,8 @@ def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> li
     are not in the time. Bytes are those of one process.
     """
     config: Any
-    config, given, _ = _alone(stage, request, place)
-    inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
+    config, values, _ = _alone(stage, request, place)
+    inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(values).items()}
     rows = [row for row in inputs["prompts"][0].read().to_pylist() if row["split"] == config.split]
     return [_answers(model, rows, config, gpu) for model in inputs["models"]] if rows else []
 

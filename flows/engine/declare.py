@@ -85,14 +85,14 @@ class Flow:
 
         `sources`: the name that an artifact's rows get as their source, by its key.
         """
-        given: dict[str, Given] = {}
+        inputs: dict[str, Given] = {}
         fitting = assigned(f"flow {self.name}", self.inputs, items, named or {})
         for spec in self.inputs:
             outputs = [given_as(item, sources or {}) for item in fitting[spec.name]]
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")
-            given[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
-        return given
+            inputs[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
+        return inputs
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
         """Return inputs for a trace, without content. `everything`: also files beside artifacts."""
@@ -299,8 +299,8 @@ class Walk(ABC):
     def _repeat(self, step: Step, given: dict[str, list[Output]]) -> Output:
         configs = self.configs(step)
         if not configs:
-            passed = given.get(step.through, []) if step.through else []
-            return passed[-1] if passed else Output(step.stage.kind, (), (), step.field)
+            inputs = given.get(step.through, []) if step.through else []
+            return inputs[-1] if inputs else Output(step.stage.kind, (), (), step.field)
         results: list[Output] = []
         for count, config in enumerate(configs, 1):
             label = step.label if count == 1 else f"{step.label}.{count}"
@@ -362,11 +362,11 @@ class Walk(ABC):
 
 def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Value]:
     """Return the items of the outputs, as inputs of a stage."""
-    given: dict[str, Value] = {}
+    arguments: dict[str, Value] = {}
     for spec in stage.inputs:
         items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
-        given[spec.name] = (items or None) if spec.many else (items[0] if items else None)
-    return given
+        arguments[spec.name] = (items or None) if spec.many else (items[0] if items else None)
+    return arguments
 
 
 def outputs(value: Given) -> list[Output]:

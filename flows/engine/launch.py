@@ -193,8 +193,8 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
     """Return the inputs of a stage: those in `named` by the input's name, the others by their kind."""
-    given: dict[str, Any] = assigned(f"stage {stage.name}", stage.inputs, items, named or {})
-    return {spec.name: (given[spec.name] or None) if spec.many else next(iter(given[spec.name]), None) for spec in stage.inputs}
+    inputs: dict[str, Any] = assigned(f"stage {stage.name}", stage.inputs, items, named or {})
+    return {spec.name: (inputs[spec.name] or None) if spec.many else next(iter(inputs[spec.name]), None) for spec in stage.inputs}
 
 
 def sample_pages(store: Store, quiet: bool) -> list[External]:

@@ -112,13 +112,13 @@ def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
     """Return the facts about an input of the run; `look`: reads samples of its files."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
-        named = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
+        names = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
         size = sum(record.bytes for record in item.manifest.files.values())
-        facts = InputFacts(item.kind, tables, named or None, size, model=item if item.kind == "model" else None)
+        facts = InputFacts(item.kind, tables, names or None, size, model=item if item.kind == "model" else None)
         if item.kind != "documents":
             return facts
         sources, texts, share = document_texts(item, LOOK)
-        return InputFacts(item.kind, tables, sources or named or None, size, lambda seconds: (texts, share))
+        return InputFacts(item.kind, tables, sources or names or None, size, lambda seconds: (texts, share))
     return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), look)
 
 

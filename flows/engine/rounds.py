@@ -131,13 +131,13 @@ class _Lineage:
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
         """Return the artifacts learned from, by kind: preferences and instructions of models, prompts of models and answers."""
-        found: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
+        data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
                 kind = self.kind[up]
-                if kind in found and (self.kind[key] == "model" or (kind == "prompts" and self.kind[key] not in ("prompts", "evaluation"))):
-                    found[kind].add(up)
-        return {kind: self.artifacts(keys) for kind, keys in found.items()}
+                if kind in data and (self.kind[key] == "model" or (kind == "prompts" and self.kind[key] not in ("prompts", "evaluation"))):
+                    data[kind].add(up)
+        return {kind: self.artifacts(keys) for kind, keys in data.items()}
 
     def rounds(self, policy: Artifact) -> list[Round]:
         """Return the rounds that led to a policy and the later rounds that start from it, in order."""
@@ -148,8 +148,8 @@ class _Lineage:
         digest, seen = policy.data_digest, set[str]()
         while digest not in seen:
             seen.add(digest)
-            tried = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
-            chain = [*(one for one in tried if one not in chain), *chain]
+            attempts = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
+            chain = [*(one for one in attempts if one not in chain), *chain]
             passed_gates = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._passed(approvals.get(key, key))]
             if passed_gates:
                 digest = self.digest[passed_gates[-1]["policy"]]

@@ -93,12 +93,12 @@ class Session:
 
         def started(identity: Identity) -> None:
             suspects = self.store.suspects()
-            marked = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
+            warnings = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
             earlier = self.store.find(stage.kind, identity.key)
-            marked += [(earlier, "it is made anew")] if earlier is not None and earlier.key in suspects else []
+            warnings += [(earlier, "it is made anew")] if earlier is not None and earlier.key in suspects else []
             with self._lock:
                 self.unfinished[step] = identity.key
-                for one, what in marked:
+                for one, what in warnings:
                     line = f"{step}: {one.id} is suspect: {suspects[one.key]}; {what}"
                     self.console.say(line)
                     self.reporter.log(line, logging.WARNING)

@@ -157,9 +157,9 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
 
     Fields of other flows are checked too, if the recipe has them. `base`: the recipe that a file inherits from if it names none.
     """
-    chosen = flow_named(flow)
+    target = flow_named(flow)
     values, layers = read_values(name, changes or [], base)
-    steps, settings = dict(fields(chosen)), dict(everything(chosen).settings)
+    steps, settings = dict(fields(target)), dict(everything(target).settings)
     for other in load_flows().values():
         steps = {**fields(other), **steps}
         settings = {**everything(other).settings, **settings}
@@ -170,13 +170,13 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
             values.pop(label, None)
     complaints: list[str] = []
     additions = values.pop("add", None) or {}
-    general, given = General(), {field: values[field] for field in ("seed", "project") if field in values} | {"add": additions}
+    general, entries = General(), {field: values[field] for field in ("seed", "project") if field in values} | {"add": additions}
     try:
-        general = parse(General, given, "")
+        general = parse(General, entries, "")
     except PunaError as error:
         complaints += str(error).splitlines()
-    for label, added in general.add.items():
-        kind = added.stage or label
+    for label, addition in general.add.items():
+        kind = addition.stage or label
         stage = load_stages().get(kind)
         if label in steps or label in settings or label in General.model_fields:
             complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {kind}`")
@@ -191,7 +191,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     own = {field: value for field, value in values.items() if field not in General.model_fields}
     recipe = Recipe(str(values["name"]), general.seed, own, general.add, general.project)
     for field_name, step in steps.items():
-        if field_name in values or (field_name in fields(chosen) and not step.off):
+        if field_name in values or (field_name in fields(target) and not step.off):
             complaints += complaints_of(lambda step=step: recipe.configs(step))
     for one in settings.values():
         complaints += complaints_of(lambda one=one: recipe.number(one))
@@ -211,11 +211,11 @@ def complaints_of(ask: Any) -> list[str]:
 
 def schema(flow: Flow) -> dict[str, Any]:
     """Return the JSON schema of the flow's recipes: the form of a recipe, and what editors complete."""
-    chosen = everything(flow)
+    outline = everything(flow)
     general = General.model_json_schema(ref_template="#/$defs/{model}")
     definitions: dict[str, Any] = general["$defs"]
     properties: dict[str, Any] = general["properties"]
-    for setting in chosen.settings.values():
+    for setting in outline.settings.values():
         bounds = {"type": "integer", "minimum": setting.minimum, "maximum": setting.maximum}
         typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
         properties[setting.name] = {**typed, "default": setting.default, "description": setting.description}

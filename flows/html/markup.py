@@ -102,8 +102,8 @@ def legend(names: Mapping[str, str]) -> Html:
 
 def stacked(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Html:
     """Return a bar of pieces, each with its class and its percentage of the width."""
-    drawn = [tag("i", class_=kind, style=f"width:{width:.2f}%") for kind, width in pieces]
-    return tag("span", drawn, class_=class_, aria_hidden="true")
+    segments = [tag("i", class_=kind, style=f"width:{width:.2f}%") for kind, width in pieces]
+    return tag("span", segments, class_=class_, aria_hidden="true")
 
 
 # --- numbers for people ------------------------------------------------------------------------------

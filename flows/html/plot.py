@@ -79,8 +79,8 @@ def draw(plot: Plot) -> Html:
 
 def grid(plots: Iterable[Plot]) -> Html:
     """Return plots side by side, as many as fit; those without points are left out."""
-    drawn = [draw(plot) for plot in plots if not plot.empty]
-    return tag("div", drawn, class_="plots") if drawn else Html("")
+    figures = [draw(plot) for plot in plots if not plot.empty]
+    return tag("div", figures, class_="plots") if figures else Html("")
 
 
 def colour(index: int) -> str:

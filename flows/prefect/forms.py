@@ -146,8 +146,8 @@ class Choices:
 def label(artifact: Artifact) -> str:
     """Return the label of an artifact in a form: its id, a space, then its distinguishing properties."""
     m = artifact.manifest
-    measured = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
-    size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else measured
+    metric = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
+    size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else metric
     return " · ".join(word for word in (artifact.id, m.stage, size, made_at(artifact)) if word)
 
 

@@ -101,10 +101,10 @@ def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
 
 def accuracy_view(run: Run) -> Html:
     """Show accuracy after each step with its interval: all tasks together, each task, then other metrics."""
-    measured = measurements(run)
-    overall = measured.get((ALL, "accuracy"), [])
+    series = measurements(run)
+    overall = series.get((ALL, "accuracy"), [])
     plots = [_plot("Accuracy on held-out tasks", "accuracy", {"all tasks": overall})] if len(overall) > 1 else []
-    tasks = {t: v for (t, metric), v in measured.items() if metric == "accuracy" and t != ALL and len(v) > 1}
+    tasks = {t: v for (t, metric), v in series.items() if metric == "accuracy" and t != ALL and len(v) > 1}
     if len(tasks) > 1:
         names = sorted(tasks)
         # Evenly: a plot of only one task would have no legend that names it.
@@ -114,7 +114,7 @@ def accuracy_view(run: Run) -> Html:
             of = f" ({number_} of {len(groups)})" if len(groups) > 1 else ""
             plots.append(_plot(f"Accuracy by task{of}", "accuracy", {t: tasks[t] for t in group}))
     others: dict[str, dict[str, list[Measured]]] = defaultdict(dict)
-    for (task, metric), values in sorted(measured.items()):
+    for (task, metric), values in sorted(series.items()):
         if metric != "accuracy" and len(values) > 1:
             others[metric][task] = values
     plots += [_plot(f"{metric.replace('_', ' ').capitalize()}", metric.replace("_", " "), group) for metric, group in others.items()]
@@ -131,12 +131,12 @@ def _plot(title: str, y: str, groups: Mapping[str, Sequence[Measured]]) -> Plot:
 
 def table_view(run: Run) -> Html:
     """Show every measurement: one row per task and metric, one column per evaluation."""
-    measured = measurements(run)
+    series = measurements(run)
     steps = evaluations(run)
-    if not measured:
+    if not series:
         return Html("")
     rows: list[list[Content]] = []
-    for (task, metric), values in sorted(measured.items()):
+    for (task, metric), values in sorted(series.items()):
         by_step = {m.step.name: m for m in values}
         cells = [_cell(by_step.get(step.name)) for step in steps]
         rows.append([task, metric.replace("_", " "), *cells, max(m.n for m in values)])
@@ -238,10 +238,10 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
                 groups[row["model"]].append(value)
         order = [i.data_digest for i in step.artifact.manifest.inputs if i.kind == "model"]
         for digest in sorted(groups, key=lambda d: (order.index(d) if d in order else len(order), d)):
-            measured = mean(groups[digest])
+            estimate = mean(groups[digest])
             name = "policy" if order[:1] == [digest] else "other model" if digest in order else digest[:8]
-            points[name].append((step.label, measured.value))
-            spans[name].append((step.label, measured.low, measured.high))
+            points[name].append((step.label, estimate.value))
+            spans[name].append((step.label, estimate.low, estimate.high))
     return Plot(title, "step", f"mean {column}", points, intervals=spans)
 
 
@@ -267,8 +267,8 @@ def answers_view(run: Run) -> Html:
         task = str(next(iter(questions[i].values()))["about"].get("task"))
         place[i] = turns[task]
         turns[task] += 1
-    chosen = sorted(ranked, key=lambda i: (place[i], ranked.index(i)))[:ANSWERS_SHOWN]
-    blocks = [_question(questions[i], steps) for i in chosen]
+    ids = sorted(ranked, key=lambda i: (place[i], ranked.index(i)))[:ANSWERS_SHOWN]
+    blocks = [_question(questions[i], steps) for i in ids]
     continuations = [_continuation(row) for i in sorted(answers) if i not in questions for row in answers[i].values()]
     view = part("Answers before and after", tag("div", blocks, class_="questions") if blocks else None)
     return join([view, part("How the base model writes on", tag("div", continuations, class_="cards") if continuations else None)])

@@ -43,7 +43,7 @@ def steps(first: Run, second: Run) -> list[tuple[Step | None, Step | None]]:
 
 def figures_view(rows: list[tuple[Step | None, Step | None]]) -> Html | None:
     """Return the numbers that differ, of steps that both runs have."""
-    shown: list[list[Content]] = []
+    differences: list[list[Content]] = []
     for one, other in rows:
         if one is None or other is None or one.artifact.key == other.artifact.key:
             continue
@@ -51,8 +51,8 @@ def figures_view(rows: list[tuple[Step | None, Step | None]]) -> Html | None:
         for name, value in one.metrics.items():
             if name in theirs and theirs[name] != value and all(_counts(v) for v in (value, theirs[name])):
                 cells: list[Content] = [number(value), number(theirs[name]), f"{theirs[name] - value:+.4g}"]
-                shown.append([one.label, name.replace("_", " "), *cells])
-    return table(["step", "metric", "first", "second", "difference"], shown, numeric=(2, 3, 4)) if shown else None
+                differences.append([one.label, name.replace("_", " "), *cells])
+    return table(["step", "metric", "first", "second", "difference"], differences, numeric=(2, 3, 4)) if differences else None
 
 
 def _counts(value: Any) -> bool:

@@ -52,8 +52,8 @@ def shares_view(run: Run, column: str, title: str) -> Html:
     rows: list[list[Content]] = []
     for g in ranked:
         shares = (percent(kept[g], came[g]), percent(characters[g], total))
-        drawn = stacked([("kept", 100 * kept[g] / max(1, most)), ("gone", 100 * (came[g] - kept[g]) / max(1, most))])
-        rows.append([NAMES.get(g, g), drawn, came[g], kept[g], *shares])
+        picture = stacked([("kept", 100 * kept[g] / max(1, most)), ("gone", 100 * (came[g] - kept[g]) / max(1, most))])
+        rows.append([NAMES.get(g, g), picture, came[g], kept[g], *shares])
     head: list[Content] = [title, "", "classified", "kept", "share kept", "of kept text"]
     return part(title.capitalize(), legend({"kept": "kept", "gone": "dropped later"}), table(head, rows, numeric=(2, 3, 4, 5)))
 
@@ -120,7 +120,7 @@ def kept_view(run: Run) -> Html:
         return Html("")
     artifacts = {name: artifact for name in ("language", "domain", "quality") if (artifact := run.signals(name)) is not None}
     words = [name for name in artifacts if name != "quality"]
-    chosen: dict[tuple[str | None, ...], str] = {}
+    examples: dict[tuple[str | None, ...], str] = {}
     spread, at, step = [], 0, max(1, documents.rows() // KEPT_SHOWN)
     for rows, *signals in measured(documents, *(artifacts[name].beside(["id", name]) for name in words)):
         spread += rows["id"].take(pa.array(range(-at % step, len(rows), step), pa.int64())).to_pylist()
@@ -128,8 +128,8 @@ def kept_view(run: Run) -> Html:
         for name, of in zip(words, signals, strict=True):
             rows = rows.append_column(name, of[name].take(pc.index_in(rows["id"], value_set=of["id"].combine_chunks())))
         for row in rows.group_by(words, use_threads=False).aggregate([("id", "first")]).to_pylist() if words else ():
-            chosen.setdefault(tuple(row[name] for name in words), row["id_first"])
-    ids = list(dict.fromkeys([*list(chosen.values())[: KEPT_SHOWN - 1], *spread]))[:KEPT_SHOWN]
+            examples.setdefault(tuple(row[name] for name in words), row["id_first"])
+    ids = list(dict.fromkeys([*list(examples.values())[: KEPT_SHOWN - 1], *spread]))[:KEPT_SHOWN]
     texts = rows_of(documents, ids)
     cards = []
     for one in ids:

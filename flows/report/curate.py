@@ -156,15 +156,15 @@ def duplicates_view(run: Run, step: Step) -> Html:
         every.add(rows, rows["similarity"].to_numpy())
         rows = rows.filter(pc.less(rows["similarity"], 1))
         near.add(rows, rows["similarity"].to_numpy())
-    chosen = [row for _, row in (near if near.rows else every).selection()]
-    ids = {str(i) for row in chosen for i in (row["id"], row["kept_id"])}
+    examples = [row for _, row in (near if near.rows else every).selection()]
+    ids = {str(i) for row in examples for i in (row["id"], row["kept_id"])}
     documents = {name: doc for source in run.filtered(step) for name, doc in rows_of(source, ids).items()}
-    whole = [row for row in chosen if row["id"] in documents and row["kept_id"] in documents]
+    whole = [row for row in examples if row["id"] in documents and row["kept_id"] in documents]
     pairs = [_pair(row, documents[row["id"]], documents[row["kept_id"]], opened=row is whole[0]) for row in whole]
     of_clusters = "select count(*), max(rows) from (select count(*) as rows from found group by cluster)"
     of_methods = "select distinct method from found order by method"
-    ((clusters, largest),), named = query(step.artifact, "duplicates", of_clusters, of_methods)
-    methods = ", ".join(method for (method,) in named)
+    ((clusters, largest),), records = query(step.artifact, "duplicates", of_clusters, of_methods)
+    methods = ", ".join(method for (method,) in records)
     note = f"{every.rows:,} documents removed in {clusters:,} clusters (the largest lost {largest:,}); found by {methods}."
     return part(f"{step.label}: what was removed, beside what was kept", tag("div", pairs, class_="pairs"), note=note)
 

@@ -94,11 +94,11 @@ def _node(key: str, what: Step | str, title: str, place: Place) -> Html:
         count = f"{short(record.rows)} rows" if record is not None and record.rows else what.artifact.kind
         lines = [label, f"{count}{' · reused' if what.reused else ''}"]
         style = f"node f-{_family(what)}{' reused' if what.reused else ''}"
-    written = [
+    texts = [
         tag("text", line, x=f"{MARGIN + x:.1f}", y=f"{top + (16 if len(lines) == 2 else 23) + 14 * i:.1f}", class_="small" if i else None)
         for i, line in enumerate(lines)
     ]
-    return tag("g", tag("title", title), box, written, class_=style, data_key=key[:40])
+    return tag("g", tag("title", title), box, texts, class_=style, data_key=key[:40])
 
 
 def _edge(source: str, target: str, route: Sequence[Place]) -> Html:

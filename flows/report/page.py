@@ -113,10 +113,10 @@ def _model_tiles(run: Run) -> list[Html]:
     tiles = []
     # All pages come as "pages", their categories as "pages/…".
     by_length = sorted(alignment.measurements(run).items(), key=lambda item: -len(item[0][0]))
-    measured = {metric: values[0] for (_, metric), values in by_length}
-    if bits := measured.get("document_bits_per_byte"):
+    metrics = {metric: values[0] for (_, metric), values in by_length}
+    if bits := metrics.get("document_bits_per_byte"):
         names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "with the page's"), ("dictionary_bits_per_byte", "zstd"))
-        baselines = [f"{label} {measured[metric].value:.3f}" for metric, label in names if metric in measured]
+        baselines = [f"{label} {metrics[metric].value:.3f}" for metric, label in names if metric in metrics]
         against = f"of as much text: {', '.join(baselines)}" if baselines else None
         tiles.append(tile("Base model, bits per byte", f"{bits.value:.3f}", against))
     rewards = [step.metrics for step in run.steps if step.stage == "reward_model" and "heldout_accuracy" in step.metrics]
@@ -175,9 +175,9 @@ def _pretraining(run: Run) -> Html:
     base = [s for s in run.kind("model") if s.stage == "pretrain"]
     models = {s.artifact.key for s in base}
     judged = [s for s in alignment.evaluations(run) if any(a.key in models for a in run.inputs(s))]
-    measured = training.figures_view(judged, "What the base model can do")
+    figures = training.figures_view(judged, "What the base model can do")
     heat = training.heat_view([*base, *judged])
-    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), heat, measured)
+    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), heat, figures)
 
 
 def _alignment(run: Run) -> Html:

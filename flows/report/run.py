@@ -160,9 +160,9 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
     if column is None:
         return {}
     columns = ["id", column, *(n for n in ("title", "url", "source", "task") if n in names)]
-    ordered, rows = sorted(wanted), {}
+    targets, rows = sorted(wanted), {}
     for shard in artifact.shards():
-        inside = [i for i in ordered if shard.rows and shard.low[0] <= i <= shard.high[0]]
+        inside = [i for i in targets if shard.rows and shard.low[0] <= i <= shard.high[0]]
         if inside:
             ids = shard.read(0, shard.rows, ["id"])["id"].combine_chunks()
             places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)

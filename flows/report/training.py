@@ -68,8 +68,8 @@ def forecasts_view(run: Run) -> Html:
     rows: list[list[Content]] = []
     for one in query(run.store, "select * from forecasts").to_pylist():
         interval = f"{one['predicted']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
-        measured = "not yet" if one["model"] is None else f"{one['measured']:.3f}, {'inside' if one['inside'] else 'outside'}"
-        rows.append([one["forecast"][:12], f"{one['flops']:.2g}", short(one["tokens"]), interval, measured, (one["model"] or "")[:12]])
+        outcome = "not yet" if one["model"] is None else f"{one['measured']:.3f}, {'inside' if one['inside'] else 'outside'}"
+        rows.append([one["forecast"][:12], f"{one['flops']:.2g}", short(one["tokens"]), interval, outcome, (one["model"] or "")[:12]])
     head: list[Content] = ["forecast", "operations", "tokens", "predicted loss (95 %)", "measured", "model"]
     return part("Forecasts and outcomes", table(head, rows, numeric=(1, 2)) if rows else None)
 
@@ -90,12 +90,12 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
         columns = log_columns(step)
         plots, others = _plots(step, columns)
         first += titled(step, plots)
-        account, measured = None, facts(step)
+        account, metrics = None, facts(step)
         if columns:
             tokens = int(sum(value for value in columns["tokens"] if value is not None))
             account = f"{len(columns['step']):,} steps of {step.stage}, {short(tokens)} tokens, {duration(step.made_seconds)}. "
-        if account or measured:
-            inside = [tag("p", account, measured, class_="note"), grid(others)]
+        if account or metrics:
+            inside = [tag("p", account, metrics, class_="note"), grid(others)]
             heading = f"{len(others)} more curves" if others else "what it measured"
             head = [tag("b", step.label), " ", tag("span", heading, class_="note")]
             more.append(details(head, inside, open_=len(steps) == 1, class_="more"))

@@ -300,8 +300,8 @@ def page_of(artifact: Artifact) -> str:
 
 
 def picture(plot: Plot) -> str:
-    drawn = str(draw(plot))
-    svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + 6]
+    figure = str(draw(plot))
+    svg = figure[figure.index("<svg") : figure.index("</svg>") + 6]
     opened, _, inside = svg.removeprefix("<svg").partition(">")
     whole = f'<svg xmlns="http://www.w3.org/2000/svg" width="570" font-family="sans-serif"{opened}><style>{style()}</style>{inside}'
     return "data:image/svg+xml;base64," + base64.b64encode(whole.encode()).decode()

@@ -86,7 +86,7 @@ def artifact_page(
         ("Stored", f"{size(stored(artifact))}; peak memory {size(m.peak_memory_bytes)}"),
         ("Folder", tag("code", str(artifact.folder))),
     ]  # fmt: skip
-    measured: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
+    metrics: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
     settings: list[list[Content]] = [[name, plain(json.dumps(value))] for name, value in flat(m.config).items() if name]
     before, differences = explain(store, artifact)
     why = None
@@ -102,7 +102,7 @@ def artifact_page(
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
         tag("div", _uses(artifact), class_="buttons"),
         section("rows", "Rows", None, _rows(artifact, shown, start)) if m.tables else None,
-        section("measured", "Measured", None, table(["", ""], measured, numeric=(1,)) if measured else None,
+        section("measured", "Measured", None, table(["", ""], metrics, numeric=(1,)) if metrics else None,
                 grid(Plot.of(figure) for _, figure in sorted(m.figures.items()))),
         section("lineage", "Lineage", None, _lineage(store, artifact)),
         section("settings", "Settings", None, why,
@@ -194,8 +194,8 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
         link = artifact_link(source) if source else tag("code", label)
         made_of.append([item.name, link, item.stage])
     users = (a for a in store.artifacts() if any(i.key == artifact.key for i in a.manifest.inputs))
-    used = list(itertools.islice(users, MOST_USERS))
-    by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, made_at(a)] for a in used]
+    consumers = list(itertools.islice(users, MOST_USERS))
+    by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, made_at(a)] for a in consumers]
     return tag(
         "div",
         part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else note("Nothing of this store.")),

@@ -61,8 +61,8 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
     """Return the leaderboard. `beside`: the model whose differences from the others are shown, else the first."""
     store = site.store.within(project).require_project()
     evaluations = _evaluations(store, project)
-    asked = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]
-    models = ranked([Candidate.of(store, one, evaluations) for one in asked[:MOST]])
+    candidates = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]
+    models = ranked([Candidate.of(store, one, evaluations) for one in candidates[:MOST]])
     about, switch = f"project={project}&" if project else "", projects_nav(store, project, "/puna/benchmarks", every=True)
     reference = next((one for one in models if one.model.key.startswith(beside or "")), None)
     start = tag("p", button("Evaluate a model", "/puna/start/benchmark"), class_="buttons")
@@ -194,21 +194,21 @@ def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alia
     if not (common := set.intersection(*(set(own) for own in results if own))):
         raise PunaError(f"{task}: the two evaluations have no metric in common")
     metric = main_metric(common)
-    asked = [_answers(one, task) for one in evaluations]
-    both = [key for key in asked[0] if all(key in own for own in asked)]
-    right = {key: [own[key]["about"].get(metric) for own in asked] for key in both}
+    answers = [_answers(one, task) for one in evaluations]
+    both = [key for key in answers[0] if all(key in own for own in answers)]
+    right = {key: [own[key]["about"].get(metric) for own in answers] for key in both}
     some = {"": both, "differ": [key for key in both if len({*right[key]}) > 1], "wrong": [key for key in both if {*right[key]} == {0.0}]}
-    chosen = some[which]
+    keys = some[which]
     total = max(len(own[metric][1]) for own in results if own)
     offered = {name: words for name, words in WHICH.items() if name != "differ" or len(names) > 1}
     links = [tab(words, _questions(task, *names, which=name), name == which) for name, words in offered.items()]
-    counted = f"{len(chosen):,} of the {len(both):,} questions that are kept with answers (setting examples); {total:,} were asked."
-    if len(chosen) > SHOWN:
-        counted += f" The first {SHOWN} are shown."
-    shown = [_question([own[key] for own in asked], right[key], titles) for key in chosen[:SHOWN]]
+    summary = f"{len(keys):,} of the {len(both):,} questions that are kept with answers (setting examples); {total:,} were asked."
+    if len(keys) > SHOWN:
+        summary += f" The first {SHOWN} are shown."
+    questions = [_question([own[key] for own in answers], right[key], titles) for key in keys[:SHOWN]]
     models = [artifact_link(model, _name(site.store, model)) for model in map(_model, evaluations)]
     lead = [[f"{title}: " if title else "", link, " "] for title, link in zip(titles, models, strict=True)]
-    return site.page(task, tag("nav", links, aria_label="Questions"), note(counted), tag("div", shown, class_="pairs"),
+    return site.page(task, tag("nav", links, aria_label="Questions"), note(summary), tag("div", questions, class_="pairs"),
                      here="benchmarks", lead=lead)  # fmt: skip
 
 
@@ -224,8 +224,8 @@ def _question(rows: Sequence[Mapping[str, Any]], right: Sequence[float | None], 
     verdicts = [_verdict(title, value) for title, value in zip(titles, right, strict=True)]
     sides = [tag("div", tag("h4", title), _verdict("", value), _answer(row)) for title, row, value in zip(titles, rows, right, strict=True)]
     target = tag("p", "right answer: ", tag("b", excerpt(_target(first["about"]))))
-    asked = tag("p", str(first["prompt"]), class_="said", dir="auto")
-    return details([tag("b", excerpt(str(first["prompt"]), TITLE)), " ", verdicts], asked, target, tag("div", sides, class_="sides"))
+    prompt = tag("p", str(first["prompt"]), class_="said", dir="auto")
+    return details([tag("b", excerpt(str(first["prompt"]), TITLE)), " ", verdicts], prompt, target, tag("div", sides, class_="sides"))
 
 
 def _target(about: Mapping[str, Any]) -> str:
@@ -244,8 +244,8 @@ def _answer(row: Mapping[str, Any]) -> Content:
     """Return a model's answer: the options with their probabilities, or its text with its verifier's result."""
     about = row["about"]
     if not (nats := about.get("nats")):
-        said = [tag("p", text, class_="note") for text in dict.fromkeys(about.get("said") or ()) if text]
-        return [tag("p", str(row["text"]), class_="said", dir="auto"), said]
+        remarks = [tag("p", text, class_="note") for text in dict.fromkeys(about.get("said") or ()) if text]
+        return [tag("p", str(row["text"]), class_="said", dir="auto"), remarks]
     whole = sum(math.exp(value - max(nats.values())) for value in nats.values())
     rows: list[list[Content]] = []
     for choice, value in nats.items():

@@ -41,9 +41,9 @@ def chat_page(site: Here, model: str = "") -> str:
         return site.page("Chat", here="chat", lead=["The store holds no model yet: ", *ways])
     names = site.store.names()
     aliases = {name: artifact for artifact in models for name in names.get(artifact.key, [])}
-    chosen = model or next((name for name in ("policy@latest", *aliases) if name in aliases), models[0].id)
-    options = [option(name, f"{name} · {artifact.id}", chosen=name == chosen) for name, artifact in aliases.items()]
-    options += [option(one.id, f"{one.id} · {one.manifest.stage}", chosen=one.id == chosen) for one in models[:MOST_MODELS]]
+    choice = model or next((name for name in ("policy@latest", *aliases) if name in aliases), models[0].id)
+    options = [option(name, f"{name} · {artifact.id}", chosen=name == choice) for name, artifact in aliases.items()]
+    options += [option(one.id, f"{one.id} · {one.manifest.stage}", chosen=one.id == choice) for one in models[:MOST_MODELS]]
     return site.page(
         "Chat",
         tag("form",

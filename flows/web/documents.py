@@ -75,12 +75,12 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
     names = store.names()
     aliases = {alias: one for one in artifacts for alias in names.get(one.key, ())}
     near = similar_documents(store, text) if text else None
-    chosen = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", artifacts[0])
-    rules = _rules(chosen)
-    choices = list({one.key: one for one in (chosen, *artifacts[:MOST_HITS])}.values())
+    artifact = near[0] if near else store.resolve(name) if name else aliases.get("documents@latest", artifacts[0])
+    rules = _rules(artifact)
+    choices = list({one.key: one for one in (artifact, *artifacts[:MOST_HITS])}.values())
     titles = {one: " · ".join([*names.get(one.key, ()), one.id, one.manifest.stage, f"{one.rows():,} rows"]) for one in choices}
-    options = [option(one.id, title, chosen=one.key == chosen.key) for one, title in titles.items()]
-    which = [option("", f"kept: {chosen.rows():,}", chosen=not rule)]
+    options = [option(one.id, title, chosen=one.key == artifact.key) for one, title in titles.items()]
+    which = [option("", f"kept: {artifact.rows():,}", chosen=not rule)]
     if rules:
         which.append(option(ANY, f"dropped by {ANY}: {rules.total():,}", chosen=rule == ANY))
         which += [option(one, f"dropped by {one}: {count:,}", chosen=one == rule) for one, count in rules.most_common()]
@@ -91,8 +91,8 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
         tag("p", tag("button", "Search", class_="main")),
         action="/puna/documents", method="get")  # fmt: skip
     return site.page(
-        "Documents", tag("div", form, tag("div", _dropped_by(chosen, rules)), class_="two"),
-        near_form(options, near[1] if near else ""), near[2] if near else _results(store, chosen, words, rule), here="documents",
+        "Documents", tag("div", form, tag("div", _dropped_by(artifact, rules)), class_="two"),
+        near_form(options, near[1] if near else ""), near[2] if near else _results(store, artifact, words, rule), here="documents",
     )  # fmt: skip
 
 

@@ -111,10 +111,10 @@ def _waits(one: Round, project: str) -> Html:
         rows.setdefault(row["task"], {})[row["metric"]] = (
             f"{row['value']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if row["metric"] == "gain" else f"{row['value']:.3f}"
         )
-    measured: list[list[Content]] = [[task, *(found.get(name, "") for name in ("before", "after", "gain"))] for task, found in rows.items()]
+    lines: list[list[Content]] = [[task, *(found.get(name, "") for name in ("before", "after", "gain"))] for task, found in rows.items()]
     return tag("section",
         tag("h2", f"Round {one.number} waits for your word"), tag("p", str(one.deciding.manifest.metrics["reason"])),
-        table(["task", "policy", "candidate", "gain, 95 % interval"], measured, numeric=(1, 2, 3)),
+        table(["task", "policy", "candidate", "gain, 95 % interval"], lines, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
             tag("a", "talk to it", href=f"/puna/chat?model={one.candidate.id}")),
         tag("form", hidden("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
@@ -137,7 +137,7 @@ def _gates(history: Sequence[Round]) -> Html:
 
 
 def _leaderboard(store: Store) -> Html:
-    names, called = store.names(), models_by_step(store)
+    names, labels = store.names(), models_by_step(store)
     best: dict[str, tuple[Artifact, dict[str, float]]] = {}
     titles: dict[str, str] = {}
     for one in store.artifacts():
@@ -147,16 +147,16 @@ def _leaderboard(store: Store) -> Html:
         values = {name: float(v) for name, v in one.manifest.metrics.items() if name in MEASURED and isinstance(v, int | float)}
         if model is not None and values:
             best[model.key] = (model, {**best.get(model.key, (model, {}))[1], **values})
-            if one.key in called:
-                titles.setdefault(model.key, called[one.key])
+            if one.key in labels:
+                titles.setdefault(model.key, labels[one.key])
     columns = [name for name in MEASURED if any(name in values for _, values in best.values())]
     if not columns:
         return Html("")
     lower = columns[0] in ("loss", "document_bits_per_byte")
     worst = float("inf") if lower else float("-inf")
-    ordered = sorted(best.values(), key=lambda pair: pair[1].get(columns[0], worst), reverse=not lower)
+    ranking = sorted(best.values(), key=lambda pair: pair[1].get(columns[0], worst), reverse=not lower)
     rows: list[list[Content]] = []
-    for place, (model, values) in enumerate(ordered[:MOST], 1):
+    for place, (model, values) in enumerate(ranking[:MOST], 1):
         aliases = [[tag("span", name, class_="tag"), " "] for name in names.get(model.key, [])]
         cells: list[Content] = [number(values[name]) if name in values else "–" for name in columns]
         rows.append([place, [aliases, artifact_link(model, titles.get(model.key))], model.manifest.stage, *cells, made_at(model)])
@@ -173,7 +173,7 @@ def _next(store: Store, prefect: str | None) -> Content:
               tag("input", type="number", name="preferences", min=0, value=now.preferences)),
         field("With the recipe", tag("select", recipes, name="recipe")),
         tag("p", tag("button", "Keep"), class_="buttons"), action="/puna/rounds/next", method="post")  # fmt: skip
-    started: Content = [button("Start one now", f"/puna/start/round?project={store.project}")]
+    buttons: Content = [button("Start one now", f"/puna/start/round?project={store.project}")]
     if prefect:
-        started = [started, " ", button("Set a schedule, in Prefect", "/puna/deployment/round")]
-    return tag("div", tag("p", state), form, tag("p", started, class_="buttons"))
+        buttons = [buttons, " ", button("Set a schedule, in Prefect", "/puna/deployment/round")]
+    return tag("div", tag("p", state), form, tag("p", buttons, class_="buttons"))

@@ -95,10 +95,10 @@ def rules_page(site: Here, request: Request) -> str:
     selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
     if not selections:
         return site.page("Rules", here="rules", lead="No selection was made yet: run `curate`, or the stage `select`.")
-    chosen = store.resolve(name) if name else max(selections[:12], key=lambda artifact: artifact.rows("dropped"))
-    of = selection(store, chosen)
+    choice = store.resolve(name) if name else max(selections[:12], key=lambda artifact: artifact.rows("dropped"))
+    of = selection(store, choice)
     others = [
-        tab(f"{artifact.id} · {artifact.rows():,} rows", f"/puna/rules?artifact={artifact.key[:12]}", artifact.key == chosen.key)
+        tab(f"{artifact.id} · {artifact.rows():,} rows", f"/puna/rules?artifact={artifact.key[:12]}", artifact.key == choice.key)
         for artifact in selections[:12]
     ]
     moved = _moved(of, query)
@@ -107,10 +107,10 @@ def rules_page(site: Here, request: Request) -> str:
         "Rules", tag("nav", others, aria_label="Selections"),
         tag("form", tag("div", replay(of, query), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
             tag("p", tag("button", "Show"), " ", tag("button", "As they were", type="reset")),
-            hidden("artifact", chosen.key[:12]), action="/puna/rules", id="rules",
+            hidden("artifact", choice.key[:12]), action="/puna/rules", id="rules",
             data_from="/puna/rules/outcome"),
         here="rules",
-        lead=["Move a threshold of ", artifact_link(chosen), ": its own rules decide again from the stored signals. Nothing is changed."],
+        lead=["Move a threshold of ", artifact_link(choice), ": its own rules decide again from the stored signals. Nothing is changed."],
     )  # fmt: skip
 
 
@@ -189,9 +189,9 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
     control = tag("input", type="range", min=f"{low:.12g}", max=f"{high:.12g}", step=f"{step:.12g}", value=f"{now:.12g}",
                   data_was=f"{rule.number:.12g}", aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
     box = tag("input", type="number", name=rule.name, step=1 if whole else "any", value=f"{now:.12g}", aria_label=rule.name)
-    drawn = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
+    histogram = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
     unit = f"{number(low, 3)} to {number(high, 3)}"
-    return tag("div", tag("b", rule.name), tag("p", "goes when ", label, box), drawn, control, tag("small", unit), class_="slider")
+    return tag("div", tag("b", rule.name), tag("p", "goes when ", label, box), histogram, control, tag("small", unit), class_="slider")
 
 
 def _span(finite: Any, threshold: float) -> tuple[float, float]:

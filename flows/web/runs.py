@@ -213,9 +213,9 @@ def steps_view(steps: list[Step]) -> Html:
     for step in steps:
         artifact = step.artifact
         state = tag("span", "reused", class_="tag") if step.reused else duration(step.seconds)
-        drawn = None if step.reused else bar(step.seconds / longest, duration(step.seconds))
+        share = None if step.reused else bar(step.seconds / longest, duration(step.seconds))
         label: Content = [tag("b", step.label), tag("small", step.stage)]
-        rows.append([label, artifact_link(artifact), counted_rows(artifact), counted_rows(artifact, "dropped"), state, drawn])
+        rows.append([label, artifact_link(artifact), counted_rows(artifact), counted_rows(artifact, "dropped"), state, share])
     if not rows:
         return note("No step has finished yet.")
     return table(["step", "artifact", "rows", "dropped", "took", "share of the longest"], rows, numeric=(2, 3, 4))

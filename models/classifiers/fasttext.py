@@ -83,8 +83,8 @@ def fit(
     counts = np.bincount(codes, minlength=len(words))
     order = np.argsort(-counts, kind="stable")
     order = order[counts[order] >= min_count]
-    known = np.full(len(words), -1, np.int32)
-    known[order] = np.arange(len(order))
+    word_rows = np.full(len(words), -1, np.int32)
+    word_rows[order] = np.arange(len(order))
     buckets = buckets if ngrams > 1 else 0
     first = _aligned(len(order) + buckets, dimension)
     first[: len(order)] = (2 * np.random.default_rng(seed).random((len(order), dimension), np.float32) - 1) / np.float32(dimension)
@@ -105,10 +105,10 @@ def fit(
 
     with Saver(SAVE_SECONDS, None if state is None else save) as saver:
         while step < steps:
-            started, stop = time.perf_counter(), min(steps, step + SLICE)
-            if not _descend(codes, bounds, known, short, classes, weights, rate, epochs, step, stop):
+            start, stop = time.perf_counter(), min(steps, step + SLICE)
+            if not _descend(codes, bounds, word_rows, short, classes, weights, rate, epochs, step, stop):
                 raise ValueError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
-            step, seconds = stop, seconds + time.perf_counter() - started
+            step, seconds = stop, seconds + time.perf_counter() - start
             saver.stepped(step == steps and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
     return Model(words.take(pa.array(order)), labels, weights)
@@ -146,9 +146,9 @@ def read(file: Path) -> Model | None:
             at += matrices[-1].nbytes
     except (struct.error, ValueError):
         return None
-    known = pa.array(names[:words], pa.large_binary()).cast(pa.large_string())
+    vocabulary = pa.array(names[:words], pa.large_binary()).cast(pa.large_string())
     first, last = matrices
-    return Model(known, [name.decode().removeprefix(LABEL) for name in names[words:]], Weights(first, last, words, ngrams, buckets))
+    return Model(vocabulary, [name.decode().removeprefix(LABEL) for name in names[words:]], Weights(first, last, words, ngrams, buckets))
 
 
 def _aligned(rows: int, dimension: int) -> NDArray[np.float32]:
@@ -162,8 +162,8 @@ def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArra
     """Return the bytes of lines, each followed by fastText's end word `</s>` and a space, and their bounds. A zero byte, which would end a
     name in a file, becomes a one."""
     whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
-    ended = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
-    data, bounds = buffers(pc.ascii_ltrim_whitespace(ended))  # where the line is empty
+    texts = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
+    data, bounds = buffers(pc.ascii_ltrim_whitespace(texts))  # where the line is empty
     return data[: bounds[-1]], bounds
 
 
@@ -301,12 +301,12 @@ def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray
 def _score(data: NDArray[np.uint8], bounds: NDArray[np.int64], keys: NDArray[np.uint64], places: NDArray[np.int32],
            weights: Weights) -> NDArray[np.float32]:  # fmt: skip
     result, longest = np.zeros((len(bounds) - 1, len(weights.last)), np.float32), np.diff(bounds).max() // 2 + 1 if len(bounds) > 1 else 0
-    known, short, long = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest, np.uint64)
+    word_rows, short, long = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest, np.uint64)
     rows, hidden = np.empty(longest * max(1, weights.ngrams), np.int32), np.empty(weights.first.shape[1], np.float32)
     for n in range(len(result)):
         words = _read(data, bounds[n], bounds[n + 1], short, long)
         for i in range(words):
-            known[i] = places[place(keys, long[i])]
-        if _forward(known[:words], short[:words], weights, rows, hidden, result[n]) <= 0:
+            word_rows[i] = places[place(keys, long[i])]
+        if _forward(word_rows[:words], short[:words], weights, rows, hidden, result[n]) <= 0:
             result[n] = 0
     return result

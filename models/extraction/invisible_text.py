@@ -160,7 +160,7 @@ def _tag_end(text: NDArray[np.uint8], at: int, stop: int) -> int:
         elif c in (OPEN, 10):
             return begin
         elif c == CLOSE:
-            known = built or (valued and is_space(text[rest])) or (closes and length >= 4)
-            return at + 1 if known and (rest == at or is_space(text[rest]) or text[rest] == SLASH) else begin
+            is_tag = built or (valued and is_space(text[rest])) or (closes and length >= 4)
+            return at + 1 if is_tag and (rest == at or is_space(text[rest]) or text[rest] == SLASH) else begin
         at += 1
     return begin

@@ -58,7 +58,7 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
     if len(inside) == 0:
         return cells, columns
     grid, size, count = _grid(page), np.zeros(len(elements), np.int64), np.zeros(len(elements), np.int64)
-    long, used, tables = np.zeros(len(elements), np.bool_), np.zeros(len(elements), np.int64), np.zeros(n, np.int64)
+    long, masks, tables = np.zeros(len(elements), np.bool_), np.zeros(len(elements), np.int64), np.zeros(n, np.int64)
     for b in inside:
         e = blocks[b, L.ELEMENT]
         while e > 0 and elements[e, L.TAG] != T_TD and elements[e, L.TAG] != T_TH:
@@ -77,12 +77,12 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
     for b in inside:
         row = elements[cells[b], L.PARENT]
         if cells[b] >= 0 and not long[row]:  # the last column is counted for none: it tells whether the table has data
-            used[tables[b]] |= 1 << grid[cells[b]] | int(count[row] > 1) << MAX_COLUMNS - 1
+            masks[tables[b]] |= 1 << grid[cells[b]] | int(count[row] > 1) << MAX_COLUMNS - 1
     before = -1
     for b in inside:
         cell, row = cells[b], elements[cells[b], L.PARENT]
-        if cell >= 0 and not long[row] and used[tables[b]] >> MAX_COLUMNS - 1 and (count[row] > 1 or cell != before):
-            columns[b], mask = 0, used[tables[b]] & (1 << grid[cell]) - 1
+        if cell >= 0 and not long[row] and masks[tables[b]] >> MAX_COLUMNS - 1 and (count[row] > 1 or cell != before):
+            columns[b], mask = 0, masks[tables[b]] & (1 << grid[cell]) - 1
             while mask:
                 columns[b], mask = columns[b] + 1, mask & (mask - 1)
         before = cell

@@ -129,9 +129,9 @@ def check_files(folder: Path) -> None:
 
 def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
     """Return the model whose parameters are these tensors themselves."""
-    stored: Head = "scalar" if "score.weight" in state else "lm"
+    own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
-        model = Transformer(config, head or stored)
+        model = Transformer(config, head or own_head)
     embedding = state.get("model.embed_tokens.weight")
     if model.head == "scalar":
         state.pop("lm_head.weight", None)

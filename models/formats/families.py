@@ -55,12 +55,12 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         both = bool(raw.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
         values |= _window(raw, kind) | _experts(raw, kind) | _latent(raw, kind) | {"qkv_bias": both or kind == "qwen2", "o_bias": both}
         values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
-    chosen = {name: values[name] for name in fields if values.get(name) is not None}
-    missing = [name for name, field in fields.items() if field.is_required() and name not in chosen]
+    settings = {name: values[name] for name in fields if values.get(name) is not None}
+    missing = [name for name, field in fields.items() if field.is_required() and name not in settings]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
     try:
-        return ModelConfig(**chosen)
+        return ModelConfig(**settings)
     except ValidationError as error:
         raise ValueError(problems(error)) from error
 
@@ -110,12 +110,12 @@ def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     own = kind == "qwen3_moe"
     experts = raw.get("num_local_experts") or raw.get("num_experts")
     width = raw.get("moe_intermediate_size" if own else "intermediate_size")
-    chosen = raw.get("num_experts_per_tok")
-    if not (experts and width and chosen):
+    top_k = raw.get("num_experts_per_tok")
+    if not (experts and width and top_k):
         raise ValueError("missing the number of experts, num_experts_per_tok or the experts' width")
     normed = bool(raw.get("norm_topk_prob", False)) if own else True
     moe = {
-        "num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width, "norm_topk_prob": normed,
+        "num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": width, "norm_topk_prob": normed,
         "router_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),
     }  # fmt: skip
     return {"moe": moe}

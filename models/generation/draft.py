@@ -113,8 +113,8 @@ class DraftedEngine(Engine):
             (p_SV, wrong), q_SV = distribution(logits_SV[rows], some), torch.stack(q)
             errors |= {rows[number]: error for number, error in wrong.items()}
             settled = dict(zip(rows, judged(p_SV, q_SV, guessed, numbers, _uniforms(some, p_SV)).tolist(), strict=True))
-        drawn = draw(logits_SV, draws, settled)
-        return drawn._replace(errors={**errors, **drawn.errors})
+        samples = draw(logits_SV, draws, settled)
+        return samples._replace(errors={**errors, **samples.errors})
 
 
 def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:

@@ -153,8 +153,8 @@ class Engine:
             completions[request] = {}
         total = sum(own.n for own in each)
         with closing(self._events(list(completions))) as events:
-            ended = ((event, event.completion) for event in events if event.completion is not None)
-            for done, (event, completion) in enumerate(ended, 1):
+            endings = ((event, event.completion) for event in events if event.completion is not None)
+            for done, (event, completion) in enumerate(endings, 1):
                 completions[event.request][event.number] = completion
                 if progress is not None:
                     progress(done, total)

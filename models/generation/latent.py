@@ -87,10 +87,10 @@ class LatentPages(OverLatents):
         last = np.zeros(len(tables), np.int32)
         np.maximum.at(last, sequence, position // PAGE)
         visible = np.arange(tables.shape[1]) <= last[:, None]
-        used, numbers = np.unique(tables[visible], return_inverse=True)
+        pages, numbers = np.unique(tables[visible], return_inverse=True)
         renumbered = np.zeros_like(tables)
         renumbered[visible] = numbers
-        return torch.from_numpy(used.astype(np.int64)).to(plan.device), PagedPlan(
+        return torch.from_numpy(pages.astype(np.int64)).to(plan.device), PagedPlan(
             torch.from_numpy(renumbered), plan.sequence, plan.position, plan.device
         )
 

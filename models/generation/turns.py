@@ -38,8 +38,8 @@ def converse(
                 one = Completion([*one.tokens, *tokens], [*one.logprobs, *[0.0] * len(tokens)], False, own)
             answers[number] = prompt, one._replace(finished=reply is None)
         each = [replace(params, n=1, max_tokens=left) for left in room.values()]
-        asked = [prompt + one.tokens for prompt, one in map(answers.__getitem__, room)]
-        for number, (turn,) in zip(room, engine.generate(asked, each, progress), strict=True):
+        contexts = [prompt + one.tokens for prompt, one in map(answers.__getitem__, room)]
+        for number, (turn,) in zip(room, engine.generate(contexts, each, progress), strict=True):
             prompt, one = answers[number]
             answers[number] = prompt, Completion(one.tokens + turn.tokens, one.logprobs + turn.logprobs, turn.finished, one.replies)
         going = [number for number in room if answers[number][1].finished]

@@ -40,11 +40,11 @@ class Grams(NamedTuple):
 @lru_cache(maxsize=1)
 def grams() -> Grams:
     """Return the classifier that comes with Puna."""
-    with np.load(FILE, allow_pickle=False) as stored:
-        labels, scripts = stored["labels"].tolist(), stored["scripts"].tolist()
-        costs = np.repeat(stored["unseen"][None], 1 << BITS, axis=0)
-        gaps, values = stored["gaps"], stored["values"]  # each look into the file unpacks it
-        start = np.cumsum(np.r_[0, stored["lengths"]])
+    with np.load(FILE, allow_pickle=False) as archive:
+        labels, scripts = archive["labels"].tolist(), archive["scripts"].tolist()
+        costs = np.repeat(archive["unseen"][None], 1 << BITS, axis=0)
+        gaps, values = archive["gaps"], archive["values"]  # each look into the file unpacks it
+        start = np.cumsum(np.r_[0, archive["lengths"]])
         for column in range(len(labels)):
             rows = slice(start[column], start[column + 1])
             costs[np.cumsum(gaps[rows], dtype=np.int64), column] = values[rows]

@@ -49,12 +49,12 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
     _lines(data, offsets, wanted, limit, kinds(), begins, ends, letters, capitals, unsure, bounds)
     count = bounds[-1]
     begins, ends, keep = begins[:count], ends[:count], ~unsure[:count]
-    known: dict[bytes, bool] = {}
+    verdicts: dict[bytes, bool] = {}
     for line in np.flatnonzero(~keep).tolist():  # references say the same again and again
         text = data[begins[line] : ends[line]].tobytes()
-        if text not in known:
-            known[text] = looks_like_code(text.decode("utf-8", "surrogatepass").lstrip(BULLETS))
-        keep[line] = not known[text]
+        if text not in verdicts:
+            verdicts[text] = looks_like_code(text.decode("utf-8", "surrogatepass").lstrip(BULLETS))
+        keep[line] = not verdicts[text]
     sizes = np.zeros((3, len(offsets)), np.int64)
     out = np.empty(int((ends - begins)[keep].sum() + np.count_nonzero(keep)), np.uint8)
     _joined(data, bounds, begins, ends, letters, capitals, keep, out, sizes)
@@ -90,12 +90,12 @@ def _lines(
             for at in range(first, last):
                 size += data[at] & 0xC0 != 0x80
             windows = WINDOWS if size > limit else 1
-        start, passed = first, 0
+        start, position = first, 0
         for window in range(windows if wanted[d] else 0):
             stop = last
             if windows > 1:
                 begin = window * (size - limit // WINDOWS) // (WINDOWS - 1)
-                start, passed = _after(data, start, last, begin - passed), begin
+                start, position = _after(data, start, last, begin - position), begin
                 stop = _after(data, start, last, limit // WINDOWS)
             at = start
             while at < stop:

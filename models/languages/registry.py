@@ -60,15 +60,15 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
     """
     rows: list[LanguageRow] = []
     names: list[str] = []
-    known = [name for name in (*LanguageRow.model_fields, *SCALED) if name != "factors"]
+    columns = [name for name in (*LanguageRow.model_fields, *SCALED) if name != "factors"]
     try:
         with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 cells = line.rstrip("\n").split("\t")
                 if line.startswith("#") or not any(cells):
                     continue
-                if wrong := [] if names else [name for name in cells if name not in known]:
-                    raise ValueError(f"{file}: there is no column {wrong[0]!r}; the columns are {', '.join(known)}")
+                if wrong := [] if names else [name for name in cells if name not in columns]:
+                    raise ValueError(f"{file}: there is no column {wrong[0]!r}; the columns are {', '.join(columns)}")
                 if not names and len(set(cells)) < len(cells):
                     twice = next(name for name in cells if cells.count(name) > 1)
                     raise ValueError(f"{file}: the column {twice!r} is there twice, line {number}: leave one")

@@ -148,15 +148,15 @@ def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[
 
 
 def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
-    known = voters()
+    panel = voters()
     codes, bounds = code_points("".join(texts)), np.cumsum([0, *map(len, texts)])
     result = [Found(NO_LANGUAGE, 1.0, NO_SCRIPT)] * len(texts)
     numbers, shares = script_shares(codes, bounds)
     scripts = [CODES[number] for number in numbers]
     by_cld2: dict[int, dict[int, float]] = {}
     for row, (text, number, share) in enumerate(zip(texts, numbers, shares, strict=True)):
-        if number and share >= SCRIPT_FROM and number in known.alone:
-            result[row] = Found(known.alone[number], 1.0, scripts[row])
+        if number and share >= SCRIPT_FROM and number in panel.alone:
+            result[row] = Found(panel.alone[number], 1.0, scripts[row])
         elif number:
             if number == MYMR and is_zawgyi(codes[bounds[row] : bounds[row + 1]]):
                 scripts[row] = ZAWGYI
@@ -167,25 +167,25 @@ def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
                 and len(text) >= ENOUGH
                 and answers[0][1] >= ALONE_FROM
                 and answers[0][0] not in ABSORBING
-                and answers[0][0] in known.places
+                and answers[0][0] in panel.places
             ):
                 result[row] = Found(*answers[0], scripts[row])
             else:
-                by_cld2[row] = _shares(answers, known)
+                by_cld2[row] = _shares(answers, panel)
     if not by_cld2:
         return result
     total = _totals(texts, codes, bounds, np.array(numbers), by_cld2)
     chance = np.exp(total - total.max(axis=1, keepdims=True))
     every = chance.sum(axis=1)
     members: dict[int, NDArray[np.int64]] = {}
-    for n, (row, chosen) in enumerate(zip(by_cld2, total.argmax(axis=1).tolist(), strict=True)):
-        if numbers[row] == HANI and known.languages[chosen] in SINITIC:
+    for n, (row, winner) in enumerate(zip(by_cld2, total.argmax(axis=1).tolist(), strict=True)):
+        if numbers[row] == HANI and panel.languages[winner] in SINITIC:
             cantonese = sum(map(texts[row].count, CANTONESE)) > sum(map(texts[row].count, MANDARIN))
-            chosen = known.places[SINITIC[cantonese]]
-        if chosen not in members:
-            members[chosen] = np.flatnonzero(group == group[chosen])
-        together = float(chance[n, members[chosen]].sum() / every[n])
-        result[row] = Found(known.languages[chosen], min(together, 1.0), scripts[row])
+            winner = panel.places[SINITIC[cantonese]]
+        if winner not in members:
+            members[winner] = np.flatnonzero(group == group[winner])
+        together = float(chance[n, members[winner]].sum() / every[n])
+        result[row] = Found(panel.languages[winner], min(together, 1.0), scripts[row])
     return result
 
 
@@ -193,23 +193,23 @@ def _totals(
     texts: list[str], codes: NDArray[np.uint32], bounds: NDArray[np.int64], numbers: NDArray[np.int64], by_cld2: dict[int, dict[int, float]]
 ) -> NDArray[np.float64]:
     """Return the joint log-probability of each language for the texts whose answers of CLD2 are `by_cld2`, float64[texts, languages]."""
-    known, rows = voters(), np.array(list(by_cld2))
+    panel, rows = voters(), np.array(list(by_cld2))
     # Of Han characters there are so many that n-grams of a short text tell its subject, not its language.
     results = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
-    total = np.full((len(rows), len(known.languages)), GRAMS_UNKNOWN)
-    order, starts = known.by_language
+    total = np.full((len(rows), len(panel.languages)), GRAMS_UNKNOWN)
+    order, starts = panel.by_language
     own = np.maximum.reduceat(results[:, order], starts, axis=1)  # a language in several spellings has several labels
-    total[:, known.columns[order[starts]]] = np.where(np.isneginf(own), GRAMS_UNKNOWN, np.maximum(GRAMS_LEAST, GRAMS_WEIGHT * own))
-    words = np.tile(known.cld2 - known.rare, (len(rows), 1))
+    total[:, panel.columns[order[starts]]] = np.where(np.isneginf(own), GRAMS_UNKNOWN, np.maximum(GRAMS_LEAST, GRAMS_WEIGHT * own))
+    words = np.tile(panel.cld2 - panel.rare, (len(rows), 1))
     for n, shares in enumerate(by_cld2.values()):
         for at, share in shares.items():
-            words[n, at] = CLD2.of(share) - known.rare[at]
+            words[n, at] = CLD2.of(share) - panel.rare[at]
     total += words
-    best = np.where(np.isneginf(results).all(axis=1), -1, known.columns[results.argmax(axis=1)]).tolist()
+    best = np.where(np.isneginf(results).all(axis=1), -1, panel.columns[results.argmax(axis=1)]).tolist()
     for n, (row, shares) in enumerate(by_cld2.items()):
         if best[n] < 0 or shares.get(best[n], 0.0) < SURE:
-            answers = known.lid.copy()
-            for at, share in _shares(_lid(texts[row]), known).items():
+            answers = panel.lid.copy()
+            for at, share in _shares(_lid(texts[row]), panel).items():
                 answers[at] = LID.of(share)
             total[n] += answers
     return total

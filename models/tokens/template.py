@@ -73,10 +73,10 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
-        named = dict(*rest, **values)
-        for name in named:
+        attributes = dict(*rest, **values)
+        for name in attributes:
             _check_name(name)
-        jinja2.utils.Namespace.__init__(self, named)
+        jinja2.utils.Namespace.__init__(self, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)

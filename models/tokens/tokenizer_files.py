@@ -58,12 +58,12 @@ def read_files(folder: Path) -> TokenizerFiles:
 def check_content(content: Mapping[str, Any], more: int) -> None:
     """Raise ValueError if a tokenizer.json has more or longer tokens than are read, or steps that cost too much. `more`: tokens that are
     added to its own."""
-    model, added = content.get("model") or {}, content.get("added_tokens") or []
+    model, added_tokens = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
     ids = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
-    ids = {**ids, **{token["content"]: token["id"] for token in added}}
-    if len(added) + more > ADDED:
-        raise ValueError(f"{len(added) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are read")
+    ids = {**ids, **{token["content"]: token["id"] for token in added_tokens}}
+    if len(added_tokens) + more > ADDED:
+        raise ValueError(f"{len(added_tokens) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are read")
     if (top := max(ids.values(), default=0)) >= TOKENS:
         raise ValueError(f"it has a token with the id {top:,}: ids below {TOKENS:,} are read")
     searched = model.get("type") in ("Unigram", "WordPiece")

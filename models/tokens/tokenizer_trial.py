@@ -50,9 +50,9 @@ GROWTH, LITERAL = 64, 256  # how many times longer known steps may make a text, 
 
 def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
     """Return the steps before a tokenizer's vocabulary look-up, as in `tokenizer.json`."""
-    added = [{"id": id_, **token.__getstate__()} for id_, token in sorted(backend.get_added_tokens_decoder().items())]
+    added_tokens = [{"id": id_, **token.__getstate__()} for id_, token in sorted(backend.get_added_tokens_decoder().items())]
     parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
-    return {"added_tokens": added, **{name: part and json.loads(part.__getstate__()) for name, part in parts.items()}}
+    return {"added_tokens": added_tokens, **{name: part and json.loads(part.__getstate__()) for name, part in parts.items()}}
 
 
 def unknown(steps: object) -> str | None:

@@ -35,8 +35,8 @@ class Vocabulary:
         backend.no_padding()
         backend.encode_special_tokens = True
         self.backend, self._trial = backend, Trial.of(steps_of(backend))
-        added = backend.get_added_tokens_decoder()
-        self._special_tokens = {token.content: (id_, token) for id_, token in added.items() if token.special}
+        added_tokens = backend.get_added_tokens_decoder()
+        self._special_tokens = {token.content: (id_, token) for id_, token in added_tokens.items() if token.special}
         self.special = frozenset(id_ for id_, _ in self._special_tokens.values())
 
     @cached_property

@@ -127,9 +127,9 @@ def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dic
         return prints
     moments = {name: value for name, value in trainer.tensors().items() if name.startswith("state.")}
     if isinstance(state, Path):
-        stored = trainer.parallel.load_state(state, moments, {})
-        assert stored is not None
-        state = {name: value for name, value in stored[0].items() if name.startswith("state.")}
+        checkpoint = trainer.parallel.load_state(state, moments, {})
+        assert checkpoint is not None
+        state = {name: value for name, value in checkpoint[0].items() if name.startswith("state.")}
     trainer.adopt(state)
     return prints | {"state": fingerprint(trainer.parallel, moments)}
 

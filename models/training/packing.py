@@ -31,12 +31,12 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
     if count < 1 or step < 1:
         raise ValueError(f"step and count must be positive: {step}, {count}")
     first, size = ramp.before(step), ramp.at(step)
-    chosen: list[int] = []
-    while len(chosen) < size:
-        epoch, start = divmod(first + len(chosen), count)
+    indices: list[int] = []
+    while len(indices) < size:
+        epoch, start = divmod(first + len(indices), count)
         order = epoch_order(count, epoch, seed)
-        chosen += order[start : start + size - len(chosen)].tolist()
-    return chosen
+        indices += order[start : start + size - len(indices)].tolist()
+    return indices
 
 
 def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Sampler(Generic[ExampleT, BatchT]):
         return self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
 
     def __call__(self, step: int) -> list[BatchT]:
-        chosen = step_indices(step, len(self.examples), self.batch_size, self.seed)
-        examples = [self.examples[i] for i in chosen]
+        indices = step_indices(step, len(self.examples), self.batch_size, self.seed)
+        examples = [self.examples[i] for i in indices]
         rows = pack([self.length(example) for example in examples], self.micro_batch_tokens)
         return [self.collate([examples[i] for i in row]) for row in rows]

@@ -91,8 +91,8 @@ def train_ppo(
         with torch.no_grad():
             held, size = trainers["critic"].parallel, config.compute.micro_batch_tokens
             values = torch.cat(by_group(held, token_values, sampled.asked, sampled.answers, size))
-        given = sampled.logprobs, sampled.reference, values, rewards, sampled.lengths
-        raw, returns = advantages(*given, kl=config.kl_coefficient, gamma=config.gamma, lam=config.lam)
+        inputs = sampled.logprobs, sampled.reference, values, rewards, sampled.lengths
+        raw, returns = advantages(*inputs, kl=config.kl_coefficient, gamma=config.gamma, lam=config.lam)
         return values, whiten(raw, torch.ones_like(raw, dtype=torch.bool)), returns
 
     return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
@@ -169,18 +169,18 @@ def _train(
         if ranks.processes == 1:  # the critic's updates end: the policy's before them are done
             stack.enter_context(between_layers((parts["policy"][0], reference.model), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
-            started = time.perf_counter()
+            start = time.perf_counter()
             if state.begun is None:
                 if state.sampled is None:
                     source.ask(rollout, len(log))
                     state.sampled = source.take()
                 if stale and rollout < config.rollouts:
                     source.ask(rollout + 1, len(log))
-                state.begun = _begin(state, trainers, estimate, rollouts, started)
+                state.begun = _begin(state, trainers, estimate, rollouts, start)
             _updates(trainers, state.begun, source, rollout, saver)
-            started = time.perf_counter()
+            start = time.perf_counter()
             state.sampled = source.take() if stale and rollout < config.rollouts else None
-            state.begun.row["seconds"] += time.perf_counter() - started
+            state.begun.row["seconds"] += time.perf_counter() - start
             log.append(_finish(state.begun, rollout))
             check_skips(log, 2)
             state.begun = None
@@ -248,9 +248,9 @@ def _rows(sampled: Sampled, advantages: Tensor) -> list[Row | dict[str, Any]]:
     counts = sum_segments(sampled.mask.float(), sampled.lengths)
     numbers = {name: sum_segments(values, sampled.lengths) / counts for name, values in means.items()}
     numbers |= {"score": sampled.scores, "finished": sampled.finished.bool()}
-    asked = [prompt for prompt, some in zip(sampled.asked, sampled.completions, strict=True) for _ in some]
+    prompts = [prompt for prompt, some in zip(sampled.asked, sampled.completions, strict=True) for _ in some]
     columns: dict[str, Any] = {name: column.tolist() for name, column in numbers.items()}
-    columns |= {**sampled.parts, "prompt": asked, "completion": sampled.flat}
+    columns |= {**sampled.parts, "prompt": prompts, "completion": sampled.flat}
     return [{"version": sampled.version, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]
 
 
@@ -274,16 +274,16 @@ def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout
 
 def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
     """Run one update of each trainer (counted from 0 in the rollout); append their rows to `rollout_state`."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     epoch, index = divmod(update, config.minibatches)
     order = np.random.default_rng([seed, rollout, epoch]).permutation(len(rollout_state.groups))
     part = np.array_split(order, config.minibatches)[index]
-    chosen = [rollout_state.groups[i] for i in sorted(part.tolist())]
-    teaching = chosen
+    minibatch = [rollout_state.groups[i] for i in sorted(part.tolist())]
+    teaching = minibatch
     if len(trainers) == 1 and not config.entropy_weight:  # without an advantage a group has no gradient; one must stay
-        teaching = [group for group in chosen if bool(group.advantages.any())] or chosen[:1]
-    tokens, teaching_tokens = (sum(int(group.mask.sum()) for group in groups) for groups in (chosen, teaching))
-    left_out = (tokens - teaching_tokens, (len(chosen) - len(teaching)) * config.answers)
+        teaching = [group for group in minibatch if bool(group.advantages.any())] or minibatch[:1]
+    tokens, teaching_tokens = (sum(int(group.mask.sum()) for group in groups) for groups in (minibatch, teaching))
+    left_out = (tokens - teaching_tokens, (len(minibatch) - len(teaching)) * config.answers)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)
     batches = [_collate([teaching[i] for i in row], (0, 0) if number else left_out) for number, row in enumerate(packed)]
     step = (rollout - 1) * config.updates + update + 1
@@ -291,7 +291,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
         place, whole = (DTYPES[trainer.precision], trainer.device), trainer.parallel.mesh.layout.axes <= {"data", "pipeline"}
         with exact_passes(*place, who == "policy" and whole and can_be_exact(*place)):  # ratios are 1 where nothing was updated
             rollout_state.rows[who].append(trainer.step(step, batches, seed))
-    rollout_state.row["seconds"] += time.perf_counter() - started
+    rollout_state.row["seconds"] += time.perf_counter() - start
 
 
 def _finish(begun: Begun, rollout: int) -> Row:
@@ -349,5 +349,5 @@ def _resume(folder: Path | None, trainers: dict[str, Trainer], identity: dict[st
     for who, trainer in trainers.items():
         prefix = f"{who}."
         trainer.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    begun = Begun.read(tensors, record["begun"]) if "begun" in record else None
-    return State(record["numbers"], record["log"], begun, Sampled.read(record["sampled"]) if "sampled" in record else None)
+    rollout_state = Begun.read(tensors, record["begun"]) if "begun" in record else None
+    return State(record["numbers"], record["log"], rollout_state, Sampled.read(record["sampled"]) if "sampled" in record else None)

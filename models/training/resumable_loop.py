@@ -45,9 +45,9 @@ def iterate(
 
     with Saver(SAVE_SECONDS, None if state is None else save) as saver:
         while done < most and not ended:
-            started = time.perf_counter()
+            start = time.perf_counter()
             ended = step()
-            done, seconds = done + 1, seconds + time.perf_counter() - started
+            done, seconds = done + 1, seconds + time.perf_counter() - start
             saver.stepped((ended or done == most) and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
 
@@ -89,11 +89,11 @@ def rows_of(
 
     with Saver(SAVE_SECONDS, None if folder is None else save) as saver:
         for item in items[done:]:
-            started = time.perf_counter()
+            start = time.perf_counter()
             some = compute(item)
             width = some.shape[1]
             rows += np.ascontiguousarray(some, np.float32).tobytes()
-            done, seconds = done + 1, seconds + time.perf_counter() - started
+            done, seconds = done + 1, seconds + time.perf_counter() - start
             saver.stepped(done == len(items) and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
     return np.frombuffer(rows, np.float32).reshape(-1, max(width, 1))

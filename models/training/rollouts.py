@@ -133,23 +133,23 @@ class Rollouts(Generic[Config]):
         """
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
-        drawn = self._drawn(rollout, remember)
+        candidates = self._drawn(rollout, remember)
         # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
-        chosen = sorted(sorted(range(len(drawn)), key=lambda i: not drawn[i].unequal)[: config.prompts])
-        asked, completions = [drawn[i].prompt for i in chosen], [list(drawn[i].completions) for i in chosen]
+        best = sorted(sorted(range(len(candidates)), key=lambda i: not candidates[i].unequal)[: config.prompts])
+        prompts, completions = [candidates[i].prompt for i in best], [list(candidates[i].completions) for i in best]
         sampled = Sampled(
-            asked=asked, completions=completions, reference=torch.empty(0), kl=None, version=version,
-            scores=torch.tensor([s for i in chosen for s in drawn[i].scores], dtype=torch.float32),
-            score=sum(sum(one.scores) / len(one.scores) for one in drawn) / len(drawn),
-            unequal=sum(one.unequal for one in drawn) / len(drawn),
-            parts={name: [part for i in chosen for part in drawn[i].parts[name]] for name in drawn[0].parts},
+            asked=prompts, completions=completions, reference=torch.empty(0), kl=None, version=version,
+            scores=torch.tensor([s for i in best for s in candidates[i].scores], dtype=torch.float32),
+            score=sum(sum(one.scores) / len(one.scores) for one in candidates) / len(candidates),
+            unequal=sum(one.unequal for one in candidates) / len(candidates),
+            parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
         # The engine's log-probs are the trainer's: one forest mask serves both.
         logprobs = base = sampled.logprobs
         self._check(rollout, sampled)
         kl = None
         if measured or config.kl_coefficient:
-            base = torch.where(sampled.mask, self._reference_logprobs(asked, sampled.answers), 0.0)
+            base = torch.where(sampled.mask, self._reference_logprobs(prompts, sampled.answers), 0.0)
             kl = float((logprobs - base).sum()) / len(sampled.flat)
         return replace(sampled, reference=base, kl=kl)
 
@@ -174,7 +174,7 @@ class Rollouts(Generic[Config]):
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
-        config, drawn, size = self.config, list[Drawn](), self._wave()
+        config, candidates, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
         weight = next(iter(held.parameters.values()))
         engine = held_engine(held, exact=can_be_exact(weight.dtype, weight.device))
@@ -183,14 +183,14 @@ class Rollouts(Generic[Config]):
             # What is asked again comes from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
             for wave in range(0, len(places), size):
-                asked = [list(self.prompts[i]) for i in places[wave : wave + size]]
+                prompts = [list(self.prompts[i]) for i in places[wave : wave + size]]
                 seeds = [self.seed, rollout, again, wave]
                 # Without zeros at the end: rollouts of one wave draw what they drew when there were no waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
-                drawn += self._answered(asked, remember(f"{again}-{wave}", partial(self._sampled, engine, scorer, asked, own)))
-            if sum(one.unequal for one in drawn) >= config.prompts:
+                candidates += self._answered(prompts, remember(f"{again}-{wave}", partial(self._sampled, engine, scorer, prompts, own)))
+            if sum(one.unequal for one in candidates) >= config.prompts:
                 break
-        return drawn
+        return candidates
 
     def _wave(self) -> int:
         """Return the number of prompts answered together; on a GPU all of a rollout."""

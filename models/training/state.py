@@ -137,10 +137,10 @@ class Saver:
     def _save(self) -> None:
         if self._write is None or self._saved:
             return
-        started = time.monotonic()
+        start = time.monotonic()
         self._write()
         self._since, self._saved = time.monotonic(), True
-        self._cost = self._since - started
+        self._cost = self._since - start
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:

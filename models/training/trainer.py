@@ -134,7 +134,7 @@ class Trainer:
     def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
         """Run a step on a batch or a list of micro-batches, and return its row. A step that is not finite, or whose loss or gradient
         norm exceeds `limits`, changes nothing."""
-        started = time.perf_counter()
+        start = time.perf_counter()
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
         loss, metrics = self._accumulate(micro, _step_seed(seed, step))
@@ -153,7 +153,7 @@ class Trainer:
             self._publish()
         for weight in self.weights.values():
             weight.grad = None
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         tokens = sum(len(part) for part in micro)
         return {
             "step": step, "loss": values[0], "learning_rate": rate, "gradient_norm": values[1], "tokens": tokens, "seconds": seconds,
@@ -248,9 +248,9 @@ class Trainer:
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Overwrite weights and optimiser state with the result of `tensors`; raise ValueError if a tensor is missing or left over."""
         own = self.tensors()
-        shapes, given = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
-        if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != given.get(name)):
-            raise ValueError(f"the state of the training does not fit: {different[0]} is {given.get(different[0])} in it, and "
+        shapes, saved_shapes = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
+        if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != saved_shapes.get(name)):
+            raise ValueError(f"the state of the training does not fit: {different[0]} is {saved_shapes.get(different[0])} in it, and "
                              f"{shapes.get(different[0])} in this model with its optimiser; remove the state to begin anew")  # fmt: skip
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

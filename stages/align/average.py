@@ -154,8 +154,8 @@ class _Development:
         scorer = None if search.reward == "reward_model" else Scorer(self.rows, search.scoring, run, judges, needed="average")
         if search.reward != "verifier" and not reward_models:
             raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
-        used = [] if search.reward == "verifier" else reward_models
-        numbers = [load_model(one, "scalar", frozen=True)[0] for one in used]
+        models = [] if search.reward == "verifier" else reward_models
+        numbers = [load_model(one, "scalar", frozen=True)[0] for one in models]
         self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor, search.ensemble)
         stop, seed = tokenizer.stop_ids, run.seed("development")
         self.answers = self.tokens = 0

@@ -252,8 +252,8 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
     for name in range(int(cluster.max()) + 1):
         members: list[int] = np.flatnonzero(cluster == name).tolist()
         order = sorted(members, key=lambda i: (-worth[rows[i]["id"]], rows[i]["id"]))
-        for i, kept, cosine in greedy(vectors[order], config.semantic.max_similarity):
-            row, better = rows[order[i]], rows[order[kept]]
+        for i, match, cosine in greedy(vectors[order], config.semantic.max_similarity):
+            row, better = rows[order[i]], rows[order[match]]
             detail = f"{better['id']} {shown(messages_of(better)[:-1])[:100]}"
             verdicts[row["id"]] = ("semantic_duplicate", cosine, config.semantic.max_similarity, detail)
     return lambda row: verdicts.get(row["id"])
@@ -267,9 +267,9 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
     for row in rows:
-        known: list[float] = [np.searchsorted(scored, row["score"], side="right") / len(scored)] if row["score"] is not None else []
-        known += [grades.quality[row["id"]]] if grades and row["id"] in grades.quality else []
-        worths[row["id"]] = float(max(known, default=1.0)) * (1.0 + difficulty.get(row["id"], 1.0))
+        qualities: list[float] = [np.searchsorted(scored, row["score"], side="right") / len(scored)] if row["score"] is not None else []
+        qualities += [grades.quality[row["id"]]] if grades and row["id"] in grades.quality else []
+        worths[row["id"]] = float(max(qualities, default=1.0)) * (1.0 + difficulty.get(row["id"], 1.0))
     return worths
 
 
@@ -351,7 +351,7 @@ def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, floa
     A vector is kept while its largest cosine to the kept ones before it is below `max_similarity`. Every vector is compared with
     every kept one, a block of them in one product.
     """
-    kept = np.empty(len(vectors), np.int64)
+    indices = np.empty(len(vectors), np.int64)
     held = np.empty_like(vectors)
     count, left_out = 0, []
     for start in range(0, len(vectors), BLOCK):
@@ -361,12 +361,12 @@ def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, floa
             products = block @ held[first : min(first + HELD, count)].T
             at = products.argmax(1)
             best = np.take_along_axis(products, at[:, None], 1)[:, 0]
-            nearest, cosines = np.where(best > cosines, kept[first + at], nearest), np.maximum(cosines, best)
+            nearest, cosines = np.where(best > cosines, indices[first + at], nearest), np.maximum(cosines, best)
         own = block @ block.T
         for i in range(len(block)):
             if cosines[i] >= max_similarity:
                 left_out.append((start + i, int(nearest[i]), float(cosines[i])))
                 continue
-            kept[count], held[count], count = start + i, block[i], count + 1
+            indices[count], held[count], count = start + i, block[i], count + 1
             nearest, cosines = np.where(own[i] > cosines, start + i, nearest), np.maximum(cosines, own[i])
     return left_out

@@ -47,7 +47,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     heldout = [one.example for one in render_ranked(tokenizer, held, limit, bad, tiers_of)]
     bad.write(run)
     reference = Reference(config, run, stored_logprobs(preferences, model, config, run))
-    known = reference.of(policy, heldout)
+    logprobs = reference.of(policy, heldout)
     if config.engine == "trl":
         from puna.stages.training.trl_engine import hub_tokenizer, train_dpo
 
@@ -56,7 +56,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
         log = train_on(policy, examples, reference, config, run)
         report_ends(log, ("accuracy", "margin", "chosen_logprob", "rejected_logprob"), run)
     run.metric("reference_answers", reference.computed)
-    measure(policy, heldout, known, config, run)
+    measure(policy, heldout, logprobs, config, run)
     save_model(policy, tokenizer, run.folder)
 
 
@@ -141,9 +141,9 @@ def _fit(
     """
     from puna.models.training.packing import Sampler
 
-    training, known = config.training, dict[int, tuple[list[float], ...]]()
+    training, logprobs = config.training, dict[int, tuple[list[float], ...]]()
     sampler = Sampler(
-        range(len(rows)), training.batch_size, lambda chosen: collated([(*rows[i], *known[i]) for i in chosen], config),
+        range(len(rows)), training.batch_size, lambda chosen: collated([(*rows[i], *logprobs[i]) for i in chosen], config),
         length=lambda i: max(map(len, rows[i])), micro_batch_tokens=training.compute.micro_batch_tokens, seed=run.seed("order"),
     )  # fmt: skip
     settings = training.train_config(len(rows))
@@ -153,7 +153,7 @@ def _fit(
     examples = [example for column in zip(*(rows[i] for i in visited), strict=True) for example in column]
     values = reference.of(model, examples)
     columns = [values[start : start + len(visited)] for start in range(0, len(values), len(visited))]
-    known |= zip(visited, zip(*columns, strict=True), strict=True)
+    logprobs |= zip(visited, zip(*columns, strict=True), strict=True)
     with adapted(model, config, run) as scales:
         return fit(model, loss, sampler, settings, run, scales)
 

@@ -36,7 +36,7 @@ def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsCon
         if row["split"] == "train" and row["id"] not in ids and row["messages"] not in texts:
             texts.add(row["messages"])
             tasks.setdefault(row["task"], []).append(row)
-    chosen = [row for task in sorted(tasks) for row in tasks[task][: config.count]]
-    run.write_rows([{**row, "split": config.split} for row in chosen])
-    run.metric("prompts", len(chosen))
-    run.metric("left", sum(len(rows) for rows in tasks.values()) - len(chosen))
+    prompts = [row for task in sorted(tasks) for row in tasks[task][: config.count]]
+    run.write_rows([{**row, "split": config.split} for row in prompts])
+    run.metric("prompts", len(prompts))
+    run.metric("left", sum(len(rows) for rows in tasks.values()) - len(prompts))

@@ -107,9 +107,9 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
         prompt = questions[prompt_id]
         generator = run.generator("pairs", prompt_id)
         split = "heldout" if fraction(config.seed, prompt_id) < config.heldout_fraction else "train"
-        drawn = list(draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt))
-        run.count_input(len(drawn))
-        for first, second in drawn:
+        candidates = list(draw_pairs(by_prompt[prompt_id], generator, config.pairs_per_prompt))
+        run.count_input(len(candidates))
+        for first, second in candidates:
             noise, mistaken = float(generator.standard_normal()), generator.random() < config.flips
             row, rule, margin = judge(prompt, first, second, config, noise, bool(mistaken))
             if rule is None:

@@ -35,12 +35,12 @@ def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig
     answers refuse or neither does, are counted in metrics.
     """
     verifiers = {task: to_text("regex", pattern=config.pattern, absent=task == "borderline") for task in ("harmful", "borderline")}
-    check, asked = from_text(verifiers["harmful"]), Question("", "", "", None)
+    check, blank = from_text(verifiers["harmful"]), Question("", "", "", None)
     prompts: dict[str, list[dict[str, Any]]] = {}
     alike = 0
     for row in (row for artifact in preferences for row in artifact.read().to_pylist()):
         sides = [message_of(row, "edited") or message_of(row, "chosen"), message_of(row, "rejected")]
-        refuses = [side is not None and is_correct(check.score(asked, content_of(side)).value) for side in sides]
+        refuses = [side is not None and is_correct(check.score(blank, content_of(side)).value) for side in sides]
         if None in sides or refuses[0] == refuses[1]:
             alike += 1
             continue

@@ -152,9 +152,9 @@ def _optimize(
     bad.write(run)
     rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.gold or config.reward != "reward_model" else None
-    used = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
+    networks = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
     kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
-    rewards = rewards_of(scorer, used, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
+    rewards = rewards_of(scorer, networks, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
     rewards = replace(rewards, watched=config.reward == "reward_model")
     if config.reward == "product" and config.center == "start":
         untrained = groups.answering(parallel(model, layout, groups.mesh, device()))
@@ -219,11 +219,11 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
     """Record the numbers of checks, tokens, updates and answers. Resampling counts as if every rollout used all of it."""
     each = config.prompts * config.answers
-    drawn = each * (1 + getattr(config, "resample", 0))
+    draws = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"
     checked = sum("gold" in row for row in log) if config.reward == "reward_model" else len(log)
-    run.metric("checker_calls", drawn * checked + each * center)
-    run.metric("sampled_tokens", sum(row["answer_tokens"] for row in log) * drawn)
+    run.metric("checker_calls", draws * checked + each * center)
+    run.metric("sampled_tokens", sum(row["answer_tokens"] for row in log) * draws)
     run.metric("updates", len(log) * config.epochs * config.minibatches)
     run.metric("trained_answers", len(log) * config.epochs * each)
 

@@ -147,8 +147,8 @@ def _report(candidates: dict[str, list[Row]], picked: dict[str, Row], run: Stage
         return
     mean = fmean([fmean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])
     best = fmean([float(any(is_correct(a["gold"]) for a in group)) for group in candidates.values()])
-    chosen = fmean([float(is_correct(a["gold"])) for a in picked.values()])
-    bars: list[tuple[Any, float]] = [("mean answer", mean), ("picked", chosen), ("best of K", best)]
-    for name, value in zip(("mean_accuracy", "picked_accuracy", "best_accuracy"), (mean, chosen, best), strict=True):
+    pick = fmean([float(is_correct(a["gold"])) for a in picked.values()])
+    bars: list[tuple[Any, float]] = [("mean answer", mean), ("picked", pick), ("best of K", best)]
+    for name, value in zip(("mean_accuracy", "picked_accuracy", "best_accuracy"), (mean, pick, best), strict=True):
         run.metric(name, value)
     run.figure("accuracy", Figure(title="Rejection sampling", x="answers", y="gold accuracy", kind="bar", series={"accuracy": bars}))

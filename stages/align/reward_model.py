@@ -148,7 +148,7 @@ class Pair(NamedTuple):
 
 def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[list[Pair], list[float]]:
     """Return a `Pair` for each preference; and for each edit, `order` of its reward minus that of the chosen answer."""
-    ordered: list[Pair] = []
+    comparisons: list[Pair] = []
     edits: list[float] = []
     for one, values in zip(found, numbers, strict=True):
         lengths = [len(answer) for answer in one.example.answers]
@@ -158,8 +158,8 @@ def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[
             better, worse = tiers[row["edited"] is not None][0], tiers[-1][-1]
             a, b = lengths[better], lengths[worse]
             margin = values[better] - values[worse]
-            ordered.append(Pair(row["level"], order(margin), order(a - b), (a - b) / max(a, b), margin))
-    return ordered, edits
+            comparisons.append(Pair(row["level"], order(margin), order(a - b), (a - b) / max(a, b), margin))
+    return comparisons, edits
 
 
 def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: StageRun) -> None:

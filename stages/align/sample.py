@@ -233,11 +233,11 @@ def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun
     from puna.models.generation import SamplingParams
 
     options = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
-    drawn = {"temperature": 1.0, **tokenizer.sampling, **options}
-    for key, value in drawn.items():
+    setup = {"temperature": 1.0, **tokenizer.sampling, **options}
+    for key, value in setup.items():
         run.metric(f"{key}_{name[:12]}", value)
     return SamplingParams(
-        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), speculate=speculate, **drawn
+        n=config.answers, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("sample", name), speculate=speculate, **setup
     )
 
 
@@ -250,12 +250,12 @@ def _generate(
     if ranks.follows():
         return []
     # An answer that was cut off is scored as it stands.
-    drawn = [
+    answers = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))
         for (row, _), answer in zip(asked, completions, strict=True) for index, completion in enumerate(answer)
     ]  # fmt: skip
-    scores = scorer.scores([(row, text) for row, _, _, text in drawn])
-    return [_answer_row(row, name, index, answer, text, score) for (row, index, answer, text), score in zip(drawn, scores, strict=True)]
+    scores = scorer.scores([(row, text) for row, _, _, text in answers])
+    return [_answer_row(row, name, index, answer, text, score) for (row, index, answer, text), score in zip(answers, scores, strict=True)]
 
 
 def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Completion, text: str, score: Score) -> dict[str, Any]:

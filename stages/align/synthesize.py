@@ -124,8 +124,8 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
         for row, texts, scores in zip(left, answers, check.scores(left, answers), strict=True):
             right = [text.text.strip() for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
             if right:
-                chosen = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], text))
-                solutions[row["id"]] = Kept(chosen, len(right) / len(texts), number + 1)
+                solution = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], text))
+                solutions[row["id"]] = Kept(solution, len(right) / len(texts), number + 1)
             elif texts:
                 detail = next((score.detail for score in scores if score.detail), "")
                 turns = [answer_message(texts[0].text), {"role": "user", "content": AGAIN.format(detail=detail)}]
@@ -170,8 +170,8 @@ class Writer:
         config, within = self._config, context_limit(network, self._config.max_tokens)
         requests = bad.examples(rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + config.max_tokens, within)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=seed)
-        told = partial(self._run.progress, note=purpose)
-        completions = Engine(network, tokenizer).generate([ids for _, ids in requests], params, told)
+        progress = partial(self._run.progress, note=purpose)
+        completions = Engine(network, tokenizer).generate([ids for _, ids in requests], params, progress)
         return {
             row["id"]: [Text(answer_text(one.tokens, tokenizer), one.finished) for one in some]
             for (row, _), some in zip(requests, completions, strict=True)
@@ -215,8 +215,8 @@ def _new_problems(
     requests = []
     for number in range(config.count):
         generator = run.generator("problem", number)
-        drawn = generator.permutation(len(train))[: config.shots]
-        examples = "\n\n".join(f"{place}. {shown(messages_of(train[i]))}" for place, i in enumerate(drawn, 1))
+        shots = generator.permutation(len(train))[: config.shots]
+        examples = "\n\n".join(f"{place}. {shown(messages_of(train[i]))}" for place, i in enumerate(shots, 1))
         name = identifier(config.source, config.seed, number)
         requests.append({"id": name, "messages": asking(NEW.format(examples=examples)), "tools": None})
     having: dict[tuple[str, ...], list[int]] = {}
@@ -251,10 +251,10 @@ def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, r
     requests = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
-    passed = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
+    scores = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
     results = []
     for row, some in zip(problems, lines, strict=True):
-        telling = [line for line in some if next(passed).value == 0]
+        telling = [line for line in some if next(scores).value == 0]
         if len(telling) >= config.min_tests:
             results.append({**row, "verifier": to_text("code", tests=telling)})
         else:

@@ -56,8 +56,8 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     They hold for requests like the labelled ones only.
     """
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
-    known = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
-    names = sorted({row["task"] for row in known})
+    exemplars = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
+    names = sorted({row["task"] for row in exemplars})
     if len(names) < 2:
         there = ", ".join(names) or "none"
         raise PunaError(f"topics: the labelled examples have one topic, {there}, in their column `task`; give two at least")
@@ -67,17 +67,17 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     def rendered(row: dict[str, Any]) -> Example:
         return Example(render_conversation(tokenizer, row)[0].prompt, [[]], [[]], [])
 
-    taught = BadRows(config, "topics").examples(known, rendered, len, limit)
+    taught = BadRows(config, "topics").examples(exemplars, rendered, len, limit)
     bad = BadRows(config, "topics")
-    given = bad.examples(rows, rendered, len, limit)
-    vectors = embed([example for _, example in (*taught, *given)], network, config.micro_batch_tokens, run.scratch / "states")
+    requests = bad.examples(rows, rendered, len, limit)
+    vectors = embed([example for _, example in (*taught, *requests)], network, config.micro_batch_tokens, run.scratch / "states")
     examples = [
         Labelled(row["task"], shown(messages_of(row)[:-1]), vector) for (row, _), vector in zip(taught, vectors[: len(taught)], strict=True)
     ]
     _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
     classes = sorted({one.topic for one in examples})
     shares = probabilities(fitted(examples, classes, config.penalty, run.scratch / "all"), vectors[len(taught) :])
-    remaining, topics_by_id = [row for row, _ in given], {}
+    remaining, topics_by_id = [row for row, _ in requests], {}
     for row, share in zip(remaining, shares, strict=True):
         topics_by_id[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
     left = _balanced([row["id"] for row in remaining], {name: one[config.balance][0] for name, one in topics_by_id.items()}, config)
@@ -211,10 +211,10 @@ def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig)
     if config.max_per_topic is None:
         return {}
     counts = Counter(topic[name] for name in names)
-    left, kept = {}, Counter[str]()
+    left, tally = {}, Counter[str]()
     for _, name in sorted(zip(uniform(names, config.seed, "topic").tolist(), names, strict=True)):
-        kept[topic[name]] += 1
-        if kept[topic[name]] > config.max_per_topic:
+        tally[topic[name]] += 1
+        if tally[topic[name]] > config.max_per_topic:
             left[name] = (topic[name], counts[topic[name]])
     return left
 

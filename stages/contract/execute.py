@@ -83,7 +83,7 @@ def perform(
     declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one. `apart`: any stage
     runs as a whole on a worker, so that several can run at once; `listener` then gets no progress.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     identity = identify(stage, config, given)
     artifact = reusable(stage, identity, store)
     if artifact is None and isinstance(executor, PartExecutor) and ((on_device := _takes_device(stage, executor)) or apart):
@@ -91,7 +91,7 @@ def perform(
             on_start(identity)
         submit = executor.submit_to_device if on_device else executor.submit
         new, reused = _on_worker(stage, config, given, store, submit, run, part_rows)
-        return Outcome(new, reused, time.perf_counter() - started)
+        return Outcome(new, reused, time.perf_counter() - start)
     if artifact is None:
         with store.work(identity.key) as work:
             artifact = _good(store.find(stage.kind, identity.key), store)
@@ -112,9 +112,9 @@ def perform(
                 if (before := store.find(stage.kind, identity.key)) is not None:
                     set_aside(store.files, before.kind, before.key, damaged=bool(before.damage(quick=True)))
                 new = work.commit(stage.kind, identity.key, identity, run=run, inputs_compared=True, **about)
-                return Outcome(new, False, time.perf_counter() - started)
+                return Outcome(new, False, time.perf_counter() - start)
             work.discard()
-    return Outcome(artifact, True, time.perf_counter() - started)
+    return Outcome(artifact, True, time.perf_counter() - start)
 
 
 def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
@@ -153,8 +153,8 @@ def _on_worker(
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
-    sent = rank_jobs.sent(stage, given)
-    call = submit(_perform_there, module, stage.name, config, sent, root, store.project, run=run, part_rows=part_rows)
+    inputs = rank_jobs.sent(stage, given)
+    call = submit(_perform_there, module, stage.name, config, inputs, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = call.result()
     artifact = store.find(kind, key)
     if artifact is None:

@@ -35,12 +35,12 @@ class Meter:
     def __enter__(self) -> Meter:
         self._me = psutil.Process()
         workers = {process.pid for process in multiprocessing.active_children()}
-        started = _children(self._me)
-        self._beside = {p.pid for p in started if p.pid not in workers}
+        family = _children(self._me)
+        self._beside = {p.pid for p in family if p.pid not in workers}
         self.peak_bytes = 0
         if self._cluster is not None:
             self._before, self._cluster.resident_bytes = self._cluster.cpu_seconds, 0
-        self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of(p for p in started if p.pid in workers)
+        self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of(p for p in family if p.pid in workers)
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._watched, name="memory of the stage", daemon=True)
         self._watch.start()

@@ -174,13 +174,13 @@ class StageRun:
         whose leading bits count, or the partition's number (int32).
         """
         call, runs = self._next("exchange"), level(partitions)
-        made = gathered(self._work.files, self._regrouped(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
+        exchange = gathered(self._work.files, self._regrouped(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
         if runs.step == 1:
-            return made
+            return exchange
         groups = [range(first, min(first + runs.step, partitions)) for first in runs]
-        results = self._regrouped(f"{call}-group", Partition.tables, made.parts, (), by, partitions, groups)
+        results = self._regrouped(f"{call}-group", Partition.tables, exchange.parts, (), by, partitions, groups)
         parts = [gathered(self._work.files, [one], partitions, by, own).parts for one, own in zip(results, groups, strict=True)]
-        return replace(made, parts=tuple(replace(part, schema=made.schema) for part in chain.from_iterable(parts)))
+        return replace(exchange, parts=tuple(replace(part, schema=exchange.schema) for part in chain.from_iterable(parts)))
 
     def _regrouped(
         self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]

@@ -51,22 +51,22 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
         for start, stop in job.rows.pieces(job.part_rows):
             rows = job.rows.read(start, stop, read)
             last = None if stop == job.rows.rows or not followers else rows["id"][-1].as_py()
-            passed = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
+            extras = [followers[n].upto(last) if n in followers else a for n, a in enumerate(args)]
             for n, (table, places) in placed.items():
                 low, high = np.searchsorted(places, [start, stop])
                 near = table.slice(low, high - low)
-                passed[n] = near.set_column(near.schema.get_field_index("row"), "row", pa.array(near["row"].to_numpy() - start))
-            chosen = rows.select(job.columns) if job.columns is not None else rows
-            result, *value = made_of(job.function(chosen, *passed))
+                extras[n] = near.set_column(near.schema.get_field_index("row"), "row", pa.array(near["row"].to_numpy() - start))
+            view = rows.select(job.columns) if job.columns is not None else rows
+            result, *value = made_of(job.function(view, *extras))
             values += value
             tables = dict(result) if isinstance(result, dict) else {"keep" if job.filtering else job.kind: result}
             if job.filtering:
                 _keep(outputs, job, rows, start, stop, tables.pop("keep"))
-            for table, written in tables.items():
+            for table, content in tables.items():
                 if table == job.kind and job.facts is not None:
-                    _compare(outputs, job, rows, start, stop, table_schema(table).conform(written))
+                    _compare(outputs, job, rows, start, stop, table_schema(table).conform(content))
                 else:
-                    outputs.add(table, described(table, written))
+                    outputs.add(table, described(table, content))
         return _numbered(outputs, job.number, job.cut, job.span, values or None)
 
 
@@ -106,12 +106,12 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
     mask = np.asarray(keep, dtype=bool)
     if len(mask) != rows.num_rows:
         raise PunaError(f"a filter said {len(mask)} times whether one of {rows.num_rows} rows is kept")
-    chosen = rows if mask.all() else rows.filter(pa.array(mask))
+    selection = rows if mask.all() else rows.filter(pa.array(mask))
     if job.facts is None:
-        outputs.add(job.kind, chosen)
-    elif chosen.num_rows:
+        outputs.add(job.kind, selection)
+    elif selection.num_rows:
         source, row = _places(job, start, stop)
-        outputs.keep(chosen["id"], source[mask], row[mask])
+        outputs.keep(selection["id"], source[mask], row[mask])
 
 
 def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, new_rows: pa.Table) -> None:

@@ -71,18 +71,18 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
     """
 
     def declare(function: F) -> F:
-        called = name or function.__name__
+        label = name or function.__name__
         text = meaning or (inspect.getdoc(function) or "").split("\n")[0].rstrip(".")
         if not text:
-            raise TypeError(f"signal {called}: needs a docstring, which says what it means")
+            raise TypeError(f"signal {label}: needs a docstring, which says what it means")
         returned = get_type_hints(function).get("return")
         kinds = [kind for kind in (get_args(returned) or (returned,)) if kind is not type(None)]
         if len(kinds) != 1 or kinds[0] not in TYPES:
-            raise TypeError(f"signal {called}: its definition returns {returned}; annotate float, int or str, or these with | None")
+            raise TypeError(f"signal {label}: its definition returns {returned}; annotate float, int or str, or these with | None")
         wrong = [parameter for parameter in inspect.signature(function).parameters if parameter not in COLUMNS]
         if wrong or not inspect.signature(function).parameters:
-            raise TypeError(f"signal {called}: its definition takes {wrong or 'nothing'}; its parameters are some of {', '.join(COLUMNS)}")
-        _register(Signal(called, kinds[0], unit, text, function.__module__, optional, function, compiled))
+            raise TypeError(f"signal {label}: its definition takes {wrong or 'nothing'}; its parameters are some of {', '.join(COLUMNS)}")
+        _register(Signal(label, kinds[0], unit, text, function.__module__, optional, function, compiled))
         return function
 
     return declare

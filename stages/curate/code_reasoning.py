@@ -84,8 +84,8 @@ def code_reasoning(documents: Documents, classifier: Classifier, config: StageCo
 def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
     about = trained(classifier, "code_reasoning")
     rows = about.scored(documents)
-    chosen = documents.take(pa.array(rows, pa.int64()))
-    ids, texts = chosen["id"].to_pylist(), chosen["text"]
+    subset = documents.take(pa.array(rows, pa.int64()))
+    ids, texts = subset["id"].to_pylist(), subset["text"]
     counts = measured(texts, about.about.max_characters)
     columns: dict[str, tuple[pa.DataType, list[float | None]]] = {
         "code_line_fraction": (pa.float64(), [round(text.code_lines / max(text.lines, 1), DIGITS) for text in counts]),
@@ -142,12 +142,12 @@ def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
 
 
 def _train(run: StageRun, kind: str, examples: Examples, about: About, config: TrainCodeReasoningConfig) -> None:
-    known = examples.of(kind)
-    run.metric(f"{kind}_positives", known[kind])
-    run.metric(f"{kind}_negatives", known[OTHER])
-    if min(known[kind], known[OTHER]) < config.min_labels:
+    counts = examples.of(kind)
+    run.metric(f"{kind}_positives", counts[kind])
+    run.metric(f"{kind}_negatives", counts[OTHER])
+    if min(counts[kind], counts[OTHER]) < config.min_labels:
         return
-    results = out_of_fold(run, examples, kind, sorted(known), config, run.folder / kind, kind)
+    results = out_of_fold(run, examples, kind, sorted(counts), config, run.folder / kind, kind)
     replace(about, classes=tuple(results.labels)).write(run.folder / kind)
     run.metric(f"{kind}_auc", auc(results.counted))
     report_calibration(run, f"{kind}_calibration", f"{kind} pages", results.counted)

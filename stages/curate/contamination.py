@@ -77,8 +77,8 @@ def contamination(
         raise PunaError(f"contamination: {missing}; give what it was trained on as documents, instructions or preferences")
     rows = [row for one in prompts or () for row in prompts_of_splits(one, config.splits)]
     for task in [load_task(one, file, spec) for one in tasks or () for file, spec in task_files(one)]:
-        asked = contents(task)
-        rows += [{"id": key, "task": task.name, "messages": asking(question), "reference": answer} for key, question, answer in asked]
+        questions = contents(task)
+        rows += [{"id": key, "task": task.name, "messages": asking(question), "reference": answer} for key, question, answer in questions]
     if not rows:
         raise PunaError("contamination: give prompts or tasks, whose questions are looked for")
     rows.sort(key=lambda row: (row["task"], row["id"]))
@@ -87,8 +87,8 @@ def contamination(
     for number, source in enumerate(sources):
         kind = source.artifact.kind
         parts = run.parts(source.artifact, columns=COLUMNS[kind])
-        for found in run.map(_find, parts, kind, source.mixture, search):
-            for prompt, own in found.items():
+        for matches in run.map(_find, parts, kind, source.mixture, search):
+            for prompt, own in matches.items():
                 one = own._replace(place=f"{source.name}, {own.place}")
                 held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
         run.progress(number + 1, len(sources), source.name)
@@ -161,25 +161,25 @@ def _scores(evaluation: Artifact | None) -> dict[str, float]:
 
 
 def _report(rows: list[dict[str, Any]], held: dict[int, Held], scores: dict[str, float], run: StageRun) -> None:
-    found = {row["id"]: held[number] for number, row in enumerate(rows) if number in held}
+    overlaps = {row["id"]: held[number] for number, row in enumerate(rows) if number in held}
     tasks, bars = sorted({row["task"] for row in rows}), []
     for task in ["all", *tasks]:
         members = [row["id"] for row in rows if task in ("all", row["task"])]
-        spoilt = wilson(sum(name in found for name in members), len(members))
+        spoilt = wilson(sum(name in overlaps for name in members), len(members))
         run.write_rows([evaluation_row(task, "contaminated", spoilt, len(members))])
         bars.append((task, spoilt.value))
-        sides = {"score": members, "score_clean": [name for name in members if name not in found],
-                 "score_contaminated": [name for name in members if name in found]}  # fmt: skip
+        sides = {"score": members, "score_clean": [name for name in members if name not in overlaps],
+                 "score_contaminated": [name for name in members if name in overlaps]}  # fmt: skip
         for metric, names in sides.items():
             if values := [scores[name] for name in names if name in scores]:
                 run.write_rows([evaluation_row(task, metric, mean(values), len(values))])
                 if task == "all":
                     run.metric(metric, sum(values) / len(values))
     run.metric("prompts", len(rows))
-    run.metric("contaminated_prompts", len(found))
-    run.write_rows([{"id": name, "name": OVERLAP, "value": one.share} for name, one in found.items()], "scores")
+    run.metric("contaminated_prompts", len(overlaps))
+    run.write_rows([{"id": name, "name": OVERLAP, "value": one.share} for name, one in overlaps.items()], "scores")
     for row in rows:
-        if (one := found.get(row["id"])) is not None:
+        if (one := overlaps.get(row["id"])) is not None:
             detail = f"task {row['task']}: {one.share:.2f} of it in {one.place}"
             example = {"id": row["id"], "kind": "contaminated prompt", "prompt": shown(messages_of(row)), "detail": detail}
             run.write_rows([{**example, "text": " ".join(one.text.split())}], "examples")

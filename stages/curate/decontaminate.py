@@ -126,10 +126,10 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
     entries: dict[int, list[tuple[int, int]]] = {}
     totals = np.zeros(len(rows), np.int64)
     for at, row in enumerate(rows):
-        asked = text_of(messages_of(row))
-        question, whole = word_hashes(asked).words, word_hashes(f"{asked}\n{row['reference'] or ''}").words
+        prompt = text_of(messages_of(row))
+        question, whole = word_hashes(prompt).words, word_hashes(f"{prompt}\n{row['reference'] or ''}").words
         grams = {(config.n, value) for value in gram_hashes(whole, config.n).tolist()}
-        if 0 < len(question) < config.n and len(asked.strip()) >= config.min_characters:
+        if 0 < len(question) < config.n and len(prompt.strip()) >= config.min_characters:
             grams |= {(len(question), value) for value in gram_hashes(question, len(question)).tolist()}
         for length, value in grams:
             entries.setdefault(length, []).append((value, at))

@@ -89,8 +89,8 @@ def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[n
     """Return the number of different seed words of each type in each text's first `characters`, int64[texts, types]."""
     from puna.kernels.text.word_counts import kinds_held
 
-    known = lexicon()
-    return kinds_held(texts, characters, known.words, known.type_of, len(known.types))
+    seeds = lexicon()
+    return kinds_held(texts, characters, seeds.words, seeds.type_of, len(seeds.types))
 
 
 def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> str | None:
@@ -136,15 +136,15 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
     """
     examples = prepare(run, documents, config, config.code_sources, _seeds, config)
     labels = Counter({name: count for name, count in examples.of(NAME).items() if count >= config.min_labels})
-    kept = sorted(labels)
-    if examples.documents and len(kept) < 2:
+    types = sorted(labels)
+    if examples.documents and len(types) < 2:
         raise PunaError(
-            f"train_domains: the seed words label {labels.total()} documents of {', '.join(kept) or 'no type'}; two types with at least "
+            f"train_domains: the seed words label {labels.total()} documents of {', '.join(types) or 'no type'}; two types with at least "
             f"train_domains.min_labels={config.min_labels} are needed. Give more pages or a lower number, a classifier that was trained "
             "before, or do without knowledge types, --set domains=null"
         )
     if examples.documents:
-        scores = out_of_fold(run, examples, NAME, kept, config, run.folder)
+        scores = out_of_fold(run, examples, NAME, types, config, run.folder)
         counts, right = scores.confusion.sum(axis=1).tolist(), scores.confusion.diagonal().tolist()
         run.metric("labelled", sum(counts))
         run.metric("agreement", sum(right) / sum(counts))
@@ -152,7 +152,7 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
             run.metric(f"labelled_{name}", count)
             run.metric(f"recall_{name}", right_ones / count)
     rule = {"min_seeds": config.min_seeds, "max_second": config.max_second}
-    About("domains", tuple(kept), config.folds, config.seed, config.max_characters, config.code_sources, settings=rule).write(run.folder)
+    About("domains", tuple(types), config.folds, config.seed, config.max_characters, config.code_sources, settings=rule).write(run.folder)
 
 
 @stage(kind="signals", signals=("domain", "domain_score", "domain_seed"))
@@ -185,8 +185,8 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
     if rows and model.classes:
         texts = table["text"].take(rows)
         counts = seed_counts(texts, model.about.max_characters)
-        known = [lexicon().types.index(name) for name in model.classes]
-        joint = model.probabilities([ids[row] for row in rows], texts) * (1.0 + counts[:, known]) ** 2
+        indices = [lexicon().types.index(name) for name in model.classes]
+        joint = model.probabilities([ids[row] for row in rows], texts) * (1.0 + counts[:, indices]) ** 2
         joint /= joint.sum(axis=1, keepdims=True)
         for row, one, count in zip(rows, joint, counts, strict=True):
             names[row], values[row] = model.classes[int(one.argmax())], float(np.round(one.max(), 6))

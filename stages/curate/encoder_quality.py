@@ -142,19 +142,19 @@ def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEn
         pairs = zip(grades["id"].to_pylist(), grades[config.judgement].to_pylist(), strict=True)
         good = {i: grade >= config.min_judgement for i, grade in pairs if grade is not None}
     rows = [row for row, i in enumerate(ids) if i in good and sources[row] not in config.exempt_sources]
-    chosen = table.take(pa.array(rows, pa.int64()))
-    vectors = embedded(chosen["text"].to_pylist(), place, config.max_tokens)
-    columns = {"id": chosen["id"], "positive": pa.array([good[ids[row]] for row in rows], pa.bool_())}
+    subset = table.take(pa.array(rows, pa.int64()))
+    vectors = embedded(subset["text"].to_pylist(), place, config.max_tokens)
+    columns = {"id": subset["id"], "positive": pa.array([good[ids[row]] for row in rows], pa.bool_())}
     values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
     return pa.table({"all": np.zeros(len(rows), np.int32), **columns, "vector": values})
 
 
 def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
-    table, made = part.read(), trained(classifier, PURPOSE)
-    about, rows = made.about, made.scored(table)
-    chosen = table.take(pa.array(rows, pa.int64()))
-    vectors = embedded(chosen["text"].to_pylist(), place, about.max_tokens)
-    of_fold = folds(chosen["id"].to_pylist(), about.seed, about.folds) if rows else np.zeros(0, np.int64)
+    table, model = part.read(), trained(classifier, PURPOSE)
+    about, rows = model.about, model.scored(table)
+    subset = table.take(pa.array(rows, pa.int64()))
+    vectors = embedded(subset["text"].to_pylist(), place, about.max_tokens)
+    of_fold = folds(subset["id"].to_pylist(), about.seed, about.folds) if rows else np.zeros(0, np.int64)
     return scores_of(table["id"], rows, _probabilities(_heads(classifier.path(HEADS)), of_fold, vectors))
 
 

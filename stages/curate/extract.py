@@ -84,7 +84,7 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
 
 
 def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
-    kept: list[int] = []
+    indices: list[int] = []
     titles: list[str | None] = []
     texts: list[bytes] = []
     dropped: list[dict[str, Any]] = []
@@ -98,10 +98,10 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
         elif isinstance(results, Exception):
             dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(results).__name__}: {results}"})
         else:
-            kept.append(index)
+            indices.append(index)
             titles.append(results.title)
             texts.append(results.text)
-    documents = pages.select(["id", "url", "fetched_at", "source"]).take(pa.array(kept, pa.int64()))
+    documents = pages.select(["id", "url", "fetched_at", "source"]).take(pa.array(indices, pa.int64()))
     documents = documents.append_column("title", pa.array(titles, pa.string())).append_column("text", pa.array(texts, pa.string()))
     return {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}
 

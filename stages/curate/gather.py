@@ -64,5 +64,5 @@ def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
         example = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is there already"
         dropped.append({"id": identity, "rule": "same_id", "detail": example})
     schema = table_schema("documents").schema
-    kept = rows.filter(pa.array(first)).select(schema.names)
-    return {"documents": kept, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}, len(dropped)
+    documents = rows.filter(pa.array(first)).select(schema.names)
+    return {"documents": documents, "dropped": pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)}, len(dropped)

@@ -103,15 +103,15 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)
-    failures, measured = Failures(), 0
+    failures, total = Failures(), 0
     tallies: dict[str, Tally] = {}
     for done, part in enumerate(run.map(_measure_part, parts, language, str(run.scratch), config, own), 1):
         failures.add(part["failed"])
-        measured += part["measured"]
+        total += part["measured"]
         for name, (bins, counts) in part["counts"].items():
             tallies.setdefault(name, Tally()).add(bins, counts)
         run.progress(done, 2 * len(parts), "words")
-    failures.check(measured)
+    failures.check(total)
     folder = run.scratch / "corpora"
     folder.mkdir(exist_ok=True)
     files = {}
@@ -248,12 +248,12 @@ def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDA
     for name, start, stop in zip(languages.tolist(), [0, *ends], ends, strict=False):
         own, times = bins[order[start:stop]], counts[order[start:stop]]
         if stop - start < BINS // 8:
-            used, place = np.unique(own, return_inverse=True)
-            result[name] = (used.astype(np.uint32), np.bincount(place, weights=times, minlength=len(used)).astype(np.int64))
+            slots, place = np.unique(own, return_inverse=True)
+            result[name] = (slots.astype(np.uint32), np.bincount(place, weights=times, minlength=len(slots)).astype(np.int64))
         else:
             total = np.bincount(own, weights=times, minlength=BINS).astype(np.int64)
-            used = np.flatnonzero(total).astype(np.uint32)
-            result[name] = (used, total[used])
+            slots = np.flatnonzero(total).astype(np.uint32)
+            result[name] = (slots, total[slots])
     return result
 
 

@@ -188,10 +188,10 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
-    started = time.monotonic()
+    start = time.monotonic()
     for number, job in enumerate(jobs):
         # What earlier files did not need of their time is the later ones'.
-        until = started + seconds * (number + 1) / len(jobs)
+        until = start + seconds * (number + 1) / len(jobs)
         assert job.file is not None
         body_bytes = 0
         for record in _records(job, config):
@@ -252,9 +252,9 @@ def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
 
 
 def _format(file: ExternalFile) -> str:
-    known = FORMATS.get(suffix(file.name))
-    if known is not None:
-        return known
+    file_format = FORMATS.get(suffix(file.name))
+    if file_format is not None:
+        return file_format
     if suffix(file.name) in readers.MEDIA_TYPES:
         return "files"
     with file.open() as handle:

@@ -100,10 +100,10 @@ class Grader:
         self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
         self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
         self._encode = tokenizer.encode  # a page that writes a special token gets the characters of it
-        asked, most = len(self.head) + max_tokens + len(self.tail), model.config.max_position_embeddings
-        if asked > most:
-            raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {asked - max_tokens} tokens that is more than the "
-                            f"{most} that the model reads; give at most {max(most - asked + max_tokens, 0)}")  # fmt: skip
+        length, most = len(self.head) + max_tokens + len(self.tail), model.config.max_position_embeddings
+        if length > most:
+            raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {length - max_tokens} tokens that is more than the "
+                            f"{most} that the model reads; give at most {max(most - length + max_tokens, 0)}")  # fmt: skip
 
     def pages(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the first tokens of each page, at most `max_tokens`."""
@@ -122,8 +122,8 @@ class Grader:
         forest = Forest.branch(self.head, branches) if self.head else Forest.pack(branches)
         place = next(self.model.parameters()).device
         last = torch.tensor([len(branch) for branch in branches], device=place).cumsum(0) + len(self.head) - 1
-        grades, said = mean_grades(self.model.logits(self.model.hidden(forest.to(place))[last]), self.tokens, self.question.values)
-        return grades.cpu().numpy(), said.cpu().numpy()
+        grades, chances = mean_grades(self.model.logits(self.model.hidden(forest.to(place))[last]), self.tokens, self.question.values)
+        return grades.cpu().numpy(), chances.cpu().numpy()
 
 
 def _framed(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
@@ -224,21 +224,21 @@ def judge(
     """
     place = None if config.endpoint is not None else place_of("judge", "checkpoint", model, checkpoint, gguf=True)
     ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
-    chosen = _sample(ids, sources, language, config)
-    grades, said = np.full(len(ids), np.nan), np.zeros(0)
-    if len(chosen):
+    sample = _sample(ids, sources, language, config)
+    grades, chances = np.full(len(ids), np.nan), np.zeros(0)
+    if len(sample):
         if place is None:
-            grades[chosen], said = _asked(run, documents, chosen, config)
+            grades[sample], chances = _asked(run, documents, sample, config)
         else:
-            grades[chosen], said = _graded(run, documents, chosen, place, config)
+            grades[sample], chances = _graded(run, documents, sample, place, config)
     column = pa.array(np.round(grades, DIGITS), pa.float64(), from_pandas=True)
     run.write(pa.table({"id": pa.array(ids, pa.string()), config.signal: column}))
-    run.metric("graded", len(chosen))
-    if len(chosen):
-        if not np.isnan(grades[chosen]).all():
-            run.metric("mean_grade", round(float(np.nanmean(grades[chosen])), DIGITS))
-        run.metric("answer_probability", round(float(said.mean()), DIGITS))
-        counts, edges = np.histogram(np.round(grades[chosen][~np.isnan(grades[chosen])], DIGITS), BINS, (0.0, max(config.asked().values)))
+    run.metric("graded", len(sample))
+    if len(sample):
+        if not np.isnan(grades[sample]).all():
+            run.metric("mean_grade", round(float(np.nanmean(grades[sample])), DIGITS))
+        run.metric("answer_probability", round(float(chances.mean()), DIGITS))
+        counts, edges = np.histogram(np.round(grades[sample][~np.isnan(grades[sample])], DIGITS), BINS, (0.0, max(config.asked().values)))
         bars = [(float(edge), float(count)) for edge, count in zip(edges[:-1], counts, strict=True)]
         run.figure("grades", Figure("Grades of the judge", "grade", "documents", {"documents": bars}, kind="bar"))
 

@@ -66,8 +66,8 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
     failures.report(run)
     if not documents.rows():
         run.write(_signals(pa.chunked_array([], pa.string()), []))
-    known = with_rows(config.rows)
-    rows = [(code, written, counts[code, written], row_of(known, code, written)) for code, written in sorted(counts)]
+    table = with_rows(config.rows)
+    rows = [(code, written, counts[code, written], row_of(table, code, written)) for code, written in sorted(counts)]
     run.write(as_table(rows), "languages")
 
 
@@ -120,9 +120,9 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
 def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
     model = trained(classifier, "language")
     results = model.probabilities([identity], pa.array([seen]))[0]
-    codes, known = [names.canonical(name) for name in model.classes], names.groups
+    codes, groups = [names.canonical(name) for name in model.classes], names.groups
     best = codes[int(results.argmax())]
-    together = sum(float(p) for code, p in zip(codes, results, strict=True) if known.get(code, code) == known.get(best, best))
+    together = sum(float(p) for code, p in zip(codes, results, strict=True) if groups.get(code, code) == groups.get(best, best))
     return Found(best, min(together, 1.0), script(seen) or NO_SCRIPT)
 
 

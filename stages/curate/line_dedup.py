@@ -143,21 +143,21 @@ def _remove(
     row, number, begin, end, occurrences = row[gone], number[gone], begin[gone], end[gone], occurrences[gone]
     if config.unit == "line":
         end = with_blank_lines(data, offsets, row, begin, end)
-    made, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
+    new_data, bounds, empty = without_pieces(data, offsets, config.newlines, row, begin, end)
     ids, place = documents["id"].combine_chunks(), documents.schema.get_field_index("text")
     left = pa.array(~empty)
-    kept = documents.drop_columns("text").filter(left) if empty.any() else documents.drop_columns("text")
-    kept = kept.add_column(place, documents.schema.field(place), strings(made, bounds[np.append(~empty, True)]))
+    survivors = documents.drop_columns("text").filter(left) if empty.any() else documents.drop_columns("text")
+    survivors = survivors.add_column(place, documents.schema.field(place), strings(new_data, bounds[np.append(~empty, True)]))
     rule, value = pa.repeat(f"{config.unit}_occurrences", len(row)), occurrences.astype(np.float64)
     removed = {"id": ids.take(pa.array(row)), "line": number, "text": strings(*gathered(data, begin, end)), "rule": rule, "value": value}
-    lost = np.bincount(row, minlength=len(ids))[empty]
-    detail = [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in lost.tolist()]
+    counts = np.bincount(row, minlength=len(ids))[empty]
+    detail = [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in counts.tolist()]
     dropped = {
-        "id": ids.filter(pa.array(empty)), "rule": pa.repeat("line_dedup_empty", len(lost)), "value": np.zeros(len(lost)),
-        "threshold": pa.nulls(len(lost), pa.float64()), "detail": detail,
+        "id": ids.filter(pa.array(empty)), "rule": pa.repeat("line_dedup_empty", len(counts)), "value": np.zeros(len(counts)),
+        "threshold": pa.nulls(len(counts), pa.float64()), "detail": detail,
     }  # fmt: skip
     shown_rows = pa.Table.from_pylist(examples, schema=table_schema("examples").schema)
-    return {"documents": kept, "examples": shown_rows} | {
+    return {"documents": survivors, "examples": shown_rows} | {
         name: pa.table(columns, schema=table_schema(name).schema) for name, columns in (("removed_lines", removed), ("dropped", dropped))
     }
 

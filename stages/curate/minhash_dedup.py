@@ -121,8 +121,8 @@ def _gathered(
 def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig) -> Iterator[pa.Table]:
     """Yield candidates of one part; their texts are read again, as the shingles of all documents need more room."""
     part, members = item
-    chosen = members.read()
-    rows, component = (chosen[name].combine_chunks().to_numpy() for name in ("row", "component"))
+    table = members.read()
+    rows, component = (table[name].combine_chunks().to_numpy() for name in ("row", "component"))
     for block in part.split():
         low, high = np.searchsorted(rows, [block.start, block.stop])
         if high > low:

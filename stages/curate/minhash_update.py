@@ -34,20 +34,20 @@ def minhash_update(
     kept, with evidence for the others; `revisions` the earlier documents whose decision changes. Together they equal `minhash_dedup` of all
     documents (`verdicts` puts it together): only components with added documents are decided again.
     """
-    chosen = _configuration(previous)
-    if chosen.survivor == "best_score":
-        check_score(signals, chosen)
-    ranked = signals if chosen.survivor == "best_score" else None
+    settings = _configuration(previous)
+    if settings.survivor == "best_score":
+        check_score(signals, settings)
+    ranked = signals if settings.survivor == "best_score" else None
     parts = run.parts(documents)
-    sketches = list(run.map(sketch, list(enumerate(parts)), ranked, chosen, str(run.scratch), rows=len(parts)))
+    sketches = list(run.map(sketch, list(enumerate(parts)), ranked, settings, str(run.scratch), rows=len(parts)))
     if not sketches:
         return
     for index in previous:
         Index.of(index)
     files = [str(run.scratch / name) for name in ("added.parquet", "revised.parquet")]
-    (members,) = run.map(_decide, [sketches], previous, run.folder / INDEX, files, chosen)
-    threshold = chosen.threshold if chosen.verify else None
-    remove(run, documents, pq.read_table, files[:1], method=chosen.method, rule="near_duplicate", threshold=threshold)
+    (members,) = run.map(_decide, [sketches], previous, run.folder / INDEX, files, settings)
+    threshold = settings.threshold if settings.verify else None
+    remove(run, documents, pq.read_table, files[:1], method=settings.method, rule="near_duplicate", threshold=threshold)
     run.produce(_revised, files[1:])
     run.metric("revised", pq.read_metadata(files[1]).num_rows)
     run.metric("candidates", members)
@@ -65,13 +65,13 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
     ids, results = _decided(indices, members, config)
     own = members.segment == len(previous)
     state = _state(results, ids)
-    added = {i for i, new in zip(ids, own.tolist(), strict=True) if new}
+    new_ids = {i for i, new in zip(ids, own.tolist(), strict=True) if new}
     passage = {ids[removed]: words for removed, words in zip(results.removed.tolist(), results.new_words.tolist(), strict=True)}
-    gone = [(i, *state[i], config.detail(state[i][0], passage[i])) for i in sorted(added & state.keys())]
+    gone = [(i, *state[i], config.detail(state[i][0], passage[i])) for i in sorted(new_ids & state.keys())]
     pq.write_table(pa.table([pa.array([row[k] for row in gone], f.type) for k, f in enumerate(DECIDED)], schema=DECIDED), files[0])
-    known = [i for i, new in zip(ids, own.tolist(), strict=True) if not new]
-    before = verdicts(previous, known)
-    changed = sorted(i for i in known if before.get(i) != state.get(i))
+    old_ids = [i for i, new in zip(ids, own.tolist(), strict=True) if not new]
+    before = verdicts(previous, old_ids)
+    changed = sorted(i for i in old_ids if before.get(i) != state.get(i))
     rows = [{"id": i, "kept_id": state[i][0] if i in state else None, "similarity": state[i][1] if i in state else None} for i in changed]
     pq.write_table(pa.Table.from_pylist(rows, schema=table_schema("revisions").schema), files[1])
     return len(ids)
@@ -87,11 +87,11 @@ def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[st
             rows = artifact.read(table, columns=["id", "kept_id", "similarity"])
             if ids is not None:
                 rows = rows.filter(pc.is_in(rows["id"], pa.array(ids, pa.string())))
-            for identity, kept, similarity in zip(*(rows[name].to_pylist() for name in rows.schema.names), strict=True):
-                if kept is None:
+            for identity, survivor, similarity in zip(*(rows[name].to_pylist() for name in rows.schema.names), strict=True):
+                if survivor is None:
                     result.pop(identity)
                 else:
-                    result[identity] = (kept, similarity)
+                    result[identity] = (survivor, similarity)
     return result
 
 
@@ -100,8 +100,8 @@ def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
     if stages != ["minhash_dedup", *["minhash_update"] * (len(stages) - 1)]:
         raise PunaError(f"minhash_update.previous is one minhash_dedup and then its updates; these were made by {', '.join(stages)}")
     for number, artifact in enumerate(previous[1:], 1):
-        known = [record.key for record in artifact.manifest.inputs if record.name == "previous"]
-        if known != [before.key for before in previous[:number]]:
+        keys = [record.key for record in artifact.manifest.inputs if record.name == "previous"]
+        if keys != [before.key for before in previous[:number]]:
             raise PunaError(f"minhash_update.previous: {artifact.id} continues other artifacts than the {number} given before it")
     return MinhashDedupConfig(**previous[0].manifest.config)
 
@@ -121,17 +121,17 @@ def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
     """Return the added documents and all documents that shared bands connect to them."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
-    known = [np.zeros(len(index.facts), bool) for index in indices]
+    masks = [np.zeros(len(index.facts), bool) for index in indices]
     fresh = [np.zeros(0, np.int64) for _ in indices]
     fresh[-1] = np.flatnonzero(indices[-1].facts["shingles"])
     while any(map(len, fresh)):
-        for seen, rows in zip(known, fresh, strict=True):
+        for seen, rows in zip(masks, fresh, strict=True):
             seen[rows] = True
         signatures = np.concatenate([index.signatures[rows] for index, rows in zip(indices, fresh, strict=True)])
         keys = band_keys(signatures, config.bands, config.rows)
         results = [index.sharing(keys) for index in indices]
-        fresh = [rows[~seen[rows]] for seen, rows in zip(known, results, strict=True)]
-    reached = [np.flatnonzero(seen) for seen in known]
+        fresh = [rows[~seen[rows]] for seen, rows in zip(masks, results, strict=True)]
+    reached = [np.flatnonzero(seen) for seen in masks]
     return Members(np.repeat(np.arange(len(reached)), [len(r) for r in reached]), np.concatenate(reached))
 
 
@@ -148,17 +148,17 @@ def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig)
         return text, Found.none()
     root = near_duplicates.components(near_duplicates.band_keys(signatures, config.bands, config.rows))
     rank = np.argsort(np.argsort(ids))
-    chosen, bounds = together(root, *preference(config, rank, facts))
+    candidates, bounds = together(root, *preference(config, rank, facts))
 
     def shingles(places: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         pieces: dict[int, NDArray[np.uint64]] = {}
         for segment, index in enumerate(indices):
-            here = chosen[places][members.segment[chosen[places]] == segment]
+            here = candidates[places][members.segment[candidates[places]] == segment]
             results = index.shingles(members.row[here], config)
             pieces |= {int(m): results.hashes[results.offsets[k] : results.offsets[k + 1]] for k, m in enumerate(here)}
-        return flat([pieces[int(m)] for m in chosen[places]])
+        return flat([pieces[int(m)] for m in candidates[places]])
 
-    return text, decided(facts[chosen], signatures[chosen], bounds, config, shingles).of_rows(chosen)
+    return text, decided(facts[candidates], signatures[candidates], bounds, config, shingles).of_rows(candidates)
 
 
 def _state(found: Found, ids: list[str]) -> dict[str, tuple[str, float]]:

@@ -76,8 +76,8 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
             detail = f"{counts[over]} of kind {over}, dropped from {limit} on"
             dropped.append({"id": identity, "rule": f"pii_{over}", "value": counts[over], "threshold": limit, "detail": detail})
             continue
-        wanted = config.code_entities if in_code[row] else config.entities
-        spans = [span for span in spans if span.entity in wanted]
+        entities = config.code_entities if in_code[row] else config.entities
+        spans = [span for span in spans if span.entity in entities]
         if spans:
             changed[row] = True
             clean.append(masked(text, spans))

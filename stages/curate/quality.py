@@ -110,8 +110,8 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
     table = part.read()
     about: Trained = trained(classifier, "quality")
     rows = about.scored(table)
-    chosen = table.take(pa.array(rows, pa.int64()))
-    results = about.probabilities(chosen["id"].to_pylist(), chosen["text"])
+    documents = table.take(pa.array(rows, pa.int64()))
+    results = about.probabilities(documents["id"].to_pylist(), documents["text"])
     return scores_of(table["id"], rows, results[:, about.classes.index(positive)])
 
 

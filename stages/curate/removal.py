@@ -33,9 +33,9 @@ def remove(
 
 
 def _remove(documents: pa.Table, decided: pa.Table, method: str, rule: str, threshold: float | None) -> dict[str, Any]:
-    ids, kept, similarity = decided["id"], decided["kept_id"], decided["similarity"]
+    ids, survivors, similarity = decided["id"], decided["kept_id"], decided["similarity"]
     count = len(ids)
-    evidence = {"id": ids, "kept_id": kept, "method": pa.repeat(method, count), "similarity": similarity, "cluster": kept}
+    evidence = {"id": ids, "kept_id": survivors, "method": pa.repeat(method, count), "similarity": similarity, "cluster": survivors}
     value = pa.nulls(count, pa.float64()) if threshold is None else similarity
     bound = pa.nulls(count, pa.float64()) if threshold is None else pa.repeat(threshold, count)
     dropped = {"id": ids, "rule": pa.repeat(rule, count), "value": value, "threshold": bound, "detail": decided["detail"]}

@@ -121,12 +121,12 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     for name in dict.fromkeys(signal for rule in rules for signal in rule.signals):
         needed.setdefault(carried[name], []).append(name)
     languages = next((item for item in signals if "languages" in item.tables), None) if config.per_language else None
-    known = None
+    factors = None
     if languages is not None:
         of_language = needed.setdefault(languages.id, [])
         of_language += [name for name in ("language", "script") if name not in of_language]
-        known = languages.read("languages")
-        _tell_abstained(known, thresholds, run)
+        factors = languages.read("languages")
+        _tell_abstained(factors, thresholds, run)
     sources = [artifact for artifact in signals if artifact.id in needed]
     beside = [artifact.beside(["id", *needed[artifact.id]]) for artifact in sources]
     if problems := _lines_lacking(config.lines, [artifact.tables for artifact in signals]):
@@ -134,7 +134,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     read = _lines_read(config.lines)
     lines = [next(a for a in signals if name in a.tables).beside(table=name) if name in read else None for name in LINE_TABLES]
     run.metric("rules", len(thresholds) + len(expressions))
-    run.transform(_select, documents, rules, known, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
+    run.transform(_select, documents, rules, factors, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
@@ -188,8 +188,8 @@ def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) 
 def _lines_read(rules: LineRules | None) -> list[str]:
     if rules is None:
         return []
-    asked = (rules.max_ngram_coverage is not None, rules.final_punctuation or rules.min_line_words > 0)
-    return [name for name, read in zip(LINE_TABLES, asked, strict=True) if read]
+    flags = (rules.max_ngram_coverage is not None, rules.final_punctuation or rules.min_line_words > 0)
+    return [name for name, read in zip(LINE_TABLES, flags, strict=True) if read]
 
 
 def _select(
@@ -202,11 +202,11 @@ def _select(
         for column in results.column_names[1:]:
             table = table.append_column(column, results[column])
     dropped = decide(table, rules, languages)
-    kept = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
-    tables = {"documents": kept, "dropped": dropped}
+    selection = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
+    tables = {"documents": selection, "dropped": dropped}
     if line_rules is not None:
-        shorter, tables["removed_lines"] = remove_lines(kept, _lines_that_go(covered, c4, line_rules), line_rules)
-        left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(kept["text"], ""))
+        shorter, tables["removed_lines"] = remove_lines(selection, _lines_that_go(covered, c4, line_rules), line_rules)
+        left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(selection["text"], ""))
         tables["documents"] = shorter.filter(left)
         empty = shorter.filter(pc.invert(left))["id"].to_pylist()
         gone = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in empty]
@@ -234,11 +234,11 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
     texts, removed = [], []
     for identity, text, source in zip(*(documents[name].to_pylist() for name in ("id", "text", "source")), strict=True):
         gone = {} if source in rules.exempt_sources else lines.get(identity, {})
-        kept, out = without_lines(text, set(gone)) if gone else (text, {})
+        new_text, out = without_lines(text, set(gone)) if gone else (text, {})
         for number, line in out.items():
             rule, value = gone[number]
             removed.append({"id": identity, "line": number, "text": line, "rule": f"lines.{rule}", "value": value})
-        texts.append(kept)
+        texts.append(new_text)
     at = documents.schema.get_field_index("text")
     shorter = documents.set_column(at, documents.schema.field(at), pa.array(texts, pa.string()))
     return shorter, pa.Table.from_pylist(removed, schema=table_schema("removed_lines").schema)
@@ -249,14 +249,14 @@ def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
 
     As in `line_dedup`, the blank lines after a removed line go with it if the text before it is empty or ends in a blank line.
     """
-    lines, kept, removed, at = text.split("\n"), [], {}, 0
+    lines, rest, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):
         stop = at + 1
         if at not in gone:
-            kept.append(lines[at])
+            rest.append(lines[at])
         else:
-            while stop < len(lines) and stop not in gone and not lines[stop].strip() and not (kept and kept[-1].strip()):
+            while stop < len(lines) and stop not in gone and not lines[stop].strip() and not (rest and rest[-1].strip()):
                 stop += 1
             removed[at] = "\n".join(lines[at:stop])
         at = stop
-    return "\n".join(kept), removed
+    return "\n".join(rest), removed

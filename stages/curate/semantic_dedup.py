@@ -139,11 +139,11 @@ def _centers(
     if count <= 1:
         return None
     ends = np.cumsum(list(run.map(_size, vectors.filled)))
-    drawn = np.sort(run.generator("centers").choice(vectors.rows, count, replace=False))
-    part = np.searchsorted(ends, drawn, side="right")
+    draws = np.sort(run.generator("centers").choice(vectors.rows, count, replace=False))
+    part = np.searchsorted(ends, draws, side="right")
     begins = np.append(0, ends[:-1])
-    chosen = [(vectors.filled[n], drawn[part == n] - begins[n]) for n in np.unique(part).tolist()]
-    centers = np.concatenate(list(run.map(_drawn, chosen, common)))
+    jobs = [(vectors.filled[n], draws[part == n] - begins[n]) for n in np.unique(part).tolist()]
+    centers = np.concatenate(list(run.map(_drawn, jobs, common)))
     for step in range(1, config.iterations):
         sums = sum(run.map(_sums, vectors.filled, common, centers))
         norms = np.linalg.norm(sums, axis=1, keepdims=True)
@@ -188,23 +188,23 @@ def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table
     ids = table["id"].to_pylist()
     results = []
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        for gone, kept, cosine in _greedy(vectors, order[low:high], config.threshold):
+        for gone, survivor, cosine in _greedy(vectors, order[low:high], config.threshold):
             # The last digits of a cosine depend on the machine's arithmetic.
-            results.append({"id": ids[gone], "kept_id": ids[kept], "similarity": round(cosine, 6), "detail": f"of {ids[kept]}"})
+            results.append({"id": ids[gone], "kept_id": ids[survivor], "similarity": round(cosine, 6), "detail": f"of {ids[survivor]}"})
     return pa.Table.from_pylist(results, schema=DECIDED), int(cluster.max(initial=-1)) + 1
 
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:
     """Return removed row, kept row and cosine, for the documents of a cluster in order of preference."""
     own = vectors[rows].astype(np.float64)
-    kept: list[int] = []
+    survivors: list[int] = []
     pairs = []
     for place in range(len(rows)):
-        if kept:
-            cosine = own[kept] @ own[place]
+        if survivors:
+            cosine = own[survivors] @ own[place]
             best = int(np.argmax(cosine))
             if cosine[best] >= threshold:
-                pairs.append((int(rows[place]), int(rows[kept[best]]), min(1.0, float(cosine[best]))))
+                pairs.append((int(rows[place]), int(rows[survivors[best]]), min(1.0, float(cosine[best]))))
                 continue
-        kept.append(place)
+        survivors.append(place)
     return pairs

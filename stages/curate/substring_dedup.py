@@ -44,8 +44,8 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
     windows = run.exchange(_windows, parts, config, by="hash", partitions=size)
     repeated = run.exchange(_repeated, windows.filled, starts, by="shard", partitions=max(1, len(shards)))
     first = [(shard, own) for shard, own in zip(shards, repeated.parts, strict=False) if shard.rows]
-    named = run.exchange(_named, first, starts, by="shard", partitions=max(1, len(shards)))
-    run.transform(_cut, documents, named, config)
+    copies = run.exchange(_named, first, starts, by="shard", partitions=max(1, len(shards)))
+    run.transform(_cut, documents, copies, config)
     run.metric("repeated_windows", sum(repeated.infos))
 
 
@@ -87,8 +87,8 @@ def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.T
     table = repeated.read()
     row = table["row"].to_numpy()
     own = np.searchsorted(starts, row, side="right") - 1
-    kept = shard.read(0, shard.rows, ["id"])["id"].take(table["first"])
-    return pa.table({"shard": own.astype(np.int32), "row": row - starts[own], "window": table["window"], "kept_id": kept})
+    first_ids = shard.read(0, shard.rows, ["id"])["id"].take(table["first"])
+    return pa.table({"shard": own.astype(np.int32), "row": row - starts[own], "window": table["window"], "kept_id": first_ids})
 
 
 def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) -> dict[str, pa.Table]:
@@ -124,8 +124,8 @@ def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) 
                 {"id": ids[at], "rule": "substring_dedup.words_left", "value": left, "threshold": config.min_words, "detail": detail}
             )
     column = documents.schema.get_field_index("text")
-    kept = documents.set_column(column, documents.schema.field("text"), pa.array(texts, pa.string())).filter(pa.array(keep))
-    tables = {"documents": kept}
+    survivors = documents.set_column(column, documents.schema.field("text"), pa.array(texts, pa.string())).filter(pa.array(keep))
+    tables = {"documents": survivors}
     for name, results in (("removed_spans", spans), ("dropped", dropped)):
         tables[name] = pa.Table.from_pylist(results, schema=table_schema(name).schema)
     return tables

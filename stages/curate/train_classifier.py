@@ -35,12 +35,12 @@ class TrainClassifierConfig(ClassifierConfig):
 
 def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
     """Return unmet needs: without labels, training needs known sources of both classes."""
-    named = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
-    if facts.inputs.get("labels") or not named or (named & set(config.positive_sources) and named - set(config.positive_sources)):
+    names = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
+    if facts.inputs.get("labels") or not names or (names & set(config.positive_sources) and names - set(config.positive_sources)):
         return []
-    what = "all inputs have such a name, and others are needed too" if named & set(config.positive_sources) else "no input has such a name"
+    what = "all inputs have such a name, and others are needed too" if names & set(config.positive_sources) else "no input has such a name"
     return [
-        f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(named))}). "
+        f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(names))}). "
         "Name the good one, --input wikipedia=URI, or name its source with --set 'train_quality.positive_sources=[NAME]', "
         "or give a classifier that was trained before, --input classifier/ID, "
         "or let the model that comes with Puna judge, --set train_quality=null"
@@ -58,20 +58,20 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
         there = ", ".join(name for name in labels.columns() if name != "id")
         raise PunaError(f"train_classifier.label: {labels.id} has no signal {config.label!r}; it has {there}")
     examples = prepare(run, documents, config, config.exempt_sources, _labels, labels, config)
-    known = examples.of(NAME)
-    classes = sorted(known)
+    counts = examples.of(NAME)
+    classes = sorted(counts)
     if len(classes) < 2:
         sources = sorted({name for rows in documents.batches(columns=["source"]) for name in rows["source"].unique().to_pylist()})
         raise PunaError(
-            f"train_classifier: {known.total()} documents have a label, of {', '.join(classes) or 'no class'}; two "
+            f"train_classifier: {counts.total()} documents have a label, of {', '.join(classes) or 'no class'}; two "
             f"classes are needed. The documents have the sources {', '.join(sources) or 'none'}"
         )
     quality = classes == [GOOD, OTHER]
     results = out_of_fold(run, examples, NAME, classes, config, run.folder, GOOD if quality else "")
     about = About(config.purpose, tuple(results.labels), config.folds, config.seed, config.max_characters, config.exempt_sources)
     about.write(run.folder)
-    run.metric("labelled", known.total())
-    run.metric("accuracy", int(results.confusion.trace()) / known.total())
+    run.metric("labelled", counts.total())
+    run.metric("accuracy", int(results.confusion.trace()) / counts.total())
     if quality:
         report_quality(run, results.counted)
 

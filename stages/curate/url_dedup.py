@@ -44,11 +44,11 @@ def _older(addresses: Partition) -> pa.Table:
     # newest first within an address; the id breaks ties
     rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])
     address, ids, fetched = (rows.column(name).to_pylist() for name in ("address", "id", "fetched_at"))
-    results, kept = [], 0
+    results, survivor = [], 0
     for row in range(1, len(ids)):
         if address[row] != address[row - 1]:
-            kept = row
+            survivor = row
             continue
-        detail = f"{address[row]}: {ids[kept]} was fetched {fetched[kept]:%Y-%m-%d %H:%M:%S}"
-        results.append({"id": ids[row], "kept_id": ids[kept], "similarity": 1.0, "detail": detail})
+        detail = f"{address[row]}: {ids[survivor]} was fetched {fetched[survivor]:%Y-%m-%d %H:%M:%S}"
+        results.append({"id": ids[row], "kept_id": ids[survivor], "similarity": 1.0, "detail": detail})
     return pa.Table.from_pylist(results, schema=DECIDED)

@@ -150,10 +150,10 @@ def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | Non
     out: list[tuple[str, str] | None] = [None] * len(places)
     if not len(hashes) or not flat:
         return out
-    wanted = np.array([xxh64_intdigest(place.encode()) for place in flat], np.uint64)
-    at = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
+    digests = np.array([xxh64_intdigest(place.encode()) for place in flat], np.uint64)
+    at = np.minimum(np.searchsorted(hashes, digests), len(hashes) - 1)
     owner = np.repeat(np.arange(len(places)), [len(own) for own in places])
-    for hit in np.flatnonzero(hashes[at] == wanted)[::-1].tolist():  # backwards: the first place is written last
+    for hit in np.flatnonzero(hashes[at] == digests)[::-1].tolist():  # backwards: the first place is written last
         out[owner[hit]] = (flat[hit], rules.rules[numbers[at[hit]]])
     return out
 

@@ -98,8 +98,8 @@ def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> l
         assert isinstance(external, External)
         for own in [spec.verifier for _, spec in task_files(external)]:
             names.update([own] if isinstance(own, str) else [name for path, name in texts_of(own) if path[-1] == "name"])
-    named = verifiers_named(inputs) if inputs.get("prompts") else []
-    return sorted({*named, *(symbol for name in names for symbol in kind_of(name).of_class())})
+    symbols = verifiers_named(inputs) if inputs.get("prompts") else []
+    return sorted({*symbols, *(symbol for name in names for symbol in kind_of(name).of_class())})
 
 
 @stage(kind="evaluation", ranks=True, named=verifiers_of_tasks)
@@ -206,12 +206,12 @@ class Bench:
 
     def measured(self, task: Task) -> Iterator[Result]:
         """Yield the results of a task; both formats and the better of them where that is asked for."""
-        kind, wanted = task.file.output_type, self.config.options
+        kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
-        elif has_letters(task) or wanted == "task":
+        elif has_letters(task) or mode == "task":
             yield self._choices(task, "cloze", task.name)
-        elif wanted == "letters":
+        elif mode == "letters":
             yield self._choices(task, "letters", task.name)
         else:
             formats: tuple[Options, ...] = ("cloze", "letters")
@@ -221,25 +221,25 @@ class Bench:
             yield from both
 
     def _choices(self, task: Task, options: Options, name: str) -> Result:
-        started = time.process_time()
+        start_time = time.process_time()
         asker = Asker(self.encoder, self.config.prompts, options)
         requests = [asker.requests(task, document) for document in task.documents]
         flat = [request for several in requests for request in several]
         scored = iter(self._likelihoods(flat, task))
         grouped = [[next(scored) for _ in several] for several in requests]
         columns = question_scores.choice_columns(task, asker, grouped)
-        shown = list(zip(task.documents, grouped, strict=True))[: self.config.examples]
-        nats = [{choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), own, strict=True)} for document, own in shown]
+        pairs = list(zip(task.documents, grouped, strict=True))[: self.config.examples]
+        nats = [{choice: round(one.sum, 4) for choice, one in zip(asker.choices(document), own, strict=True)} for document, own in pairs]
         examples = self._examples(name, task, asker, columns, [max(own, key=lambda choice: own[choice]) for own in nats], nats=nats)
         tokens = sum(len(one.context) + len(one.continuation) for one in flat)
-        return Result.of(task, name, format_of(task, self.config.prompts, options), columns, examples, started, tokens)
+        return Result.of(task, name, format_of(task, self.config.prompts, options), columns, examples, start_time, tokens)
 
     def _likelihoods(self, requests: Sequence[Request], task: Task) -> list[Likelihood]:
         try:
-            told = functools.partial(self.run.progress, note=task.name)
+            tracker = functools.partial(self.run.progress, note=task.name)
 
             def scored(own: list[Request]) -> list[Likelihood]:
-                return likelihoods(self.model, own, self.longest, self.config.micro_batch_tokens, told)
+                return likelihoods(self.model, own, self.longest, self.config.micro_batch_tokens, tracker)
 
             dealt = ranks.dealt(requests, scored, self.config.serving.layout, lambda request: tuple(request.context))
             return [Likelihood(*one) for one in dealt]
@@ -247,7 +247,7 @@ class Bench:
             raise PunaError(f"{task.where}: {error}") from error
 
     def _texts(self, task: Task) -> Result:
-        started = time.process_time()
+        start_time = time.process_time()
         for number, one in enumerate(task.documents, 1):
             if not isinstance(one.target, str) or not one.target:
                 raise PunaError(f"{task.where}: doc_to_target, row {number}: is {str(one.target)[:40]!r}, no text")
@@ -257,10 +257,10 @@ class Bench:
         nats = [-sum(next(scored).sum for _ in several) for several in windows]
         columns = question_scores.document_columns(task, texts, nats)
         tokens = sum(len(one.continuation) for several in windows for one in several)
-        return Result.of(task, task.name, "plain", columns, [], started, tokens)
+        return Result.of(task, task.name, "plain", columns, [], start_time, tokens)
 
     def _answers(self, task: Task) -> Result:
-        started = time.process_time()
+        start_time = time.process_time()
         asker, own = Asker(self.encoder, self.config.prompts), task.file.generation_kwargs
         n = self.config.answers or task.file.repeats
         temperature = self.config.temperature
@@ -270,20 +270,20 @@ class Bench:
             raise PunaError(f"{task.where}: {n} answers at temperature 0 are all alike: set temperature, here or in generation_kwargs")
         until = (task.file.fewshot_delimiter,) if own.until is None else own.until
         prompts = [asker.prompt(task, document) for document in task.documents]
-        drawn = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
+        completions = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
         if ranks.follows() and self.run.kind == "evaluation":  # only rank 0 scores answers and writes
-            return Result.of(task, task.name, self.config.prompts, [], [], started, 0)
+            return Result.of(task, task.name, self.config.prompts, [], [], start_time, 0)
         tokenizer = self.encoder.tokenizer
-        texts = [[cut(one, tokenizer, until) for one in several] for several in drawn]
+        texts = [[cut(one, tokenizer, until) for one in several] for several in completions]
         columns = [] if task.prompted else question_scores.answer_columns(task, texts)
         more: list[list[str]] = [[] for _ in texts]
         if task.file.verifier is not None:
-            finished = [[one.finished for one in several] for several in drawn]
+            finished = [[one.finished for one in several] for several in completions]
             scores, more = self._verified(task, texts, finished)
             columns = [*question_scores.verified_columns(scores, texts), *columns]
         examples = self._examples(task.name, task, asker, columns, [several[0] for several in texts], said=more)
-        tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in drawn for one in several)
-        return Result.of(task, task.name, self.config.prompts, columns, examples, started, tokens)
+        tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in completions for one in several)
+        return Result.of(task, task.name, self.config.prompts, columns, examples, start_time, tokens)
 
     def _examples(
         self, name: str, task: Task, asker: Asker, columns: Sequence[Column], texts: Sequence[str], **more: Sequence[Any]
@@ -293,8 +293,8 @@ class Bench:
         for number, (document, text) in enumerate(zip(task.documents[: self.config.examples], texts, strict=False)):
             facts = {key: values[number] for key, values in more.items()} | {column.name: column.values[number] for column in columns}
             about = json.dumps({"task": name, "target": document.target, **facts}, ensure_ascii=False, default=str)
-            asked = asker.shown(task, document)
-            rows.append({"id": f"{name}-{document.id}", "kind": "answer", "prompt": asked, "text": text, "detail": about})
+            prompt = asker.shown(task, document)
+            rows.append({"id": f"{name}-{document.id}", "kind": "answer", "prompt": prompt, "text": text, "detail": about})
         return rows
 
     def generated(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
@@ -304,14 +304,14 @@ class Bench:
         room = self.longest - how.max_gen_toks
         if room < 1:
             raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in {self.longest} tokens")
-        drawn, serving = how.do_sample is not False and how.temperature > 0, self.config.serving
+        sampling, serving = how.do_sample is not False and how.temperature > 0, self.config.serving
         params = SamplingParams(
-            n=n, temperature=how.temperature if drawn else 0.0, top_p=how.top_p if drawn else 1.0, top_k=how.top_k if drawn else 0,
+            n=n, temperature=how.temperature if sampling else 0.0, top_p=how.top_p if sampling else 1.0, top_k=how.top_k if sampling else 0,
             max_tokens=how.max_gen_toks, stop=(*self.encoder.tokenizer.stop_ids, *(text for text in until if text)),
             seed=self.run.seed("answers"), speculate=serving.speculate,
         )  # fmt: skip
-        told = functools.partial(self.run.progress, note=where)
-        return self.engine.generate([ids[-room:] for ids in prompts], params, progress=told)
+        tracker = functools.partial(self.run.progress, note=where)
+        return self.engine.generate([ids[-room:] for ids in prompts], params, progress=tracker)
 
     def _verified(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
@@ -338,9 +338,9 @@ def write(
     more: list[dict[str, Any]] = []
     single: list[dict[str, Any]] = []
     for one in results:
-        known = not searched.isdisjoint((one.name, one.name.rpartition(":")[0]))
-        clean = [known and key not in learned for key in one.ids]
-        share = 1 - sum(clean) / len(clean) if known else None
+        is_searched = not searched.isdisjoint((one.name, one.name.rpartition(":")[0]))
+        clean = [is_searched and key not in learned for key in one.ids]
+        share = 1 - sum(clean) / len(clean) if is_searched else None
         for column in one.columns:
             value = column.interval()
             rest = column.of(clean)
@@ -369,13 +369,13 @@ def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
 
 def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:
     """Return results in the layout of lm-evaluation-harness: results, configs, versions, n-shot, n-samples, higher_is_better."""
-    found: dict[str, dict[str, Any]] = {one.name: {"alias": one.name} for one in results}
+    scores: dict[str, dict[str, Any]] = {one.name: {"alias": one.name} for one in results}
     for one, column in ((each, column) for each in results for column in each.columns):
         error: float | str = "N/A" if column.weights or len(column.values) < 2 else stdev(column.values) / len(column.values) ** 0.5
         value = column.interval().value
-        found[one.name] |= {f"{column.metric},{column.filter}": value, f"{column.metric}_stderr,{column.filter}": error}
+        scores[one.name] |= {f"{column.metric},{column.filter}": value, f"{column.metric}_stderr,{column.filter}": error}
     return {
-        "results": found, "configs": {one.name: one.settings for one in results},
+        "results": scores, "configs": {one.name: one.settings for one in results},
         "versions": {one.name: one.about["version"] for one in results}, "n-shot": {one.name: one.about["shots"] for one in results},
         "n-samples": {one.name: {"effective": len(one.ids)} for one in results},
         "higher_is_better": {one.name: {column.metric: column.metric not in LOWER for column in one.columns} for one in results},

@@ -27,8 +27,8 @@ def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
     groups: dict[int, list[tuple[float, float]]] = {}
     for sure, value in zip(confidences, right, strict=True):
         groups.setdefault(min(BINS - 1, int(sure * BINS)), []).append((sure, value))
-    ordered = [groups[number] for number in sorted(groups)]
-    return [Bin(sum(sure for sure, _ in own) / len(own), sum(value for _, value in own) / len(own), len(own)) for own in ordered]
+    buckets = [groups[number] for number in sorted(groups)]
+    return [Bin(sum(sure for sure, _ in own) / len(own), sum(value for _, value in own) / len(own), len(own)) for own in buckets]
 
 
 def calibration_error(confidences: Sequence[float], right: Sequence[float]) -> float | None:

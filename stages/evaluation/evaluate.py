@@ -176,24 +176,24 @@ def _bits(
 ) -> None:  # fmt: skip
     texts = [page.text for page in pages]
     encoded = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch(texts)]
-    told = partial(run.progress, note="bits per byte")
+    tracker = partial(run.progress, note="bits per byte")
     size = config.micro_batch_tokens
     layout = config.serving.layout
-    nats = ranks.dealt(encoded, lambda own: bits_per_byte.document_nats(model, own, context, size, progress=told), layout, tuple)
+    nats = ranks.dealt(encoded, lambda own: bits_per_byte.document_nats(model, own, context, size, progress=tracker), layout, tuple)
     if ranks.follows():
         return
     sizes, targets = [float(len(text.encode())) for text in texts], [len(ids) - 1.0 for ids in encoded]
-    found = {OWN_BITS: [bits_per_byte.bits(n) for n in nats]}
+    bits = {OWN_BITS: [bits_per_byte.bits(n) for n in nats]}
     if read:
-        counted = NGrams(read, config.pages.ngram_order, tokenizer.vocab_size)
+        ngrams = NGrams(read, config.pages.ngram_order, tokenizer.vocab_size)
         for name, page in (("ngram", False), ("ngram_page", True)):
-            found[f"{name}_bits_per_byte"] = [bits_per_byte.bits(n) for n in counted.nats(encoded, page=page)]
+            bits[f"{name}_bits_per_byte"] = [bits_per_byte.bits(n) for n in ngrams.nats(encoded, page=page)]
         text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in read)
-        found["dictionary_bits_per_byte"] = [float(value) for value in dictionary_bits(texts, text.encode())]
+        bits["dictionary_bits_per_byte"] = [float(value) for value in dictionary_bits(texts, text.encode())]
         run.metric("baseline_tokens", sum(map(len, read)))
     series: dict[str, list[tuple[Any, float]]] = {}
     for task, members in _by_category(pages):
-        shares = {metric: _share(values, sizes, members) for metric, values in found.items()}
+        shares = {metric: _share(values, sizes, members) for metric, values in bits.items()}
         for metric, interval in shares.items():
             name = "model" if metric == OWN_BITS else metric.removesuffix("_bits_per_byte")
             series.setdefault(name, []).append((task.removeprefix("pages/") if "/" in task else ALL, interval.value))
@@ -218,13 +218,13 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     run.metric("questions", len(items))
     if not items:
         return
-    told = partial(run.progress, note="multiple choice")
+    tracker = partial(run.progress, note="multiple choice")
     size, layout = config.micro_batch_tokens, config.serving.layout
-    found = ranks.dealt(items, lambda own: multiple_choice.likelihoods(model, tokenizer, own, size, progress=told), layout)
+    likelihoods = ranks.dealt(items, lambda own: multiple_choice.likelihoods(model, tokenizer, own, size, progress=tracker), layout)
     if ranks.follows():
         return
     for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
-        right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, found, strict=True)]
+        right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, likelihoods, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))
@@ -238,8 +238,8 @@ def _continuations(
     from puna.models.generation import SamplingParams
 
     words = config.pages.prompt_words
-    begun = [(page, multiple_choice.WORD.findall(page.text)[:words]) for page in pages]
-    beginnings = [(page, "".join(some)) for page, some in begun if len(some) == words][: config.pages.continuations]
+    openings = [(page, multiple_choice.WORD.findall(page.text)[:words]) for page in pages]
+    beginnings = [(page, "".join(some)) for page, some in openings if len(some) == words][: config.pages.continuations]
     if not beginnings:
         return
     params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
@@ -247,8 +247,8 @@ def _continuations(
     completions = engine.generate(prompts, params)
     for (page, text), (completion,) in zip(beginnings, completions, strict=True):
         detail = json.dumps({"category": page.category, "page": page.text[len(text) :][:300]}, ensure_ascii=False)
-        said = answer_text(completion.tokens, tokenizer)
-        run.write_rows([{"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": said, "detail": detail}], "examples")
+        output = answer_text(completion.tokens, tokenizer)
+        run.write_rows([{"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": output, "detail": detail}], "examples")
 
 
 # --- prompts --------------------------------------------------------------------------------------------
@@ -259,25 +259,25 @@ def _answers(
 ) -> None:
     from puna.models.generation import SamplingParams
 
-    drawn = _heldout_prompts(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    questions = _heldout_prompts(prompts, config.answers.prompts_per_task, run.seed("prompts"))
     bad = BadRows(config, "evaluate")
-    rendered = list(bad.rendered(drawn, partial(prompt_ids, tokenizer)))
-    bad.check_left(len(rendered), f"{len(drawn)} held-out prompts")
+    rendered = list(bad.rendered(questions, partial(prompt_ids, tokenizer)))
+    bad.check_left(len(rendered), f"{len(questions)} held-out prompts")
     bad.write(run)
-    rows, asked = [row for row, _ in rendered], [ids for _, ids in rendered]
+    rows, inputs = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
     params = SamplingParams(
         temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers"),
         speculate=config.serving.speculate,
     )
     if config.answers.search is None:
-        completions = [row[0] for row in engine.generate(asked, params, progress=lambda done, total: run.progress(done, total, "answers"))]
+        completions = [row[0] for row in engine.generate(inputs, params, progress=lambda done, total: run.progress(done, total, "answers"))]
         spent = sum(len(completion.tokens) for completion in completions)
     elif ranks.count() > 1:
         raise PunaError("evaluate: no test proves answers.search in several processes: leave it out, or run in one process")
     else:
-        chosen = search(engine, asked, params, config.answers.search, _chooser(config, rows, judges, run))
-        completions, spent = [one.completion for one in chosen], sum(one.tokens for one in chosen)
+        searches = search(engine, inputs, params, config.answers.search, _chooser(config, rows, judges, run))
+        completions, spent = [one.completion for one in searches], sum(one.tokens for one in searches)
     if ranks.follows():
         return
     run.metric("answer_tokens", spent)
@@ -288,14 +288,14 @@ def _answers(
     if (taste := config.answers.taste) is not None:
         tasted = [{**row, "verifier": json.dumps(taste)} for row in rows]
         liked = Scorer(tasted, config.answers.scoring, run, judges).scores(list(zip(tasted, texts, strict=True)))
-    found = [
+    answers = [
         {**row, "text": text, "gold": ended(score.value, completion.finished), "liked": like.value, "detail": score.detail,
          "finished": completion.finished}
         for row, text, score, like, completion in zip(rows, texts, scores, liked, completions, strict=True)
     ]  # fmt: skip
     passing = zip(scores, completions, strict=True)
     run.metric("cut_off_right", sum(is_correct(score.value) and not completion.finished for score, completion in passing))
-    _judge(found, config.answers.examples, run)
+    _judge(answers, config.answers.examples, run)
 
 
 def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
@@ -303,9 +303,9 @@ def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Seq
     assert config.answers.search is not None
     if (spec := config.answers.search.verifier) is None:
         return None
-    asked = [{**row, "verifier": json.dumps(spec)} for row in rows]
-    scorer = Scorer(asked, config.answers.scoring, run, judges)
-    return lambda answers: [score.value for score in scorer.scores([(asked[number], text) for number, text in answers])]
+    questions = [{**row, "verifier": json.dumps(spec)} for row in rows]
+    scorer = Scorer(questions, config.answers.scoring, run, judges)
+    return lambda answers: [score.value for score in scorer.scores([(questions[number], text) for number, text in answers])]
 
 
 def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
@@ -344,8 +344,8 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
 
 def _example(row: dict[str, Any]) -> dict[str, Any]:
     about = {"task": row["task"], "reference": row["reference"], "score": row["gold"], "verifier": row["detail"]}
-    asked, detail = shown(messages_of(row)), json.dumps(about, ensure_ascii=False)
-    return {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": asked, "text": row["text"], "detail": detail}
+    prompt, detail = shown(messages_of(row)), json.dumps(about, ensure_ascii=False)
+    return {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": prompt, "text": row["text"], "detail": detail}
 
 
 def _liked(row: dict[str, Any]) -> bool:
@@ -365,6 +365,6 @@ def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def _runs(question: str, answer: str) -> set[tuple[str, ...]]:
-    given = set(WORD.findall(question.lower()))
-    words = ["", *(word for word in WORD.findall(answer.lower()) if word not in given), ""]
+    terms = set(WORD.findall(question.lower()))
+    words = ["", *(word for word in WORD.findall(answer.lower()) if word not in terms), ""]
     return {tuple(words[start : start + RUN]) for start in range(max(1, len(words) - RUN + 1))}

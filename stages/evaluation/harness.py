@@ -63,11 +63,11 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
             (folder / f"{spec.task}.yaml").write_text(content, encoding="utf-8")
     bridge = _bridge(Bench.of(model, {}, config, run))
     manager = TaskManager(include_path=str(folder), include_defaults=bool(config.names))
-    known = {task.name: task for task in own}
+    own_tasks = {task.name: task for task in own}
     results: list[Result] = []
     layout: dict[str, Any] = {section: {} for section in SECTIONS}
-    for name in [*known, *config.names]:
-        started = time.process_time()
+    for name in [*own_tasks, *config.names]:
+        start_time = time.process_time()
         output = simple_evaluate(
             bridge, tasks=[name], num_fewshot=config.shots, limit=config.limit, bootstrap_iters=0, log_samples=True,
             task_manager=manager, apply_chat_template=config.prompts == "chat",
@@ -75,10 +75,10 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
         for section in SECTIONS:
             layout[section] |= output.get(section) or {}
         for task, samples in output["samples"].items():
-            results.append(_result(task, samples, output, config, started))
-            if task in known:  # the same questions as those of `benchmark`, which it can be compared with
-                results[-1].ids = [document.id for document in known[task].documents]
-                results[-1].about |= {"content": known[task].digest, "format": format_of(known[task], config.prompts)}
+            results.append(_result(task, samples, output, config, start_time))
+            if task in own_tasks:  # the same questions as those of `benchmark`, which it can be compared with
+                results[-1].ids = [document.id for document in own_tasks[task].documents]
+                results[-1].about |= {"content": own_tasks[task].digest, "format": format_of(own_tasks[task], config.prompts)}
     layout["config"] = {"model": "puna", "limit": config.limit, "random_seed": config.seed}
     write(results, config, run, overlaps, layout)
 
@@ -177,8 +177,8 @@ def _bridge(bench: Bench) -> Any:
             for settings, numbers in _by_settings(requests):
                 how = parse(Generation, generation(settings), "generation_kwargs")
                 prompts = [self.tok_encode(requests[number].args[0]) or [encoder.prefix] for number in numbers]
-                drawn = bench.generated(prompts, how, how.until or (), 1, "generation_kwargs")
-                for number, (answer,) in zip(numbers, drawn, strict=True):
+                completions = bench.generated(prompts, how, how.until or (), 1, "generation_kwargs")
+                for number, (answer,) in zip(numbers, completions, strict=True):
                     texts[number] = cut(answer, tokenizer, how.until or ())
             return texts
 

@@ -147,13 +147,13 @@ def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]
     paths: list[list[int]] = []
     path: list[int] = []
     for before, ids in itertools.pairwise([(), *sequences]):
-        kept = _common(before, ids)
-        for node in path[kept:]:
+        prefix = _common(before, ids)
+        for node in path[prefix:]:
             ends[node] = len(tokens)
-        path = [*path[:kept], *range(len(tokens), len(tokens) + len(ids) - kept)]
-        tokens += ids[kept:]
-        depths += range(kept, len(ids))
-        ends += [0] * (len(ids) - kept)
+        path = [*path[:prefix], *range(len(tokens), len(tokens) + len(ids) - prefix)]
+        tokens += ids[prefix:]
+        depths += range(prefix, len(ids))
+        ends += [0] * (len(ids) - prefix)
         paths.append(path)
     for node in path:
         ends[node] = len(tokens)
@@ -171,8 +171,8 @@ def _scored(model: Transformer, forest: Forest, positions: Tensor, targets: Tens
     size = max(1, LOGITS // model.config.vocab_size)
     for start in range(0, len(places), size):
         logits = model.logits(hidden[places[start : start + size].to(device)]).float()
-        chosen = ((at >= start) & (at < start + size)).nonzero()[:, 0]
-        rows, tokens = (at[chosen] - start).to(device), targets[chosen].to(device)
-        logprobs[chosen] = (logits[rows, tokens] - logits.logsumexp(-1)[rows]).cpu()
-        top[chosen] = (logits.argmax(-1)[rows] == tokens).cpu()
+        indices = ((at >= start) & (at < start + size)).nonzero()[:, 0]
+        rows, tokens = (at[indices] - start).to(device), targets[indices].to(device)
+        logprobs[indices] = (logits[rows, tokens] - logits.logsumexp(-1)[rows]).cpu()
+        top[indices] = (logits.argmax(-1)[rows] == tokens).cpu()
     return logprobs, top

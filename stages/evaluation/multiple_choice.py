@@ -27,8 +27,8 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
-    found = run.map(_ranked, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
-    pages = [row[3] for row in smallest(found, max_bytes)]
+    rows = run.map(_ranked, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
+    pages = [row[3] for row in smallest(rows, max_bytes)]
     if not pages:
         raise PunaError(f"{documents.id} has no held-out page of at most {max_page_bytes} bytes")
     return pages
@@ -45,11 +45,11 @@ def training_text(
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []
     parts, most, seed = run.parts(documents, columns=["id", "text"]), 16 * trained, run.seed("training text")
-    found = [row[3] for row in smallest(run.map(_ranked, parts, mixture, "train", seed, most, most), most)]
-    whole = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([row.text for row in found])]
+    pages = [row[3] for row in smallest(run.map(_ranked, parts, mixture, "train", seed, most, most), most)]
+    whole = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([row.text for row in pages])]
     if sum(map(len, whole)) <= trained:
         return whole
-    places = [(rank(seed, f"{row.id} {at}"), page, at) for page, row in enumerate(found) for at in range(0, len(whole[page]), context)]
+    places = [(rank(seed, f"{row.id} {at}"), page, at) for page, row in enumerate(pages) for at in range(0, len(whole[page]), context)]
     read, left = [], trained
     for _, page, at in sorted(places):
         read.append(whole[page][at : at + min(context, left)])
@@ -87,9 +87,9 @@ def build(
     of its own category if possible, so that length and place do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
-        found = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
-        if len(found) == prompt_words + option_words:
-            stretches.append((id_, category, "".join(found[:prompt_words]), "".join(found[prompt_words:])))
+        words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
+        if len(words) == prompt_words + option_words:
+            stretches.append((id_, category, "".join(words[:prompt_words]), "".join(words[prompt_words:])))
     stretches.sort(key=lambda row: place(seed, row[0]))
     questions: list[Item] = []
     for id_, category, prompt, own in stretches:
@@ -100,8 +100,8 @@ def build(
         wrong = list(others)[: options - 1]
         if len(wrong) < options - 1:
             continue
-        chosen = sorted([own, *wrong], key=lambda text: place(seed, id_, "place", text))
-        questions.append(Item(id_, category, prompt, tuple(chosen), chosen.index(own)))
+        choices = sorted([own, *wrong], key=lambda text: place(seed, id_, "place", text))
+        questions.append(Item(id_, category, prompt, tuple(choices), choices.index(own)))
     return questions
 
 

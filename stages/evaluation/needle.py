@@ -82,9 +82,9 @@ def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings:
         values = draw.choice(settings.value_words, settings.pairs, replace=False).tolist()
         parts = [(question.replace("{key}", key), space + value, tail) for key, value in zip(keys, values, strict=True)]
         passages = [np.concatenate([ids(part) for part in some]) for some in parts]
-        asked, answer = (ids(part) for part in parts[0][:2])
+        query, answer = (ids(part) for part in parts[0][:2])
         lead = np.asarray(tokenizer.lead, dtype=np.int64)
-        room = length - len(lead) - sum(map(len, passages)) - len(asked) - len(answer)
+        room = length - len(lead) - sum(map(len, passages)) - len(query) - len(answer)
         if room < settings.pairs:
             raise PunaError(f"needle: {length} tokens have no room for {settings.pairs} passages: take a longer text, or fewer pairs")
         text = noise[(draw.integers(len(noise)) + np.arange(room)) % len(noise)]
@@ -93,7 +93,7 @@ def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings:
         for number in np.argsort(places, kind="stable").tolist():
             pieces += [text[at : places[number]], passages[number]]
             at = int(places[number])
-        yield np.concatenate([*pieces, text[at:], asked]), answer
+        yield np.concatenate([*pieces, text[at:], query]), answer
 
 
 def by_depth(
@@ -102,12 +102,12 @@ def by_depth(
     """Return the share of texts of `length` tokens whose passage the model finds, by depth, with Wilson's interval.
 
     It is found where each token of the value is the likeliest one after those before it. noise: token ids of other text."""
-    found: dict[float, intervals.Interval] = {}
+    shares: dict[float, intervals.Interval] = {}
     for depth in DEPTHS:
         trials = list(texts(noise, tokenizer, length, depth, settings, seed))
         right = sum(sum(_right(model, some)) for some in batched(trials, lambda trial: len(trial[0]) + len(trial[1]), micro_batch_tokens))
-        found[depth] = intervals.wilson(right, len(trials))
-    return found
+        shares[depth] = intervals.wilson(right, len(trials))
+    return shares
 
 
 def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
@@ -134,11 +134,11 @@ def needle(model: Model, documents: Documents, mixture: Mixture | None, config: 
     series: dict[str, list[tuple[Any, float]]] = {}
     lengths = config.lengths or (network.config.max_position_embeddings,)
     for number, length in enumerate(lengths, 1):
-        found = by_depth(network, tokenizer, noise, length, config, run.seed("needle"), config.micro_batch_tokens)
+        shares = by_depth(network, tokenizer, noise, length, config, run.seed("needle"), config.micro_batch_tokens)
         run.progress(number, len(lengths), f"{length} tokens")
-        run.write_rows([intervals.evaluation_row(f"needle/{length}", f"accuracy_at_{d:g}", v, config.trials) for d, v in found.items()])
-        series[f"{length} tokens"] = [(f"{depth:g}", value.value) for depth, value in found.items()]
-        run.metric(f"needle_min_{length}", min(value.value for value in found.values()))
+        run.write_rows([intervals.evaluation_row(f"needle/{length}", f"accuracy_at_{d:g}", v, config.trials) for d, v in shares.items()])
+        series[f"{length} tokens"] = [(f"{depth:g}", value.value) for depth, value in shares.items()]
+        run.metric(f"needle_min_{length}", min(value.value for value in shares.values()))
     run.figure("needle", heat(series))
 
 

@@ -125,8 +125,8 @@ class Asker:
             examples = "".join(asked + (f"{between}{answer}{behind}" if answer else "") for asked, answer in shots)
             return f"{document.description}{examples}{question}", None
         turns = [("system", document.description)] if document.description else []
-        for asked, answer in shots:
-            turns += [("user", asked), ("assistant", answer)]
+        for prompt, answer in shots:
+            turns += [("user", prompt), ("assistant", answer)]
         tokenizer: Tokenizer = self.encoder.tokenizer
         messages, mark = tokenizer.guard([{"role": role, "content": text} for role, text in (*turns, ("user", question))])
         if tokenizer.template is None:

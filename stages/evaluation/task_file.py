@@ -142,12 +142,12 @@ class TaskFile(StageConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> TaskFile:
-        known = METRICS[self.output_type]
+        metrics = METRICS[self.output_type]
         for entry in self.metric_list:
-            if entry.metric not in known:
-                raise ValueError(f"metric_list: {entry.metric!r} is not supported for {self.output_type}; there are {', '.join(known)}")
-            if entry.aggregation not in ("", wanted := AGGREGATIONS.get(entry.metric, "mean")):
-                raise ValueError(f"metric_list: {entry.metric}: the aggregation {entry.aggregation!r} is not supported, only {wanted}")
+            if entry.metric not in metrics:
+                raise ValueError(f"metric_list: {entry.metric!r} is not supported for {self.output_type}; there are {', '.join(metrics)}")
+            if entry.aggregation not in ("", aggregation := AGGREGATIONS.get(entry.metric, "mean")):
+                raise ValueError(f"metric_list: {entry.metric}: the aggregation {entry.aggregation!r} is not supported, only {aggregation}")
         if self.output_type != "generate_until" and (self.filter_list or self.verifier is not None or self.repeats > 1):
             raise ValueError("filter_list, repeats and verifier are for answers: output_type generate_until")
         if self.output_type == "multiple_choice" and self.doc_to_choice is None:
@@ -170,16 +170,16 @@ class TaskFile(StageConfig):
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
         """Return the data files of each split, as the file names them; without splits all are `train`."""
-        given = self.dataset_kwargs["data_files"]
-        named = given if isinstance(given, dict) else {"train": given}
-        return {split: tuple(map(str, files)) if isinstance(files, list) else (str(files),) for split, files in named.items()}
+        data_files = self.dataset_kwargs["data_files"]
+        splits = data_files if isinstance(data_files, dict) else {"train": data_files}
+        return {split: tuple(map(str, files)) if isinstance(files, list) else (str(files),) for split, files in splits.items()}
 
     def split(self, where: str) -> str:
         """Return the split that is asked."""
         split = self.test_split or self.validation_split
         if split is None or split not in self.files:
-            named = "test_split or validation_split" if split is None else f"the split {split!r}"
-            raise PunaError(f"{where}: {named} is missing; its data files are of {', '.join(self.files)}")
+            subject = "test_split or validation_split" if split is None else f"the split {split!r}"
+            raise PunaError(f"{where}: {subject} is missing; its data files are of {', '.join(self.files)}")
         return split
 
 
@@ -207,8 +207,8 @@ def read_task(text: bytes, where: str) -> TaskFile:
     if unknown := sorted(str(key) for key in content if key not in TaskFile.model_fields and key not in UNUSED):
         raise PunaError(f"{where}: the key {unknown[0]!r} is not supported; supported are {', '.join(TaskFile.model_fields)}")
     values = {key: value for key, value in content.items() if key not in UNUSED}
-    if isinstance(given := values.get("generation_kwargs"), dict):
-        values["generation_kwargs"] = generation(given)
+    if isinstance(settings := values.get("generation_kwargs"), dict):
+        values["generation_kwargs"] = generation(settings)
     return parse(TaskFile, values, where)
 
 

@@ -55,11 +55,11 @@ def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tup
 
 def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str) -> list[str]:
     """Return each row's verifier as JSON: the texts of the task's, but names, are templates or columns."""
-    given = {"name": verifier} if isinstance(verifier, str) else verifier
-    texts = {path: text for path, text in texts_of(given) if path[-1] != "name"}
+    spec = {"name": verifier} if isinstance(verifier, str) else verifier
+    texts = {path: text for path, text in texts_of(spec) if path[-1] != "name"}
     results = []
     for values in rendered({".".join(map(str, ("verifier", *path))): text for path, text in texts.items()}, rows, False, where):
-        filled: Any = json.loads(json.dumps(given))
+        filled: Any = json.loads(json.dumps(spec))
         for path, value in zip(texts, values.values(), strict=True):
             reduce(getitem, path[:-1], filled)[path[-1]] = value
         results.append(json.dumps(filled, sort_keys=True, ensure_ascii=False))
@@ -156,11 +156,11 @@ def _regex(answers: list[str], settings: dict[str, Any]) -> list[str]:
     fallback = settings.get("fallback", "[invalid]")
     results = []
     for text in answers:
-        found = pattern.findall(text)
-        match = found[settings.get("group_select", 0)] if found else fallback
+        matches = pattern.findall(text)
+        match = matches[settings.get("group_select", 0)] if matches else fallback
         if isinstance(match, tuple):
             match = next((group for group in match if group), fallback)
-        results.append(match.strip() if found else match)
+        results.append(match.strip() if matches else match)
     return results
 
 

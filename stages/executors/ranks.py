@@ -101,8 +101,8 @@ def _last_words() -> str:
     from puna.models.training.parallel import mesh
 
     time.sleep(LAST_WORDS / 2)
-    told = {rank: f"words-{rank}" for rank in range(1, count())}
-    words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no word" for rank, key in told.items()]
+    keys = {rank: f"words-{rank}" for rank in range(1, count())}
+    words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no word" for rank, key in keys.items()]
     return "; ".join(words) + f" (a rank without a word hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
 
 
@@ -211,15 +211,15 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
     try:
         while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
             time.sleep(0.2)
-        ended = [worker.poll() for worker in workers]
-        killed = next((status for status in ended if status is not None and status < 0), None)
+        statuses = [worker.poll() for worker in workers]
+        killed = next((status for status in statuses if status is not None and status < 0), None)
         if killed is None and workers[0].poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # its error says more than a follower's
                 workers[0].wait(2 * LAST_WORDS)
         status = workers[0].poll()
         if killed is not None and not stopped:
             return killed
-        return abs(status) if status else next((abs(one) for one in ended if one), 0)
+        return abs(status) if status else next((abs(one) for one in statuses if one), 0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

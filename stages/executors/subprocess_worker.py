@@ -34,8 +34,8 @@ class Apart:
 def serve() -> None:
     """Do the jobs on standard input (`bounded_process.py`) with what the arguments name: the work's module and name, and added modules."""
     module, name, *modules = sys.argv[1:]
-    for added in modules:
-        plugins.add(added)
+    for plugin in modules:
+        plugins.add(plugin)
     work: Work = getattr(importlib.import_module(module), name)
     bounded = False
 

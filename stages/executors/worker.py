@@ -84,12 +84,12 @@ def compute(payload: bytes) -> Answer:
     try:
         if refused := _refused(Fingerprint(**driver), modules):
             return Answer(refused=refused)
-        started = time.process_time()
+        start_time = time.process_time()
         function, args, kwargs = pickle.loads(call)  # noqa: S301
         result = cloudpickle.dumps(function(*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # noqa: BLE001 - it is raised again in the driver
         return Answer(error=_portable(error))
-    return Answer(result, cpu_seconds=time.process_time() - started, resident_bytes=psutil.Process().memory_info().rss)
+    return Answer(result, cpu_seconds=time.process_time() - start_time, resident_bytes=psutil.Process().memory_info().rss)
 
 
 def _refused(driver: Fingerprint, modules: dict[str, str]) -> str:

@@ -121,12 +121,12 @@ def anneal_experiment(
     different = {number: _different(Pools.read(pools), number) for number in judged}
     read = {number: tokens_needed / max(1, size) for number, (_, size, _) in different.items()}
     small = {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
-    tried = [number for number in judged if not small[number]]
-    start = _start(tokens, source, model, config, run) if tried else ""
-    runs = [(number, arm, repeat) for number in tried for arm in ARMS for repeat in range(config.repeats)]
-    runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if tried else []
+    candidates = [number for number in judged if not small[number]]
+    start = _start(tokens, source, model, config, run) if candidates else ""
+    runs = [(number, arm, repeat) for number in candidates for arm in ARMS for repeat in range(config.repeats)]
+    runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if candidates else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
-    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names)) if tried else []
+    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names)) if candidates else []
     if trials:
         run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     losses = {(number, arm, repeat): trial["losses"] for (number, arm, repeat), trial in zip(runs, trials, strict=True)}
@@ -279,9 +279,9 @@ def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], sha
     table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
     natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
     size = {name: count for group in groups for name, count in group.members.items()}
-    part, chosen = share if accepted else 0.0, sum(size[name] for name in accepted) or 1
+    part, divisor = share if accepted else 0.0, sum(size[name] for name in accepted) or 1
     return [
-        {"category": name, "weight": (1 - part) * weight / sum(natural.values()) + part * size.get(name, 0) / chosen * (name in accepted)}
+        {"category": name, "weight": (1 - part) * weight / sum(natural.values()) + part * size.get(name, 0) / divisor * (name in accepted)}
         for name, weight in sorted(natural.items())
     ]
 

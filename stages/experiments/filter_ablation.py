@@ -70,18 +70,18 @@ def filter_ablation(
     if KEPT not in names or len(names) < 2:
         raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and what it was made of")
     pools = build_pools(documents, selected, groups, tokenizer, sizes, run)
-    kept, text = names.index(KEPT), Pools.read(pools)
+    kept_group, text = names.index(KEPT), Pools.read(pools)
     read = {name: config.share * tokens_needed / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
-    arms = [kept, *(number for number, name in enumerate(names) if name != KEPT and read[name] <= config.max_readings)]
+    arms = [kept_group, *(number for number, name in enumerate(names) if name != KEPT and read[name] <= config.max_readings)]
     runs = [(arm, repeat) for arm in arms for repeat in range(config.repeats)]
-    jobs = [(job, arm, kept, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]
+    jobs = [(job, arm, kept_group, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]
     trials = list(run_trials(run, _trial, jobs, pools, vocabulary.vocab_size, vocabulary.begin))
     run.write_rows(trials, "trials")
     # Nats of a token to bits of a byte, on the text that all are measured on.
-    size = sum(len(vocabulary.decode(piece.tolist(), skip_special_tokens=True).encode()) for piece in text.heldout[kept])
-    bits = sum(len(piece) - 1 for piece in text.heldout[kept]) / size / math.log(2)
+    size = sum(len(vocabulary.decode(piece.tolist(), skip_special_tokens=True).encode()) for piece in text.heldout[kept_group])
+    bits = sum(len(piece) - 1 for piece in text.heldout[kept_group]) / size / math.log(2)
     losses = {(names[arm], repeat): bits * trial["loss"] for (arm, repeat), trial in zip(runs, trials, strict=True)}
-    per_byte = sum(map(len, text.heldout[kept])) / size
+    per_byte = sum(map(len, text.heldout[kept_group])) / size
     dropped = {group.name: (group.amount.documents, group.amount.bytes * per_byte, read[group.name]) for group in groups}
     _report(dropped, losses, config, run)
 

@@ -113,10 +113,10 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
 def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
     """Return the small runs' losses, known budgets' forecasts, and the law of the best sizes up to `flops`."""
     points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
-    known = [(test.flops, test.predicted) for test in forecaster.backtests]
+    forecasts = [(test.flops, test.predicted) for test in forecaster.backtests]
     series: dict[str, list[tuple[Any, float]]] = {
         "law, best sizes": law, "small runs": list(zip(points.flops.tolist(), points.loss.tolist(), strict=True)),
-        "known budgets, from those below": known, **further,
+        "known budgets, from those below": forecasts, **further,
     }  # fmt: skip
     return Figure("Loss against compute", x="operations", y="nats per token", kind="scatter", series=series, note=note)
 

@@ -119,9 +119,9 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     again = _trained(compared, len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     naturals, optima = [trials[0], *again[1::2]], again[::2]
     gain = mean([float(np.dot(target, a.losses) - np.dot(target, b.losses)) for a, b in zip(naturals, optima, strict=True)])
-    used = optima[0] if gain.low > 0 else trials[0]
-    _write(trials + optima + naturals[1:], groups, target, used, run)
-    _report(trials, optima[0], used, gain, config.repeats, groups, target, fitted, run)
+    winner = optima[0] if gain.low > 0 else trials[0]
+    _write(trials + optima + naturals[1:], groups, target, winner, run)
+    _report(trials, optima[0], winner, gain, config.repeats, groups, target, fitted, run)
 
 
 def _recommended(

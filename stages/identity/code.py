@@ -117,8 +117,8 @@ class Followed:
             return []
         if (where, what) in self.symbols:
             return [(where, what)]
-        if passed := load(where).imports.get(what, []):
-            return [end for one in passed for end in self._ends(one, through | {target})]
+        if targets := load(where).imports.get(what, []):
+            return [end for one in targets for end in self._ends(one, through | {target})]
         module = f"{where}.{what}"
         return [name for name in sorted(self.symbols) if name[0] == module] if is_module(module) else []
 
@@ -195,9 +195,9 @@ def _symbol(source: Module, name: str) -> Symbol | None:
             elif isinstance(inner, ast.Name) and inner.id in source.foreign:
                 foreign[inner.id] = source.foreign[inner.id]
         local = source.imports | imports
-        named, plain_text = _named(plain, source, local)
+        names, plain_text = _named(plain, source, local)
         parts.append(plain_text)
-        uses += named
+        uses += names
         for annotation in annotations:
             uses += _named(annotation, source, local)[0]
         words += data_files.texts(inside)

@@ -44,10 +44,10 @@ def _read(files: Iterable[Path]) -> dict[str, str]:
     The inode's change time (ctime) decides: an archive may set any modification time. If the ctime lies in the future, clocks differ, and
     the file counts as unedited.
     """
-    started, digests = _started(), {}
+    start_time, digests = _started(), {}
     for file in files:
         if file.suffix == ".py":
-            digests[str(file)] = "edited" if started <= file.stat().st_ctime <= time.time() else digest(file)
+            digests[str(file)] = "edited" if start_time <= file.stat().st_ctime <= time.time() else digest(file)
     return digests
 
 

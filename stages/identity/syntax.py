@@ -199,9 +199,9 @@ class _Canonical(ast.NodeTransformer):
         marks = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node.annotation) if isinstance(n, ast.Name | ast.Attribute)}
         # These make no field of a dataclass.
         special = sorted(marks & {"ClassVar", "InitVar", "KW_ONLY"})
-        added = [] if in_function else [new for item in _added(node.annotation) if not _is_bare_field(new := self.visit(item))]
+        arguments = [] if in_function else [new for item in _added(node.annotation) if not _is_bare_field(new := self.visit(item))]
         word = ast.Constant(" ".join(special))
-        node.annotation = ast.Tuple([word, *added], ast.Load()) if added else word
+        node.annotation = ast.Tuple([word, *arguments], ast.Load()) if arguments else word
         node.target = self.visit(node.target)
         node.value = node.value and self.visit(node.value)
         if in_function:

@@ -40,11 +40,11 @@ class Benchmark:
 
     def columns(self, rows: Sequence[Fields], given: Mapping[str, str]) -> dict[str, str] | None:
         """Return field → column, None if the rows are not of this benchmark."""
-        known = self.needs | ASIDE | self.may
-        if set(given) - set(known):
+        fields = self.needs | ASIDE | self.may
+        if set(given) - set(fields):
             return None
         columns = dict(given)
-        for name, usual in known.items():
+        for name, usual in fields.items():
             there = [column for column in usual if any(field_at(row, column) is not None for row in rows)]
             if there and name not in columns:
                 columns[name] = there[0]
@@ -98,9 +98,9 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
     """Return the index of the right option, given as a label, a number from `start` (below 0: never so), or the option's text."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
-    known = list(labels)[: len(options)]
-    if text in known:
-        return known.index(text)
+    option_labels = list(labels)[: len(options)]
+    if text in option_labels:
+        return option_labels.index(text)
     numbered = start >= 0 and re.fullmatch(r"\d{1,2}", text) and 0 <= int(text) - start < len(options)
     indices = {int(text) - start} if numbered else set()
     if isinstance(value, str) and text in options and not any(options[at] == text for at in indices):
@@ -128,10 +128,10 @@ def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: 
 
 def _gsm8k(plan: Plan, row: Fields) -> Values:
     answer = _text(plan, row, "answer")
-    marked = HASHES.findall(answer)
-    if not marked or not list(numbers(marked[-1])):
+    matches = HASHES.findall(answer)
+    if not matches or not list(numbers(matches[-1])):
         raise Refused(plan.name("answer"), "no_answer", "has no line with #### and a number")
-    return _asked(_text(plan, row, "question"), answer, "numeric", answer=str(marked[-1]).strip())
+    return _asked(_text(plan, row, "question"), answer, "numeric", answer=str(matches[-1]).strip())
 
 
 def _math(plan: Plan, row: Fields) -> Values:

@@ -287,9 +287,9 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
         own = plan.get(fields, "id")
         if own is not None and not isinstance(own, str | int):
             raise Refused(plan.name("id"), "wrong_type", "is neither text nor a number")
-        named = identifier(kind, job.source, own) if own is not None else None
+        row_id = identifier(kind, job.source, own) if own is not None else None
         if kind == "documents":
-            name = named or identifier("document", job.source, values["url"] or "", values["text"])
+            name = row_id or identifier("document", job.source, values["url"] or "", values["text"])
             return values | {"id": name, "source": job.source}
         if isinstance(config, PromptRowsConfig) and config.verifier and plan.get(fields, "verifier") is None:
             values["verifier"] = named_verifier(config.verifier)
@@ -298,7 +298,7 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
             assert isinstance(config, PromptRowsConfig)
             _check_verifier(plan.name("verifier"), values["verifier"], config.code_from)
         more = {"source": job.source, "score": None} if kind == "instructions" else {}
-        return _identified(kind, values | more | _about(plan, fields, job, config), named, config)
+        return _identified(kind, values | more | _about(plan, fields, job, config), row_id, config)
     except Refused as error:
         return Fault(row.number, error.field, error.rule, error.reason)
 

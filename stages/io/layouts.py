@@ -124,9 +124,9 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
-    known = sorted(usual | of_benchmarks)
-    if wrong := sorted(set(given) - set(known)):
-        raise PunaError(f"columns: {wrong[0]!r} is no field of {kind}; the fields are {', '.join(known)}")
+    fields = sorted(usual | of_benchmarks)
+    if wrong := sorted(set(given) - set(fields)):
+        raise PunaError(f"columns: {wrong[0]!r} is no field of {kind}; the fields are {', '.join(fields)}")
     for field, path in given.items():
         if all(field_at(row, path) is None for row in rows):
             there = ", ".join(dict.fromkeys(name for row in rows for name in row))
@@ -137,12 +137,12 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
         benchmark, columns = recognised
         why = f"benchmark {benchmark.name}: the rows have {' and '.join(columns[field] for field in benchmark.needs)}"
         return Plan(benchmark.name, columns, why if layout == "auto" else "declared", layout != "auto")
-    if layout in benchmarks.BENCHMARKS or (lost := sorted(set(given) - usual)):
-        raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else lost))
+    if layout in benchmarks.BENCHMARKS or (surplus := sorted(set(given) - usual)):
+        raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else surplus))
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
     if len(fits) > 1 and given:  # what is mapped was meant: a layout that uses none of it was not
-        used = [sum(field in given for field in one.needed) for one in fits]
-        fits = [one for one, count in zip(fits, used, strict=True) if count == max(used)]
+        uses = [sum(field in given for field in one.needed) for one in fits]
+        fits = [one for one, count in zip(fits, uses, strict=True) if count == max(uses)]
     if len(fits) != 1:
         raise PunaError(_unclear(kind, rows, where, layout, fits))
     (one,) = fits
@@ -251,9 +251,9 @@ def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: S
         candidates = "; ".join(f"{one.name} ({one.why})" for one in fits)
         example = f"--set layout={fits[0].name}"
         return f"{where}: its columns ({there}) fit several layouts of {kind}: {candidates}. Declare one, for example {example}"
-    wanted = "; ".join(
+    needs = "; ".join(
         f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}" for one in LAYOUTS[kind] if layout in ("auto", one.name)
     )
     first = {"preferences": "chosen", "instructions": "prompt", "prompts": "prompt", "documents": "text"}[kind]
     hint = f"Say which column holds what, for example --columns {first}=COLUMN"
-    return f"{where}: its columns ({there}) fit no layout of {kind}. {wanted}. {hint}"
+    return f"{where}: its columns ({there}) fit no layout of {kind}. {needs}. {hint}"

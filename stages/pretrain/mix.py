@@ -75,31 +75,31 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
     parts = run.parts(documents, columns=["id", "text"])
-    measured = run.exchange(_measured, parts, split, by="id", partitions=cut)
+    facts = run.exchange(_measured, parts, split, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}
-    for part_amounts in run.map(of_part, measured.filled, _amounts):
+    for part_amounts in run.map(of_part, facts.filled, _amounts):
         for category, own in part_amounts.items():
             amounts[category] = Amounts(*map(sum, zip(amounts.get(category, Amounts()), own, strict=True)))
     training = {category: amounts[category].bytes for category in sorted(amounts)}
-    wanted, late = dict(config.weights), list[str]()
-    if weights is not None and not wanted:
-        wanted, late = _experiment(weights, training)
-    if wanted:
-        _check_weights(wanted, training, "mix.weights" if config.weights or weights is None else weights.id)
-    max_share = 1.0 if wanted else config.max_share
+    weighting, late = dict(config.weights), list[str]()
+    if weights is not None and not weighting:
+        weighting, late = _experiment(weights, training)
+    if weighting:
+        _check_weights(weighting, training, "mix.weights" if config.weights or weights is None else weights.id)
+    max_share = 1.0 if weighting else config.max_share
     # What an annealing experiment measured is mixed as it was measured.
     final = bool(config.weights) or (weights is not None and weights.manifest.stage == "anneal_experiment")
     factors = {} if final else _factors(config, training)
     if any(factors.get(category, 1.0) < 1 for category in training):
-        wanted = down_sampled(wanted or training, factors)
-    shares = plan(training, wanted, config.max_repeats, max_share)
-    train_bytes = sum(run.produce_shards(_mixture, measured, cut, shares, config.seed))
+        weighting = down_sampled(weighting or training, factors)
+    shares = plan(training, weighting, config.max_repeats, max_share)
+    train_bytes = sum(run.produce_shards(_mixture, facts, cut, shares, config.seed))
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     notes = [f"{weights.id} does not weigh {', '.join(late)}: their share is that of the text"] if weights and late else []
     note = "; ".join(notes + _explained(shares, factors, config.max_repeats, max_share, total))
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
-    run.metric("documents", measured.rows)
+    run.metric("documents", facts.rows)
     run.metric("heldout_documents", sum(own.heldout for own in amounts.values()))
     run.metric("train_bytes", train_bytes)
     for category, share in shares.items():
@@ -173,8 +173,8 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
     if abs(sum(wanted.values()) - 1) > TOLERANCE:
         problems.append(f"the weights add up to {sum(wanted.values()):.6g}, not to 1")
     if problems:
-        known = ", ".join(c for c, size in training.items() if size) or "none"
-        raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {known}")
+        categories = ", ".join(c for c, size in training.items() if size) or "none"
+        raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {categories}")
 
 
 def _measured(part: Part, split: Artifact) -> pa.Table:
@@ -207,8 +207,8 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
     rows = rows.sort_by("id")
     categories, out = rows["category"].to_pylist(), rows["heldout"].to_numpy()
     chance = uniform(rows["id"].to_pylist(), seed, "repeats")
-    wanted = np.array([shares[c].epochs for c in categories])
-    repeats = (np.floor(wanted) + (chance < wanted - np.floor(wanted))).astype(np.int32)
+    epochs = np.array([shares[c].epochs for c in categories])
+    repeats = (np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
     table = pa.table(
         {
             "id": rows["id"], "category": rows["category"], "split": np.where(out, "heldout", "train").tolist(),
@@ -226,11 +226,11 @@ def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")
-    wanted = dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))
-    known = {category: weight for category, weight in wanted.items() if training.get(category)}
-    share = sum(known.values())
-    late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in wanted}
+    weighting = dict(zip(table["category"].to_pylist(), table["weight"].to_pylist(), strict=True))
+    overlap = {category: weight for category, weight in weighting.items() if training.get(category)}
+    share = sum(overlap.values())
+    late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in weighting}
     # `_check_weights` refuses weights that do not add up, or of no category here.
-    if not share or abs(sum(wanted.values()) - 1) > TOLERANCE or (not late and share == sum(wanted.values())):
-        return wanted, []
-    return {c: weight * (1 - sum(late.values())) / share for c, weight in known.items()} | late, sorted(late)
+    if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and share == sum(weighting.values())):
+        return weighting, []
+    return {c: weight * (1 - sum(late.values())) / share for c, weight in overlap.items()} | late, sorted(late)

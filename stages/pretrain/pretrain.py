@@ -88,12 +88,12 @@ def pretrain(
     the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
-    chosen = None if size is None else ChosenSize.read(size)
-    config = config if chosen is None else config.sized(chosen)
+    recipe = None if size is None else ChosenSize.read(size)
+    config = config if recipe is None else config.sized(recipe)
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
-    if chosen and chosen.sequence_length != packed.row_length:
-        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {chosen.sequence_length}: set "
+    if recipe and recipe.sequence_length != packed.row_length:
+        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {recipe.sequence_length}: set "
                         "choose_size.sequence_length, or take the ladder's tokens")  # fmt: skip
     heldout = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
@@ -167,12 +167,12 @@ def _keep_moments(state: Path, folder: Path) -> None:
 
     from puna.models.training.state import load_state
 
-    stored = None if ranks.follows() else load_state(state)
-    if stored is None:
+    checkpoint = None if ranks.follows() else load_state(state)
+    if checkpoint is None:
         return
     file = folder / MOMENTS
     file.parent.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in stored[0].items() if name.startswith("state.")}, file)
+    save_file({name: value.contiguous() for name, value in checkpoint[0].items() if name.startswith("state.")}, file)
 
 
 def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
@@ -284,7 +284,7 @@ def _train(
 
     done = len(watch.log)
     file = run.scratch / f"validation-{'.'.join(map(str, place))}.json"  # survives a crash
-    measured: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    losses: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
     def validated(step: int) -> bool:
         return step % config.validate_every == 0 or step == phase.steps
@@ -294,9 +294,9 @@ def _train(
 
     def on_step(row: dict[str, float]) -> None:
         step = int(row["step"])
-        if validated(step) and str(step) not in measured:
-            measured[str(step)] = watch.loss(model)
-            write_text(file, json.dumps(measured))
+        if validated(step) and str(step) not in losses:
+            losses[str(step)] = watch.loss(model)
+            write_text(file, json.dumps(losses))
         if watch.tasks is not None and asked(step):
             watch.tasks.ask(done + step, model)
         run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
@@ -309,14 +309,14 @@ def _train(
             checkpoint_every=config.checkpoint_every, on_step=on_step, state=state,
             watched=lambda step: validated(step) or asked(step), device=device(),
         )  # fmt: skip
-    watch.before = watch.after = measured[str(phase.steps)]
+    watch.before = watch.after = losses[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:
         watch.averaged(model, lambda: _restored(model, load_state(folder)), phase.name)
     watch.flops += sum(accounting.training_flops(model.config, relay.at(step).lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
-    watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(measured.items(), key=lambda m: int(m[0]))]
+    watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(losses.items(), key=lambda m: int(m[0]))]
     watch.log += [
-        {**row, "step": done + int(row["step"]), "phase": float(place[0]), "validation_loss": measured.get(str(int(row["step"]))),
+        {**row, "step": done + int(row["step"]), "phase": float(place[0]), "validation_loss": losses.get(str(int(row["step"]))),
          **(watch.tasks.after(done + int(row["step"])) if watch.tasks else {})}
         for row in log
     ]  # fmt: skip

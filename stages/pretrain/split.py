@@ -57,22 +57,22 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
     if not documents.rows():
         raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")
     names = KINDS if config.kinds else (config.category,)
-    found = [name for artifact in signals or () for name in artifact.columns()]
+    columns = [name for artifact in signals or () for name in artifact.columns()]
     for name in names if signals or config.kinds else ():
-        if name not in found:
+        if name not in columns:
             there = f"{', '.join(artifact.id for artifact in signals or ())} has" if signals else "split.kinds: there is"
-            hint = f"give {', '.join(names)} as domains" if config.kinds else f"set split.category to one of {', '.join(found)}"
+            hint = f"give {', '.join(names)} as domains" if config.kinds else f"set split.category to one of {', '.join(columns)}"
             raise PunaError(f"{there} no signal {name!r}; {hint}")
     cut = max(1, documents.record().cut)
-    measured = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
-    sides = sides_of(lambda function, *args: run.map(of_part, measured.filled, function, *args), config)
+    facts = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
+    sides = sides_of(lambda function, *args: run.map(of_part, facts.filled, function, *args), config)
     training, heldout_documents, heldout_bytes = Counter[str](), 0, 0
-    for bytes_of, documents_out, bytes_out in run.map(of_part, measured.filled, _amounts, sides):
+    for bytes_of, documents_out, bytes_out in run.map(of_part, facts.filled, _amounts, sides):
         training.update(bytes_of)
         heldout_documents, heldout_bytes = heldout_documents + documents_out, heldout_bytes + bytes_out
     total = max(training.total(), 1)
-    run.produce_shards(_mixture, measured, cut, sides, {category: size / total for category, size in training.items()})
-    run.metric("documents", measured.rows)
+    run.produce_shards(_mixture, facts, cut, sides, {category: size / total for category, size in training.items()})
+    run.metric("documents", facts.rows)
     run.metric("heldout_documents", heldout_documents)
     run.metric("heldout_bytes", heldout_bytes)
 
@@ -166,18 +166,18 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
             count[category] += own
             largest[category] = max(high, largest.get(category, 0.0))
             smallest[category] = np.sort(np.append(smallest.get(category, none), low))[: config.heldout_least]
-    whole, chosen = set(), [none]
+    whole, chances = set(), [none]
     for category, low in smallest.items():
         lowest = low[: min(config.heldout_least, count[category] // 3)]
         if largest[category] < config.heldout_fraction or (len(lowest) and largest[category] <= lowest[-1]):
             whole.add(category)
         else:
-            chosen.append(lowest)
+            chances.append(lowest)
     spared: set[float] = set()
     if whole:
         spared = set().union(*each(_of_categories, frozenset(whole), config.heldout_fraction))
         spared -= set().union(*each(_elsewhere, frozenset(whole), frozenset(spared)))
-    return Sides(config.heldout_fraction, np.unique(np.concatenate(chosen)), np.array(sorted(spared)))
+    return Sides(config.heldout_fraction, np.unique(np.concatenate(chances)), np.array(sorted(spared)))
 
 
 def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[np.float64]]]:

@@ -67,18 +67,18 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
     the answers are `trusted`. Empty without gold answers or such questions.
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
-    known = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
+    examples = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
     heldout = sorted((row for row in prompts if row["split"] == "heldout" and row["verifier"]), key=lambda row: row["id"])[:MOST]
     questions = [(row, verifier) for row in heldout if (verifier := _checker(row, trusted)) is not None]
     texts = [_Text(row["task"], text_of(messages_of(row))) for row, _ in questions]
-    if not known or not questions:
+    if not examples or not questions:
         return {}
-    distance = _Edits(known)
-    by_edits = [known[int(np.argmin(distance(text)))] for text in texts]
-    majority = _majority(known)
+    distance = _Edits(examples)
+    by_edits = [examples[int(np.argmin(distance(text)))] for text in texts]
+    majority = _majority(examples)
     answers = {
-        NUMBERS: [max(known, key=lambda one: _close_numbers(text, one)).answer for text in texts],
-        WORDS: [max(known, key=lambda one: _shared_words(text, one)).answer for text in texts],
+        NUMBERS: [max(examples, key=lambda one: _close_numbers(text, one)).answer for text in texts],
+        WORDS: [max(examples, key=lambda one: _shared_words(text, one)).answer for text in texts],
         EDITS: [one.answer for one in by_edits],
         REPLACED: [_replaced(one, text) for one, text in zip(by_edits, texts, strict=True)],
         MAJORITY: [majority(text) for text in texts],

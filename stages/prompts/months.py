@@ -65,14 +65,14 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
     own = month_number(month) % CYCLE
     rows: dict[str, dict[str, Any]] = {}
     seed = hashed("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))
-    for drawn in draw_questions(task, draws, seed, APART):
-        text = " ".join(drawn.question.split()).casefold()
+    for draw in draw_questions(task, draws, seed, APART):
+        text = " ".join(draw.question.split()).casefold()
         if hashed("dated question", text) % CYCLE != own or text in rows:
             continue
         rows[text] = {
-            "id": identifier(drawn.question), "task": f"{task.name or task.task}@{month}", "split": "heldout",
-            "messages": asking(drawn.question), "tools": None, "reference": drawn.answer if task.gold else None,
-            "verifier": verifier_text(drawn),
+            "id": identifier(draw.question), "task": f"{task.name or task.task}@{month}", "split": "heldout",
+            "messages": asking(draw.question), "tools": None, "reference": draw.answer if task.gold else None,
+            "verifier": verifier_text(draw),
         }  # fmt: skip
         if len(rows) == count:
             return list(rows.values())

@@ -70,8 +70,8 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
     """Return rows of the prompts table for one task; `taken`, the questions of earlier tasks, gets its own."""
     pool: dict[str, Drawn] = {}
-    for drawn in draw_questions(task, config.draws, seed):
-        pool.setdefault(drawn.question, drawn)
+    for draw in draw_questions(task, config.draws, seed):
+        pool.setdefault(draw.question, draw)
     fresh = sorted(set(pool) - taken, key=lambda question: hashed(config.seed, question))
     taken.update(fresh)
     heldout_structures = _held_out({pool[question].structure for question in fresh}, config)

@@ -90,8 +90,8 @@ class DigitsTask(Generator):
             numbers = [10 * ten + digit for ten, digit in zip(tens, digits, strict=True)]
             verifier |= {"lower": lower, "upper": upper}
             question = f"Write {self.count} numbers between {lower} and {upper}, {way}, that end in {digits_text}."
-        chosen = sorted(numbers, reverse=self.order == "falling")
-        return Drawn(question, " ".join(map(str, chosen)), verifier, f"digit sum {sum(digits) % 5} by 5")
+        answer = sorted(numbers, reverse=self.order == "falling")
+        return Drawn(question, " ".join(map(str, answer)), verifier, f"digit sum {sum(digits) % 5} by 5")
 
 
 class LettersTask(Generator):
@@ -154,12 +154,12 @@ class RecordTask(Generator):
     fields: int = Field(3, ge=1, lt=len(FIELDS), description="Fields of the object")
 
     def draw(self, random: Random) -> Drawn:
-        job, chosen = random.choice(JOBS), random.sample(sorted(FIELDS), self.fields)
-        properties = {key: FIELDS[key][0] for key in chosen}
-        schema = {"type": "object", "required": chosen, "additionalProperties": False, "properties": properties}
-        answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in chosen})
-        question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(chosen)}."
-        return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"fields {', '.join(sorted(chosen))}")
+        job, keys = random.choice(JOBS), random.sample(sorted(FIELDS), self.fields)
+        properties = {key: FIELDS[key][0] for key in keys}
+        schema = {"type": "object", "required": keys, "additionalProperties": False, "properties": properties}
+        answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in keys})
+        question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(keys)}."
+        return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"fields {', '.join(sorted(keys))}")
 
 
 def _has(noun: str) -> RegularExpression:

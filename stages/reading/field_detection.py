@@ -76,18 +76,18 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}
     mean = {name: sum(map(len, values)) / len(values) for name, values in texts.items()}
     html = [name for name, values in texts.items() if sum(bool(TAG.search(_head(value))) for value in values) * 2 > len(values)]
-    known = [name for usual in HTML for name in html if name.lower() == usual]
-    known += [name for usual in TEXT for name in texts if name.lower().rpartition(".")[2] == usual]
+    candidates = [name for usual in HTML for name in html if name.lower() == usual]
+    candidates += [name for usual in TEXT for name in texts if name.lower().rpartition(".")[2] == usual]
     least = {name: HTML_CHARACTERS if name in html else TEXT_CHARACTERS for name in texts}
     others = (name for name in texts if mean[name] >= least[name] and not all("://" in _head(text)[:12] for text in texts[name]))
-    known += sorted(others, key=lambda name: -mean[name])
-    if not known:
+    candidates += sorted(others, key=lambda name: -mean[name])
+    if not candidates:
         raise PunaError(
             f"{where}: no field holds text; it has {', '.join(names) or 'none'}. Name it with --columns text=FIELD or html=FIELD"
         )
     url = next((name for usual in URL for name in names if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
     date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)
-    return Found(known[0], known[0] in html, url, date, tuple(names))
+    return Found(candidates[0], candidates[0] in html, url, date, tuple(names))
 
 
 def _head(value: str | bytes) -> str:

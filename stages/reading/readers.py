@@ -108,7 +108,7 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    chosen = parquet_columns(handle, name, columns)
+    column_names = parquet_columns(handle, name, columns)
     file = pq.ParquetFile(handle)
     shared = [path for number in range(len(file.schema)) if (path := file.schema.column(number).path) == columns.body]
     file = pq.ParquetFile(handle, read_dictionary=shared)
@@ -116,7 +116,7 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
     for group in range(file.num_row_groups):
         number, end = end, end + file.metadata.row_group(group).num_rows
         try:
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen, row_groups=[group]):
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=column_names, row_groups=[group]):
                 yield from _of_batch(batch, source, name, number, columns, max_bytes)
                 number += batch.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -161,10 +161,10 @@ def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator
 
 def _chosen(names: list[str], where: str, columns: Columns) -> list[str]:
     columns.check(names, where)
-    wanted = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
+    fields = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
     if columns.date is None:
-        wanted.update([name for name in DATE_COLUMNS if name in names][:1])
-    return [name for name in names if name in wanted]
+        fields.update([name for name in DATE_COLUMNS if name in names][:1])
+    return [name for name in names if name in fields]
 
 
 def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Columns) -> Page | Rejected:

@@ -59,9 +59,9 @@ UNREADABLE = (ValueError, OverflowError, KeyError)  # bytes that are no text; a 
 
 def format_of(name: str, head: bytes) -> str | None:
     """Return the format by a file's name, else by its first bytes, else None."""
-    known = FORMATS.get(suffix(name))
-    if known is not None:
-        return known
+    kind = FORMATS.get(suffix(name))
+    if kind is not None:
+        return kind
     if head.startswith(b"PAR1"):
         return "parquet"
     return "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") else None

@@ -115,9 +115,9 @@ def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int
     """
     while True:
         position = data.find(GZIP_MAGIC, at)
-        known = position if position >= 0 else max(0, len(data) - 2)  # before that there is none
+        skip = position if position >= 0 else max(0, len(data) - 2)  # before that there is none
         if (position < 0 or len(data) - position < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
-            base, data, at = base + known, data[known:] + more, 0
+            base, data, at = base + skip, data[skip:] + more, 0
         elif position < 0:
             return base + len(data), b"", 0
         else:

@@ -126,9 +126,9 @@ class NGrams:
         share = np.full(len(tokens), 1.0 / self.vocabulary)
         contexts = np.zeros(len(tokens), np.int64)
         for length, level in enumerate(self.levels):
-            known = (places >= length) & (contexts >= 0)
-            at, hit = _find(level.keys, np.where(known, contexts * self.vocabulary + tokens, -1))
-            of, there = _find(level.contexts, np.where(known, contexts, -1))
+            mask = (places >= length) & (contexts >= 0)
+            at, hit = _find(level.keys, np.where(mask, contexts * self.vocabulary + tokens, -1))
+            of, there = _find(level.contexts, np.where(mask, contexts, -1))
             counts, totals, kinds = level.counts[at] * hit, level.totals[of] * there, level.kinds[of] * there
             share = _interpolated(counts, totals, kinds, share)
             contexts = np.roll(np.where(hit, at, -1), 1)

@@ -92,25 +92,25 @@ def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -
 
     Memory holds only about that many rows and `held` more.
     """
-    chosen: list[Ranked] = []
+    documents: list[Ranked] = []
     waiting: list[Ranked] = []
     for rows in found:
         waiting += rows
-        if len(waiting) > max(held, len(chosen)):
-            chosen, waiting = candidates([*chosen, *waiting], most), []
-    chosen = candidates([*chosen, *waiting], most)
-    return chosen[:-1] if len(chosen) > 1 and sum(row[2] for row in chosen) > most else chosen
+        if len(waiting) > max(held, len(documents)):
+            documents, waiting = candidates([*documents, *waiting], most), []
+    documents = candidates([*documents, *waiting], most)
+    return documents[:-1] if len(documents) > 1 and sum(row[2] for row in documents) > most else documents
 
 
 def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
     """Return a part's candidates for `smallest`, in order, up to the first document that no longer fits."""
-    ordered = sorted(rows, key=lambda row: row[:2])
+    documents = sorted(rows, key=lambda row: row[:2])
     size = 0
-    for number, row in enumerate(ordered):
+    for number, row in enumerate(documents):
         size += row[2]
         if number and size > most:
-            return ordered[: number + 1]
-    return ordered
+            return documents[: number + 1]
+    return documents
 
 
 def rank(*parts: object) -> int:

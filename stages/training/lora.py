@@ -90,8 +90,8 @@ def keep(model: Transformer, folder: Path) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    known: Any = model.peft_config  # PEFT leaves it there
-    settings = copy.copy(known["default"])
+    configs: Any = model.peft_config  # PEFT leaves it there
+    settings = copy.copy(configs["default"])
     state = get_peft_model_state_dict(model, adapter_name="default")
     if model.head == "scalar":
         settings.modules_to_save = ["score"]

@@ -113,12 +113,12 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
     room = 1 - least * categories
-    chosen = [*(least + room * np.eye(categories)), np.full(categories, 1.0 / categories)]
+    mixtures = [*(least + room * np.eye(categories)), np.full(categories, 1.0 / categories)]
     candidates = least + room * generator.dirichlet(np.ones(categories), 2000)
-    while len(chosen) < points:
-        distances = np.min([((candidates - mixture) ** 2).sum(1) for mixture in chosen], axis=0)
-        chosen.append(candidates[int(distances.argmax())])
-    return np.asarray(chosen[:points], dtype=np.float64)
+    while len(mixtures) < points:
+        distances = np.min([((candidates - mixture) ** 2).sum(1) for mixture in mixtures], axis=0)
+        mixtures.append(candidates[int(distances.argmax())])
+    return np.asarray(mixtures[:points], dtype=np.float64)
 
 
 # --- the two surrogates ---------------------------------------------------------------------------------

@@ -112,5 +112,5 @@ def model_template(config: object, facts: Facts) -> list[str]:
 def size(model: Artifact) -> int:
     """Return a model's number of parameters, from the bytes of its weights."""
     dtype = json.loads(model.path("config.json").read_bytes()).get("torch_dtype", "float32")
-    stored = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors"))
-    return stored // (2 if dtype in ("bfloat16", "float16") else 4)
+    weight_bytes = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors"))
+    return weight_bytes // (2 if dtype in ("bfloat16", "float16") else 4)

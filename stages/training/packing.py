@@ -74,7 +74,7 @@ class Packed:
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
         """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens lie there and are mapped into memory, so that
         they may be more than it holds; each of the ranks that train together writes a share of them."""
-        named = source.id if isinstance(source, Artifact) else "a pool"
+        source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
         flat = {name: list[Any]() for name in ("tokens", "sizes", "per_row", "owners")}
@@ -87,13 +87,13 @@ class Packed:
                 lengths, documents = rows["lengths"].combine_chunks(), rows["documents"].combine_chunks().flatten().dictionary_encode()
                 flat["sizes"].append(lengths.flatten().to_numpy().astype(np.int64))
                 flat["per_row"].append(pc.list_value_length(lengths).to_numpy().astype(np.int64))
-                known = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
-                flat["owners"].append(known[documents.indices.to_numpy()])
+                lookup = np.array([numbers.setdefault(id_, len(numbers)) for id_ in documents.dictionary.to_pylist()], dtype=np.int64)
+                flat["owners"].append(lookup[documents.indices.to_numpy()])
                 size = int(flat["sizes"][-1].sum())
                 if number % count == at:
                     ids = piece(["tokens"])["tokens"].combine_chunks().flatten().to_numpy().astype(np.int32)
                     if len(ids) != size:
-                        raise PunaError(f"{named}: {len(rows)} rows have {len(ids)} tokens, and by their `lengths` {size}")
+                        raise PunaError(f"{source_name}: {len(rows)} rows have {len(ids)} tokens, and by their `lengths` {size}")
                     largest = max(largest, int(ids.max(initial=-1)))
                     if out is None:
                         flat["tokens"].append(ids)
@@ -101,18 +101,18 @@ class Packed:
                         os.pwrite(out.fileno(), ids.data, ids.itemsize * total)
                 total += size
         if not flat["sizes"]:
-            raise PunaError(f"{named} has no rows: there is nothing to train on")
-        joined = {name: np.concatenate(arrays) for name, arrays in flat.items() if arrays}
+            raise PunaError(f"{source_name} has no rows: there is nothing to train on")
+        columns = {name: np.concatenate(arrays) for name, arrays in flat.items() if arrays}
         if file is not None and part is not None:
             largest = max(map(int, mesh.gather_texts(str(largest))))  # now all have written
             if at == 0:
                 os.truncate(part, 4 * total)
                 os.replace(part, file)
             mesh.wait()
-            joined["tokens"] = np.memmap(file, np.int32, "r") if total else np.zeros(0, np.int32)
+            columns["tokens"] = np.memmap(file, np.int32, "r") if total else np.zeros(0, np.int32)
         return Packed(
-            tokens=joined["tokens"], starts=np.concatenate([[0], np.cumsum(joined["sizes"])]),
-            rows=np.concatenate([[0], np.cumsum(joined["per_row"])]), owners=joined["owners"], ids=tuple(numbers), largest=largest,
+            tokens=columns["tokens"], starts=np.concatenate([[0], np.cumsum(columns["sizes"])]),
+            rows=np.concatenate([[0], np.cumsum(columns["per_row"])]), owners=columns["owners"], ids=tuple(numbers), largest=largest,
         )  # fmt: skip
 
     @property

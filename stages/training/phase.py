@@ -99,8 +99,8 @@ class Phase(StageConfig):
     @classmethod
     def _until_replaces_steps(cls, values: Any) -> Any:
         """Set the default of `steps` aside where only `until` is given."""
-        given = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
-        return {**values, "steps": 0} if given else values
+        only_until = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
+        return {**values, "steps": 0} if only_until else values
 
     def train_config(self, optimizer: OptimizerSettings, compute: ComputeSettings) -> TrainConfig:
         return TrainConfig(steps=self.steps, schedule=self.schedule, optimizer=optimizer, compute=compute)

@@ -68,19 +68,19 @@ class Group:
 
 def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
     """Group the training documents by category: the largest by bytes, the others together; one group without a mixture."""
-    found: dict[str, Amount] = {}
+    totals: dict[str, Amount] = {}
     for part in run.map(_counted, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
-            found[name] = found[name] + one if name in found else one
-    if not found:
+            totals[name] = totals[name] + one if name in totals else one
+    if not totals:
         raise PunaError(f"{documents.id} has no {'documents' if mixture is None else 'training documents'} with text")
-    ranked = sorted(found, key=lambda name: (-found[name].bytes, name))
+    ranked = sorted(totals, key=lambda name: (-totals[name].bytes, name))
     single = ranked if len(ranked) <= most else ranked[: most - 1]
     groups = [(name, [name]) for name in sorted(single)]
     if len(ranked) > len(single):
         groups.append((OTHER, sorted(set(ranked) - set(single))))
     return [
-        Group(name, {one: found[one].bytes for one in members}, reduce(add, (found[one] for one in members))) for name, members in groups
+        Group(name, {one: totals[one].bytes for one in members}, reduce(add, (totals[one] for one in members))) for name, members in groups
     ]
 
 

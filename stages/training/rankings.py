@@ -44,8 +44,8 @@ def ranked(row: dict[str, Any]) -> Tiers:
     """Return the answers of a preference in tiers of equals, best first: edited, chosen, others between, rejected."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
-        known = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
-        raise BadRow("one_sided", f"row {row['id']}: only {known} known, which compares nothing; loss kto of dpo learns from such rows")
+        phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
+        raise BadRow("one_sided", f"row {row['id']}: only {phrase} known, which compares nothing; loss kto of dpo learns from such rows")
     return [*([edited] if edited else []), best, *between, worst]
 
 
@@ -78,9 +78,9 @@ def render_ranked(
 ) -> list[Ranked]:  # fmt: skip
     """Render each prompt with the ranked answers of all its preferences, or as many as a packed row holds."""
     limit = limit._replace(what="the prompt with its answers")
-    ordered = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
+    preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []
-    for row, example in bad.examples(ordered, lambda row: render(tokenizer, row, [tiers_of(row)]), len, limit):
+    for row, example in bad.examples(preferences, lambda row: render(tokenizer, row, [tiers_of(row)]), len, limit):
         if results and results[-1].rows[0]["prompt_id"] == row["prompt_id"] and results[-1].example.prompt == example.prompt:
             last, more = results[-1], len(example) - len(example.prompt)
             if len(last.example) + more <= limit.tokens:

@@ -126,9 +126,9 @@ def gold_of(
     and its reward. `asked` are the ids of `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
-        known = by_ids.setdefault(tuple(ids), row)
-        if (known["verifier"], known["reference"]) != (row["verifier"], row["reference"]):
-            raise PunaError(f"prompts {known['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
+        first_row = by_ids.setdefault(tuple(ids), row)
+        if (first_row["verifier"], first_row["reference"]) != (row["verifier"], row["reference"]):
+            raise PunaError(f"prompts {first_row['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
 
     def gold(prompts: Ids, completions: Completions) -> Parts:
         pairs = zip(prompts, completions, strict=True)

@@ -63,15 +63,15 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
     fits = {}
     for joint in joints:
         starts = _starts(float(y.mean()), joint)
-        tried, costs = _descend(starts, joint, n - centre, d - middle, np.repeat(y[:1], len(starts), 0))
-        fits[joint] = float(costs.min()), np.concatenate([tried[[np.argmin(costs)]], starts[[0, len(starts) // 2]]])
+        solutions, costs = _descend(starts, joint, n - centre, d - middle, np.repeat(y[:1], len(starts), 0))
+        fits[joint] = float(costs.min()), np.concatenate([solutions[[np.argmin(costs)]], starts[[0, len(starts) // 2]]])
     joint = min(joints, key=lambda joint: fits[joint][0])
     # Every start on the first fit; on the others, which differ from it little, the best one and two more.
     best, lowest = np.zeros((len(y), 5)), np.full(len(y), np.inf)
     for start in fits[joint][1]:
-        tried, costs = _descend(np.repeat(start[None], len(y), 0), joint, n - centre, d - middle, y)
+        solutions, costs = _descend(np.repeat(start[None], len(y), 0), joint, n - centre, d - middle, y)
         better = costs < lowest
-        best[better], lowest[better] = tried[better], costs[better]
+        best[better], lowest[better] = solutions[better], costs[better]
     e, a, b, alpha, beta = np.concatenate([best[:, :3], np.exp(best[:, 3:])], 1).T
     return Surfaces(np.exp(e), np.exp(a + alpha * centre), alpha, np.exp(b + beta * middle), beta, np.full(len(y), joint))
 
@@ -247,12 +247,12 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
         trunks = points.trunks
         errors = errors + generator.normal(0, noise, (draws, trunks.max() + 1))[:, trunks]
         chance = chance + generator.normal(0, noise, draws)
-    drawn = fit_surfaces(n, d, fitted * np.exp(errors))
+    bootstraps = fit_surfaces(n, d, fitted * np.exp(errors))
     budgets = points.budgets
     larger = points[budgets > budgets.min()]
     dropped = fit_surfaces(larger.parameters, larger.tokens, larger.loss[None]) if larger.enough else None
     backtests = tuple(_backtest(points, budgets, budget) for budget in np.unique(budgets) if points[budgets < budget].enough)
-    return Forecaster(points, surface, drawn, chance, dropped, backtests)
+    return Forecaster(points, surface, bootstraps, chance, dropped, backtests)
 
 
 def _backtest(points: Points, budgets: npt.NDArray[np.int64], budget: int) -> Backtest:

@@ -311,8 +311,8 @@ class Constraints(BoundedVerifier):
     def score(self, question: Question, answer: str) -> Score:
         texts = _variants(answer) if self.loose else [answer]
         missed = []
-        for full, given in zip(self.instruction_id_list, self.kwargs, strict=True):
-            check, arguments = KINDS[_bare(full)], _arguments(given)
+        for full, options in zip(self.instruction_id_list, self.kwargs, strict=True):
+            check, arguments = KINDS[_bare(full)], _arguments(options)
             if not any(text.strip() and check(text, **arguments) for text in texts):
                 missed.append(_bare(full))
         total = len(self.instruction_id_list)

@@ -46,9 +46,9 @@ class JsonSchema(Verifier):
             raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
         if broken := _unresolved(self.json_schema, self.validator):
             raise ValueError(f"json_schema: $ref {broken!r} leads nowhere: nothing is fetched, so give it below $defs")
-        known = self.validator.format_checker.checkers
-        if unknown := sorted(set(_formats(self.json_schema)) - set(known)):
-            raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; there are {', '.join(sorted(known))}")
+        checkers = self.validator.format_checker.checkers
+        if unknown := sorted(set(_formats(self.json_schema)) - set(checkers)):
+            raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; there are {', '.join(sorted(checkers))}")
         return self
 
     def score(self, question: Question, answer: str) -> Score:

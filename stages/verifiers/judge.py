@@ -61,10 +61,10 @@ class Judge(Verifier):
         return [results[number] for number in range(len(items))]
 
     def request(self, item: Item) -> str:
-        known = item.question.reference if self.show_reference else None
+        reference = item.question.reference if self.show_reference else None
         parts = [
             f"Grade the answer to a request with a number from 0 to {self.max_grade} by this rubric.", f"Rubric:\n{self.rubric}",
-            f"The request:\n<<<\n{item.question.text}\n>>>", *([f"A right answer:\n<<<\n{known}\n>>>"] if known else []),
+            f"The request:\n<<<\n{item.question.text}\n>>>", *([f"A right answer:\n<<<\n{reference}\n>>>"] if reference else []),
             f"The answer to grade:\n<<<\n{item.answer}\n>>>", f"Reply with the grade alone, one digit from 0 to {self.max_grade}.",
         ]  # fmt: skip
         return "\n\n".join(parts)

@@ -118,11 +118,11 @@ class Choice(BoundedVerifier):
 
     def score(self, question: Question, answer: str) -> Score:
         labels = self.labels or tuple(LETTERS[: len(self.options)])
-        chosen = self._chosen(final_answer(answer) or answer, labels)
+        option = self._chosen(final_answer(answer) or answer, labels)
         labels_text = " or ".join(labels[index] for index in self.right)
-        if chosen is None:
+        if option is None:
             return Score(0.0, f"the answer chooses no option; expected {labels_text}")
-        return Score(float(chosen in self.right), f"chose {labels[chosen]}, expected {labels_text}")
+        return Score(float(option in self.right), f"chose {labels[option]}, expected {labels_text}")
 
     def _chosen(self, answer: str, labels: tuple[str, ...]) -> int | None:
         """Return the index of the chosen option: by the whole text, a label at the beginning, an option at the beginning."""

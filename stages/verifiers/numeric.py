@@ -78,8 +78,8 @@ class Numeric(BoundedVerifier):
 
     def score(self, question: Question, answer: str) -> Score:
         expected = self._expected(question)
-        marked = final_answer(answer)
-        text = marked if marked is not None and self._numbers(marked) else answer
+        final = final_answer(answer)
+        text = final if final is not None and self._numbers(final) else answer
         candidates = self._numbers(text)
         if not candidates:
             return Score(0.0, "the answer holds no number")
@@ -103,8 +103,8 @@ class Numeric(BoundedVerifier):
         return number
 
     def _number(self, text: str) -> Fraction | None:
-        marked = final_answer(text)
-        candidates = (self._numbers(marked) if marked is not None else []) or self._numbers(text)
+        final = final_answer(text)
+        candidates = (self._numbers(final) if final is not None else []) or self._numbers(text)
         return candidates[-1].value if candidates else None
 
     def _numbers(self, text: str) -> list[Number]:

@@ -68,17 +68,17 @@ def _run(code: Code, answer: str, config: ScoringConfig) -> Score:
         return Score(None, f"code was not run: {outcome.refused}")
     if outcome.results is None or outcome.ended:
         return Score(0.0, f"the program did not come through its tests: {outcome.ended or 'it left early'}")
-    passed, count = sum(fault is None for fault in outcome.results), len(code.tests)
+    passes, count = sum(fault is None for fault in outcome.results), len(code.tests)
     first = next((fault for fault in outcome.results if fault is not None), "")
-    value = passed / count if code.partial else float(passed == count)
-    return Score(value, f"{passed} of {count} tests passed" + (f"; {first}" if first else ""))
+    value = passes / count if code.partial else float(passes == count)
+    return Score(value, f"{passes} of {count} tests passed" + (f"; {first}" if first else ""))
 
 
 def program(answer: str) -> str:
     blocks = FENCE.findall(answer)
-    marked = [text for language, text in blocks if language.lower() in PYTHON]
-    if marked:
-        return "\n".join(marked)
+    sources = [text for language, text in blocks if language.lower() in PYTHON]
+    if sources:
+        return "\n".join(sources)
     return blocks[-1][1] if blocks else answer
 
 
@@ -104,21 +104,21 @@ class PythonFunction(Verifier):
         """Return the function; raise ValueError if it is missing, or if only the data names its module."""
         module, colon, attribute = self.function.partition(":")
         if not colon:
-            found = plugins.offers("puna.verifiers").get(module)
+            value = plugins.offers("puna.verifiers").get(module)
         else:
             if not plugins.is_allowed(module):
                 raise ValueError(f"function {self.function!r} {_why_not(module)}")
             try:
-                found = getattr(importlib.import_module(module), attribute, None)
+                value = getattr(importlib.import_module(module), attribute, None)
             except ImportError as error:
                 raise ValueError(f"function {self.function!r}: {error}; set PYTHONPATH or give --module") from error
             # What an allowed module imports from elsewhere is not its own.
-            if callable(found) and not plugins.is_allowed(getattr(found, "__module__", None) or ""):
-                raise ValueError(f"function {self.function!r} comes from {found.__module__}, which is not allowed; --module names your own")
-        if not callable(found) or isinstance(found, type):
+            if callable(value) and not plugins.is_allowed(getattr(value, "__module__", None) or ""):
+                raise ValueError(f"function {self.function!r} comes from {value.__module__}, which is not allowed; --module names your own")
+        if not callable(value) or isinstance(value, type):
             raise ValueError(f"function {self.function!r}: there is no such function")
-        called: Callable[..., Any] = found
-        return called
+        function: Callable[..., Any] = value
+        return function
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> PythonFunction:
@@ -134,9 +134,9 @@ class PythonFunction(Verifier):
         return [*super().reaches(), (place[0], place[1].split(".")[0])]
 
     def score(self, question: Question, answer: str) -> Score:
-        known = {"prompt": question.text, "reference": question.reference, "task": question.task}
+        inputs = {"prompt": question.text, "reference": question.reference, "task": question.task}
         names = inspect.signature(self.called).parameters
-        arguments = {name: value for name, value in known.items() if name in names and name not in self.parameters}
+        arguments = {name: value for name, value in inputs.items() if name in names and name not in self.parameters}
         result = self.called(answer, **arguments, **self.parameters)
         if isinstance(result, Score):
             return result

@@ -162,9 +162,9 @@ def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> Proce
         close = [name for name in sorted(DATASETS) if task.split("_")[0] in name]
         raise PunaError(f"task {task!r}: reasoning-gym has no such generator" + (f"; close: {', '.join(close)}" if close else ""))
     values = json.loads(parameters)
-    known = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
-    if unknown := sorted(set(values) - known):
-        raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    names = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
+    if unknown := sorted(set(values) - names):
+        raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(names))}")
     try:
         return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
     except (AssertionError, AttributeError, TypeError, ValueError) as error:

@@ -22,9 +22,9 @@ def register(verifier: type[V]) -> type[V]:
     name = getattr(verifier, "name", None)
     if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
         raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")
-    known = _KNOWN.get(name)
-    if known is not None and (known.__module__, known.__qualname__) != (verifier.__module__, verifier.__qualname__):
-        raise PunaError(f"two verifiers have the name {name!r}: {known.__module__}.{known.__qualname__} and "
+    namesake = _KNOWN.get(name)
+    if namesake is not None and (namesake.__module__, namesake.__qualname__) != (verifier.__module__, verifier.__qualname__):
+        raise PunaError(f"two verifiers have the name {name!r}: {namesake.__module__}.{namesake.__qualname__} and "
                         f"{verifier.__module__}.{verifier.__qualname__}")  # fmt: skip
     _KNOWN[name] = verifier
     from_text.cache_clear()

@@ -81,8 +81,8 @@ class Link(Peer):
         it."""
         if isinstance(error, AssertionError):
             self.failed = error
-        known = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or hasattr(kind, "puna_number"))
-        return [packing.encode(next(known)), packing.encode([str(part) for part in error.args]), "", "", None]
+        kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or hasattr(kind, "puna_number"))
+        return [packing.encode(next(kinds)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
         """Return an error of the program. StopIteration passes only if the tests ask for the next item."""
@@ -172,10 +172,10 @@ class Remote:
         if sys.stdout is sys.__stdout__ and sys.stdin is sys.__stdin__:
             return self.puna_link.call(self, args, kwargs)
         begin = sys.stdin.tell() if sys.stdin is not sys.__stdin__ else 0
-        given = sys.stdin.read() if sys.stdin is not sys.__stdin__ else ""
-        result, printed, taken = self.puna_link.call(Theirs(Program.CAPTURED), (given, self, args, kwargs))
+        text = sys.stdin.read() if sys.stdin is not sys.__stdin__ else ""
+        result, printed, count = self.puna_link.call(Theirs(Program.CAPTURED), (text, self, args, kwargs))
         if sys.stdin is not sys.__stdin__:
-            sys.stdin.seek(begin + taken)
+            sys.stdin.seek(begin + count)
         sys.stdout.write(printed)
         return result
 
@@ -301,10 +301,10 @@ class Names(dict[str, Any]):
         self.promised = Uses([self.given]).bound
         self.program = Remote(link, Program.NAMES, "dict", None)
         self.modules = uses.dotted & sys.stdlib_module_names
-        called = {name for name in uses.called & set(self) if name in FUNCTIONS}
+        functions = {name for name in uses.called & set(self) if name in FUNCTIONS}
         self.shadowed: dict[str, Any] = {}
-        if len(called) == 1 and not uses.read - uses.bound - self.promised - set(self):
-            self.shadowed = {name: self.pop(name) for name in called}
+        if len(functions) == 1 and not uses.read - uses.bound - self.promised - set(self):
+            self.shadowed = {name: self.pop(name) for name in functions}
 
     def __missing__(self, name: str) -> Any:
         if name in self.promised:

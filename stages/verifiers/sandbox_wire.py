@@ -199,21 +199,21 @@ class Peer:
             if self.over:
                 raise Ended(self.over)
             packing = Packing(self)
-            called = ["o", function.number] if isinstance(function, Theirs) else packing.encode(function)
-            given = [called, [packing.encode(v) for v in args], {k: packing.encode(v) for k, v in (kwargs or {}).items()}]
+            callee = ["o", function.number] if isinstance(function, Theirs) else packing.encode(function)
+            request = [callee, [packing.encode(v) for v in args], {k: packing.encode(v) for k, v in (kwargs or {}).items()}]
             self.count += 1
             number = self.count
-            self.send(["call", number, packing.table(0), *given])
+            self.send(["call", number, packing.table(0), *request])
             while (message := self.receive())[0] == "call":
                 self.serve(message)
             try:
                 kind, answered, table, value, changes = message
                 if answered != number or kind not in ("result", "error"):
                     raise ValueError(f"{kind} {answered} after call {number}")
-                objects, known = packing.objects, len(packing.objects)
+                objects, size = packing.objects, len(packing.objects)
                 self.unpack(table, objects)
                 for place, (name, *parts) in changes:
-                    if not 0 <= place < known or class_name(type(objects[place])) != name:
+                    if not 0 <= place < size or class_name(type(objects[place])) != name:
                         raise ValueError("a change of what is no argument")
                     CONTAINERS[name][2](objects[place], [self.decode(part, objects) for part in parts])
                 result = self.rebuild(value, objects, function) if kind == "error" else self.decode(value, objects)
@@ -228,20 +228,20 @@ class Peer:
         try:
             _, number, table, function, args, kwargs = message
             self.unpack(table, objects)
-            called, arguments = self.decode(function, objects), [self.decode(v, objects) for v in args]
+            callee, arguments = self.decode(function, objects), [self.decode(v, objects) for v in args]
             keywords = {name: self.decode(v, objects) for name, v in kwargs.items()}
         except Exception as fault:  # noqa: BLE001  as in `call`
             raise self.ended(f"the program sent what is no call: {type(fault).__name__}: {fault}") from None
-        known = len(objects)
+        size = len(objects)
         error: BaseException | None = None
         try:
-            result = self.invoke(called, arguments, keywords)
+            result = self.invoke(callee, arguments, keywords)
         except Ended:
             raise
         except BaseException as raised:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
             error = raised
         try:
-            self.send(self._answered(number, objects[:known], table, result if error is None else None, error))
+            self.send(self._answered(number, objects[:size], table, result if error is None else None, error))
         except Ended:
             raise
         except BaseException as unfit:  # noqa: BLE001  a result that cannot be sent is the call's error

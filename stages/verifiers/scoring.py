@@ -151,8 +151,8 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
         group = [jobs[number] for number in numbers]
         group_scores = kind.score_many(group, tools)
         scores |= zip(numbers, in_children(group, tools) if group_scores is None else group_scores, strict=True)
-    ordered = iter([scores[number] for number in range(len(jobs))])
-    return [combined(item.verifier, lambda: next(ordered)) for item in items]
+    queue = iter([scores[number] for number in range(len(jobs))])
+    return [combined(item.verifier, lambda: next(queue)) for item in items]
 
 
 def combined(verifier: Verifier, following: Callable[[], Score]) -> Score:

@@ -77,10 +77,10 @@ def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> d
     theta = number(fields.get("rope.freq_base", 10000.0))
     kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor")
     if frequencies is not None:
-        for chosen in LLAMA3_FACTORS:
-            if torch.allclose(llama3_frequencies(theta, head, chosen, 1.0, 4.0, 8192), frequencies, rtol=1e-4):
+        for scale in LLAMA3_FACTORS:
+            if torch.allclose(llama3_frequencies(theta, head, scale, 1.0, 4.0, 8192), frequencies, rtol=1e-4):
                 names = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-                return {"rope_type": "llama3", "rope_theta": theta, "factor": chosen, **names}
+                return {"rope_type": "llama3", "rope_theta": theta, "factor": scale, **names}
         raise ValueError("rope_freqs scales the rotary frequencies in another way than Llama 3.1's")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}

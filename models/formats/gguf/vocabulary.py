@@ -52,12 +52,12 @@ def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, normalized=False) for token, type_ in zip(tokens, types, strict=True) if type_ == USER])
     ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for key, name in NAMES.items()}
-    named = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
-    bos = named.get("bos_token")
+    named_tokens = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
+    bos = named_tokens.get("bos_token")
     if bos is not None and fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
     stops = [id_ for key in ("eos", "eot", "eom") if (id_ := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None]
-    return Tokenizer(backend, named, fields.get("tokenizer.chat_template"), stops, _generation(fields))
+    return Tokenizer(backend, named_tokens, fields.get("tokenizer.chat_template"), stops, _generation(fields))
 
 
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -105,11 +105,11 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         raise ValueError(f"a tokenizer of the kind {raw['model']['type']} has no form in GGUF")
     if tokenizer.vocab_size > rows:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows")
-    added = {token["id"]: token for token in raw["added_tokens"]}
+    added_tokens = {token["id"]: token for token in raw["added_tokens"]}
     tokens, types = [f"[PAD{id_}]" for id_ in range(rows)], [UNUSED] * rows
-    for token, id_ in {**raw["model"]["vocab"], **{token["content"]: id_ for id_, token in added.items()}}.items():
+    for token, id_ in {**raw["model"]["vocab"], **{token["content"]: id_ for id_, token in added_tokens.items()}}.items():
         tokens[id_] = token
-        types[id_] = NORMAL if id_ not in added else CONTROL if added[id_]["special"] else USER
+        types[id_] = NORMAL if id_ not in added_tokens else CONTROL if added_tokens[id_]["special"] else USER
     fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in raw["model"]["merges"]]
     if (raw.get("decoder") or {}).get("type") == "ByteLevel":

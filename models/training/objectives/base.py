@@ -118,8 +118,8 @@ class Targets:
                 last.append(offset - 1)
             start = offset
         flat = [np.asarray(answer, dtype=np.int64) for branches in answers for answer in branches]
-        given = [mask for branches in masks for mask in branches] if masks is not None else [[True] * len(answer) for answer in flat]
-        flags = [np.asarray(mask, bool) for mask in given]
+        flat_masks = [mask for branches in masks for mask in branches] if masks is not None else [[True] * len(answer) for answer in flat]
+        flags = [np.asarray(mask, bool) for mask in flat_masks]
         lengths = [len(answer) for answer in flat]
         if lengths != [len(flag) for flag in flags]:
             raise ValueError("each answer token needs one mask flag, answer by answer")

@@ -89,14 +89,14 @@ class Reward(Objective[RewardBatch]):
     def _nll(self, hidden: Tensor, batch: RewardBatch, totals: Totals) -> Tensor:
         targets, lengths = batch.targets, batch.targets.lengths
         weight = torch.where(batch.rank == 0, 1.0 / lengths.clamp(min=1), 0.0).repeat_interleave(lengths)
-        asked = (weight > 0).nonzero().squeeze(1)
+        indices = (weight > 0).nonzero().squeeze(1)
         assert self.head is not None
-        head, rows, tokens = self.head.to(hidden), hidden[targets.positions[asked]], targets.tokens[asked]
+        head, rows, tokens = self.head.to(hidden), hidden[targets.positions[indices]], targets.tokens[indices]
         if self.softcap is None:
-            loss = linear_cross_entropy(rows, head, tokens, weight[asked])
+            loss = linear_cross_entropy(rows, head, tokens, weight[indices])
         else:
             logprobs = by_rows(lambda rows_CD: softcapped(rows_CD @ head.T, self.softcap), rows, tokens)[0]
-            loss = -(logprobs * weight[asked]).sum()
+            loss = -(logprobs * weight[indices]).sum()
         return divide(loss, totals["best"])
 
 

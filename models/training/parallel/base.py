@@ -201,8 +201,8 @@ class Parallel:
             return self.beside[owner].piece_of(rest, tensor)
         weight = name
         while weight not in self.pieces:
-            _, found, weight = weight.partition(".")
-            if not found:
+            _, dot, weight = weight.partition(".")
+            if not dot:
                 return Piece.of(tensor)
         own = self.pieces[weight]
         alike = tuple(tensor.shape) == tuple(stop - start for start, stop in own.box)

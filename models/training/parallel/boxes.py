@@ -77,5 +77,5 @@ def load(
         raise ValueError(f"{paths[0]}: the state of the training is damaged; remove the folder to begin anew")
     index = record.pop("index", None)
     there = names(paths[0], index)
-    wanted = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
-    return read(paths[0], index, {name: (piece.shape, piece.box) for name, piece in wanted.items()}), record
+    own_pieces = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
+    return read(paths[0], index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}), record

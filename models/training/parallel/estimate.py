@@ -142,12 +142,12 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
     body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
     held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
     state = state_bytes(config, work.precision, work.moments) / counts.total
-    kept = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
+    activations = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
     if work.checkpointing:
         first = element * tokens * config.hidden_size * layers
-        rows = first * min(micro, stages) + kept
+        rows = first * min(micro, stages) + activations
     else:
-        rows = kept * layers * min(micro, stages)
+        rows = activations * layers * min(micro, stages)
     needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
     if layout.shard > 1:
         needed += 2 * element * max(body / layers, counts.embedding) / layout.tensor
@@ -174,10 +174,10 @@ def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet
     for layout in [Layout()] if devices == 1 else layouts(devices):
         try:
             layout.check(config)
-            tried = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in (False, True)]
+            estimates = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in (False, True)]
         except ValueError:
             continue
-        for one in tried:
+        for one in estimates:
             if smallest is None or one.bytes < smallest.bytes:
                 smallest = one
             if one.fits and (layout.axes not in fitting or one.seconds < fitting[layout.axes].seconds):

@@ -37,8 +37,8 @@ class StageTransformer(Transformer):
         return self.model.layers[self.first : self.last]
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        given, self.given = self.given, None
-        return self.model.embed_tokens(tokens) if given is None else given
+        inputs, self.given = self.given, None
+        return self.model.embed_tokens(tokens) if inputs is None else inputs
 
     def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         cos, sin = rotary_table(self.config, positions, x_ND.dtype)
@@ -53,10 +53,10 @@ class StageTransformer(Transformer):
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final hidden states [T, D] of the rows that the last stage was given; once for each micro-batch."""
-        given, self.given = self.given, None
-        if given is None:
+        inputs, self.given = self.given, None
+        if inputs is None:
             raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
-        return self.through(forest, given)
+        return self.through(forest, inputs)
 
 
 class Pipelined(Parallel):
@@ -97,8 +97,8 @@ class Pipelined(Parallel):
         for number in range(len(parts) + ahead):
             if number < len(parts):
                 part, counted = parts[number]
-                given, out, values = self._forward(part, counted, compute)
-                waiting.append((given, out))
+                inputs, out, values = self._forward(part, counted, compute)
+                waiting.append((inputs, out))
                 if self._is_last:
                     total = out.detach().float() if total is None else total + out.detach().float()
                     for name, value in values.items():
@@ -130,20 +130,20 @@ class Pipelined(Parallel):
         """Return the stage's input, its output (on the last stage the loss), and metrics."""
         forest = getattr(part, "targets", part).forest
         weight = next(iter(self.parameters.values()))
-        given = None
+        inputs = None
         if self._stage:
-            given = torch.empty(len(forest), self.held.config.hidden_size, dtype=weight.dtype, device=weight.device)
-            dist.recv(given, self.mesh.rank("pipeline", self._stage - 1))
-            given.requires_grad_()
+            inputs = torch.empty(len(forest), self.held.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            dist.recv(inputs, self.mesh.rank("pipeline", self._stage - 1))
+            inputs.requires_grad_()
         if not self._is_last:
-            out = self.held.through(forest.to(weight.device), given)
+            out = self.held.through(forest.to(weight.device), inputs)
             self._send(out.detach(), self._stage + 1, None)
-            return given, out, {}
-        self.held.given = given
+            return inputs, out, {}
+        self.held.given = inputs
         loss, values = compute(self.model, part)
         if not counted:
             loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
-        return given, loss, values
+        return inputs, loss, values
 
     def _backward(self, given: Tensor | None, out: Tensor) -> None:
         gradient = None

@@ -51,15 +51,15 @@ class Wave(Engine):
         if self._stage < self._last:
             rows = sum(1 + len(answer.guess) for answer in ready)
             return Drawn([0] * rows, [0.0] * rows, {})
-        drawn = super()._draw(ready)
-        logprobs = [float("nan") if row in drawn.errors else value for row, value in enumerate(drawn.logprobs)]
-        words = json.dumps([(row, str(error), error.asked) for row, error in drawn.errors.items()]).encode()
+        samples = super()._draw(ready)
+        logprobs = [float("nan") if row in samples.errors else value for row, value in enumerate(samples.logprobs)]
+        words = json.dumps([(row, str(error), error.asked) for row, error in samples.errors.items()]).encode()
         for stage in range(self._last):
-            self._send(torch.tensor([drawn.tokens, logprobs], dtype=torch.float64), stage)
-            if drawn.errors:
+            self._send(torch.tensor([samples.tokens, logprobs], dtype=torch.float64), stage)
+            if samples.errors:
                 self._send(torch.tensor([len(words)]), stage)
                 self._send(torch.frombuffer(bytearray(words), dtype=torch.uint8), stage)
-        return drawn
+        return samples
 
     def _end(self, ready: Sequence[Answer], drawn: Drawn | None) -> list[Event]:
         if drawn is not None and self._stage < self._last:
@@ -67,8 +67,8 @@ class Wave(Engine):
             errors: dict[int, RowError] = {}
             if any(value != value for value in logprobs):
                 size = int(self._receive(self._last, 1, dtype=torch.int64))
-                told = json.loads(bytes(self._receive(self._last, size, dtype=torch.uint8).numpy()))
-                errors = {row: RowError(message, asked) for row, message, asked in told}
+                failures = json.loads(bytes(self._receive(self._last, size, dtype=torch.uint8).numpy()))
+                errors = {row: RowError(message, asked) for row, message, asked in failures}
             drawn = Drawn(list(map(int, tokens)), logprobs, errors)
         return super()._end(ready, drawn)
 
@@ -102,7 +102,7 @@ class StagedEngine(Wave):
 
     def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         left, own = sum(request.params.n for request in requests), set(requests)
-        begun: dict[Wave, tuple[list[Answer], Drawn | None]] = {}
+        steps: dict[Wave, tuple[list[Answer], Drawn | None]] = {}
         for wave in self._waves:
             wave._look()
         try:
@@ -110,16 +110,16 @@ class StagedEngine(Wave):
                 wave.scheduler.add(request)
             while left:
                 for wave in self._waves:
-                    for event in self._ended(wave, begun):
+                    for event in self._ended(wave, steps):
                         left -= event.completion is not None
                         yield event
                     wave._raise(requests, own)
                     if not wave.scheduler.idle:
                         with torch.inference_mode():
-                            begun[wave] = wave._begin()
+                            steps[wave] = wave._begin()
         finally:
             for wave in self._waves:  # what is on its way arrives
-                self._ended(wave, begun)
+                self._ended(wave, steps)
                 for request in requests if left else ():
                     wave.cancel(request)
 

@@ -207,8 +207,8 @@ def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[
     median = sorted(counts.values())[(len(counts) - 1) // 2]
     most = min(config.max_class_documents, int(config.class_ratio * median))
     least = min(most, int(median / config.class_ratio))
-    taken = {name: min(count, most) for name, count in counts.items()}
-    return {name: (count, min(MAX_REPEATS, max(1, -(-least // count)))) for name, count in taken.items()}
+    sizes = {name: min(count, most) for name, count in counts.items()}
+    return {name: (count, min(MAX_REPEATS, max(1, -(-least // count)))) for name, count in sizes.items()}
 
 
 def _prepare(
@@ -281,27 +281,27 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
     for file in files:
         table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
-        wanted = pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes)))
-        yield table.filter(wanted if chosen is None else pc.and_(wanted, pc.is_in(table["id"], chosen)))
+        mask = pc.and_(here if inside else pc.invert(here), pc.is_in(table[job.name], pa.array(job.classes)))
+        yield table.filter(mask if chosen is None else pc.and_(mask, pc.is_in(table["id"], chosen)))
 
 
 def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
     """Return the lines that a model learns from, in a random order that only ids decide, and the place of each one's class."""
-    kept: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
+    candidates: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
         for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
-            kept[name].append((draw, identity))
-        for name, results in kept.items():
+            candidates[name].append((draw, identity))
+        for name, results in candidates.items():
             if len(results) > 2 * job.quota[name][0]:
-                kept[name] = heapq.nsmallest(job.quota[name][0], results)
+                candidates[name] = heapq.nsmallest(job.quota[name][0], results)
     order = []
-    for name, results in kept.items():
+    for name, results in candidates.items():
         count, copies = job.quota[name]
         for draw, identity in heapq.nsmallest(count, results):
             # Each copy of a document has its own place in the order.
             order += [((draw + copy * GOLDEN) % 1.0, identity, name) for copy in range(copies)]
-    chosen = pa.array({identity for _, identity, _ in order}, pa.string())
-    lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen))
+    ids = pa.array({identity for _, identity, _ in order}, pa.string())
+    lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=ids))
     order.sort()
     at = pc.index_in(pa.array([identity for _, identity, _ in order], pa.string()), lines["id"])
     places = {name: place for place, name in enumerate(job.classes)}

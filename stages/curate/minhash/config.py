@@ -75,8 +75,8 @@ class MinhashDedupConfig(StageConfig):
         Of equally long documents with a share k of whole shingles, k is the containment and k / (2 - k) the Jaccard similarity.
         """
         t = self.threshold
-        kept = float((t if self.similarity == "containment" else 2 * t / (1 + t)) ** (2**level))
-        return kept if self.similarity == "containment" else kept / (2 - kept)
+        share = float((t if self.similarity == "containment" else 2 * t / (1 + t)) ** (2**level))
+        return share if self.similarity == "containment" else share / (2 - share)
 
     def least_distinct(self, level: int) -> float:
         """Return the share of distinct shingles below which texts could be as similar as the threshold by chance.

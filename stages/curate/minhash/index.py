@@ -91,8 +91,8 @@ class Index(NamedTuple):
     def sharing(self, keys: U64) -> I64:
         """Return the rows of the documents that share a band with one of the given keys [M, B]."""
         results = [np.zeros(0, np.int64)]
-        for own, rows, wanted in zip(self.keys, self.rows, keys.T, strict=True):
-            low, high = np.searchsorted(own, wanted, side="left"), np.searchsorted(own, wanted, side="right")
+        for own, rows, queries in zip(self.keys, self.rows, keys.T, strict=True):
+            low, high = np.searchsorted(own, queries, side="left"), np.searchsorted(own, queries, side="right")
             low, counts = low[high > low], (high - low)[high > low]
             results.append(rows[np.repeat(low - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())])
         return np.unique(np.concatenate(results))
@@ -127,12 +127,12 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 def signature_table(documents: Artifact) -> pa.Table:
     """Return id and signature of the documents with words; the schema's metadata are the arguments for datasketch's objects."""
-    known, config = Index.of(documents), configuration(documents)
+    index, config = Index.of(documents), configuration(documents)
     facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
-    filled = np.flatnonzero(known.facts["shingles"])
-    signatures = known.signatures[filled]
+    filled = np.flatnonzero(index.facts["shingles"])
+    signatures = index.signatures[filled]
     columns = {
-        "id": pa.array([identity.decode() for identity in known.ids()[filled]]),
+        "id": pa.array([identity.decode() for identity in index.ids()[filled]]),
         "signature": pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel()), signatures.shape[1]),
     }
     return pa.table(columns).replace_schema_metadata(facts)
@@ -159,9 +159,9 @@ def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resem
     own = shingled(pa.chunked_array([pa.array([text], pa.large_string())]), config)
     if not len(own.hashes):
         raise PunaError("near: the text has no words to compare")
-    wanted = np.unique(own.hashes)
+    shingles = np.unique(own.hashes)
     results = _by_index(own, documents, config) if at_hand else _by_reading(documents, config)
-    rows = [_beside(wanted, identity, hashes) for identity, hashes in results]
+    rows = [_beside(shingles, identity, hashes) for identity, hashes in results]
     rows = [row for row in rows if max(row.similarity, row.of_text, row.of_document) >= least]
     return sorted(rows, key=lambda row: (-row.similarity, -row.of_text, row.id))
 

@@ -20,11 +20,11 @@ GROWTH = 1.25
 
 def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
     """Return one 64-bit key per document and band of `rows` signature values, [D, B]; equal rows have equal keys."""
-    used = np.ascontiguousarray(signatures_DP[:, : bands * rows])
-    data = used.view(np.uint8).reshape(-1)
-    step = rows * used.dtype.itemsize
+    values = np.ascontiguousarray(signatures_DP[:, : bands * rows])
+    data = values.view(np.uint8).reshape(-1)
+    step = rows * values.dtype.itemsize
     offsets = np.arange(0, len(data) + 1, step, dtype=np.int64) if len(data) else np.zeros(1, dtype=np.int64)
-    return slice_hashes(data, offsets).reshape(len(used), bands)  # type: ignore[no-any-return]
+    return slice_hashes(data, offsets).reshape(len(values), bands)  # type: ignore[no-any-return]
 
 
 def edges(keys_D: U64) -> I64:
@@ -277,8 +277,8 @@ def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, coun
                         own, other = sets.sizes[m], sets.sizes[k]
                         similar = _similarity(shared(sets, m, k), own, other, criteria.containment)
                         better = similar > similarity[m] or (similar == similarity[m] and k < survivor[m])
-                        wanted = similar >= criteria.similarity[0] and (survivor[m] < 0 or better)
-                        if wanted and _same_order(sequence, own, rest, other, criteria):
+                        candidate = similar >= criteria.similarity[0] and (survivor[m] < 0 or better)
+                        if candidate and _same_order(sequence, own, rest, other, criteria):
                             run = max(0, longest_absent_run(sequence, sets, k) - criteria.words + 1)
                             if run <= bound:
                                 survivor[m], similarity[m], passage[m] = k, similar, run

@@ -83,9 +83,9 @@ def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config:
     facts["words"], facts["shingles"] = found.words, np.diff(found.offsets)
     if signals is not None and len(facts):
         ids = table["id"]
-        known = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.score])
-        place = pc.index_in(ids, value_set=known["id"].combine_chunks())
-        values = np.asarray(known[config.score].cast(pa.float64()).take(place).fill_null(-np.inf), dtype=np.float64)
+        scores = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.score])
+        place = pc.index_in(ids, value_set=scores["id"].combine_chunks())
+        values = np.asarray(scores[config.score].cast(pa.float64()).take(place).fill_null(-np.inf), dtype=np.float64)
         facts["score"] = np.nan_to_num(values, nan=-np.inf)  # a missing score is worst
     return facts
 

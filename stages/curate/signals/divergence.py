@@ -50,17 +50,17 @@ class Corpus:
         """Return the mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
         if not self.words:
             return np.zeros(len(LENGTHS))
-        used = np.flatnonzero(self.counts)
-        ends = np.cumsum(self.counts[used])
-        shift = max(0, self.words.bit_length() - len(used).bit_length() - 1)
+        bins = np.flatnonzero(self.counts)
+        ends = np.cumsum(self.counts[bins])
+        shift = max(0, self.words.bit_length() - len(bins).bit_length() - 1)
         firsts = np.searchsorted(ends, np.arange(((self.words - 1) >> shift) + 1) << shift, side="right")
-        means, tally = [], np.zeros(len(used), np.uint32)
+        means, tally = [], np.zeros(len(bins), np.uint32)
         for length in LENGTHS:
             results = []
             for _ in range(DRAWS):
-                drawn, counts = _counted(generator.integers(self.words, size=length), ends, firsts, shift, tally)
-                offsets = np.array([0, len(drawn)])
-                results += self.divergences(offsets[:1], offsets, used[drawn].astype(np.uint32), counts, inside=False).tolist()
+                sample, counts = _counted(generator.integers(self.words, size=length), ends, firsts, shift, tally)
+                offsets = np.array([0, len(sample)])
+                results += self.divergences(offsets[:1], offsets, bins[sample].astype(np.uint32), counts, inside=False).tolist()
             means.append(sum(results) / DRAWS)
         return np.array(means)
 
@@ -93,15 +93,15 @@ def _divergences(corpus: I64, words: int, prior: float, rows: I64, offsets: I64,
         own = size if inside else 0
         total = words - own + prior * len(corpus)
         # Neumaier's summation: the result does not depend on the order of the words, to within rounding of the result.
-        value, lost = 0.0, 0.0
+        value, compensation = 0.0, 0.0
         for i in range(first, last):
             share = counts[i] / size
             rest = corpus[bins[i]] - (np.int64(counts[i]) if inside else 0)
             term = share * math.log(share * total / (rest + prior))
             grown = value + term
-            lost += (value - grown) + term if abs(value) >= abs(term) else (term - grown) + value
+            compensation += (value - grown) + term if abs(value) >= abs(term) else (term - grown) + value
             value = grown
-        out[at] = max(value + lost, 0.0)
+        out[at] = max(value + compensation, 0.0)
     return out
 
 

@@ -172,8 +172,8 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
         if longest > MAX_WORD_CHARACTERS or count < MIN_LINE_WORDS:
             continue
         size = without_citations(codes, flags, lower, a, b, line) if opens else b - a
-        marked = size < b - a
-        text = line[:size] if marked else codes[a:b]
+        has_citations = size < b - a
+        text = line[:size] if has_citations else codes[a:b]
         ends = _ends_sentence(text)
         kinds = phrase_kinds(text, lower, 0, size)
         if kinds & LOREM_IPSUM:
@@ -186,7 +186,7 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
             curlies += ends and lorem == 0
             open_curlies += open_lorem == 0
         if not kinds & POLICY:
-            here = _sentences_anew(text, flags) if marked else sentences(codes, flags, start, stop, first_word, word, a, b)
+            here = _sentences_anew(text, flags) if has_citations else sentences(codes, flags, start, stop, first_word, word, a, b)
             results += here if ends else 0
             open_found += here
     one.c4_sentences, one.c4_lorem_ipsum_lines, one.c4_curly_bracket_lines = results, lorem, curlies
@@ -347,13 +347,13 @@ def notice_numbers(words: U64, of_line: I32, listed: Phrases) -> tuple[float, fl
             else:
                 noticed[max(noticed_to, i) : k + 1] = True
                 noticed_to = max(noticed_to, k + 1)
-    said, first = 0, 0
+    total, first = 0, 0
     while first < count:
         last, some = first, False
         while last < count and of_line[last] == of_line[first]:
             some = some or noticed[last]
             last += 1
-        said += last - first if some else 0
+        total += last - first if some else 0
         first = last
     enough = different >= MIN_LEGAL_PHRASES and spoken >= MIN_SPOKEN_PHRASES
-    return (legal / max(count, 1) if enough else 0.0), min(said, NOTICE_WORDS) / max(count, 1)
+    return (legal / max(count, 1) if enough else 0.0), min(total, NOTICE_WORDS) / max(count, 1)

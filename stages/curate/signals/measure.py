@@ -225,12 +225,12 @@ def _measure(
         one.characters, one.mean_line_length = characters, (characters - newlines) / (newlines + 1)
         one.max_line_length, one.alphanumeric_fraction = longest, alphanumeric / max(characters, 1)
         of_line, covered = np.empty(newlines + 1, np.int32), np.empty(newlines + 1, np.int32)
-        kept = plain_words(codes, start, room.folded, room.flags, room.plain)
-        ngram_coverage(room.plain, kept, coverage_n, room.keys, room.slots, of_line, covered)
+        plain_end = plain_words(codes, start, room.folded, room.flags, room.plain)
+        ngram_coverage(room.plain, plain_end, coverage_n, room.keys, room.slots, of_line, covered)
         one.ngram_coverage = covered.sum() / max(plain, 1)
-        results, dirty = _count_bins(room, room.plain.folded[:kept], about, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
+        results, dirty = _count_bins(room, room.plain.folded[:plain_end], about, bins[bin_offsets[d] :], counts[bin_offsets[d] :])
         one.dirty_words, one.dirty_word_ratio = dirty, dirty / max(plain, 1)
-        one.legal_phrase_ratio, one.notice_ratio = notice_numbers(room.plain.folded[:kept], room.plain.line[:kept], about.phrases)
+        one.legal_phrase_ratio, one.notice_ratio = notice_numbers(room.plain.folded[:plain_end], room.plain.line[:plain_end], about.phrases)
         bin_offsets[d + 1] = bin_offsets[d] + results
         at = line_offsets[d]
         for number in range(newlines + 1):

@@ -114,8 +114,8 @@ def _of_pieces(name: str, pieces: Callable[[str], list[str]]) -> None:
 
     for unit, middle, definition in ((f"{name}s", "", fraction), ("characters", "_character", characters)):
         meaning = f"{unit} in {name}s seen earlier (Gopher)" if middle else f"{unit} seen earlier in the document (Gopher)"
-        called = f"duplicate_{name}{middle}_fraction"
-        signal(unit=f"fraction of {unit}", name=called, meaning=meaning, compiled="heuristics")(definition)
+        signal_name = f"duplicate_{name}{middle}_fraction"
+        signal(unit=f"fraction of {unit}", name=signal_name, meaning=meaning, compiled="heuristics")(definition)
 
 
 _of_pieces("line", lambda text: re.split(r"\n+", text))

@@ -40,9 +40,9 @@ def legal_phrase_ratio(text: str) -> float:
     """Words in phrases of terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different ones, or with fewer than 2
     that have we or you in them.
     """
-    inside, said = phrases(text, "legal")
-    spoken = sum(not SPEAKERS.isdisjoint(phrase) for phrase in said)
-    enough = len(said) >= MIN_LEGAL_PHRASES and spoken >= MIN_SPOKEN_PHRASES
+    inside, matches = phrases(text, "legal")
+    spoken = sum(not SPEAKERS.isdisjoint(phrase) for phrase in matches)
+    enough = len(matches) >= MIN_LEGAL_PHRASES and spoken >= MIN_SPOKEN_PHRASES
     return len(inside) / max(len(plain_words(text)), 1) if enough else 0.0
 
 
@@ -52,9 +52,9 @@ def notice_ratio(text: str) -> float:
     count: a notice is short, and what goes on is an article about such things.
     """
     inside, _ = phrases(text, "notice")
-    first = said = 0
+    first = total = 0
     for line in text.split("\n"):
         size = len(plain_words(line))
-        said += size if any(word in inside for word in range(first, first + size)) else 0
+        total += size if any(word in inside for word in range(first, first + size)) else 0
         first += size
-    return min(said, NOTICE_WORDS) / max(first, 1)
+    return min(total, NOTICE_WORDS) / max(first, 1)
