@@ -107,10 +107,10 @@ class Rollouts(Generic[Config]):
     """The source of a training's answers.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
-    `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that
-    sample. Each answers its part of the prompts, and all score all answers; in exact passes they are those of one process. None: those of
-    the configuration. `keep` gets the rows of the answers. `generate` answers prompts, in one turn or several (`converse`). `device`: of
-    this rank's pieces of the policy; None: the policy's. `between`: the scorer of rollouts that `watched_rollouts` leaves out.
+    `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that sample; None: those of the configuration. Each answers its part of
+    the prompts, and all score all answers; in exact passes the answers are those of one process. `keep` gets the rows of the answers.
+    `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
+    policy's device. `between`: the scorer of the rollouts that `watched_rollouts` leaves out; None: `scorer`.
     """
 
     policy: Transformer | Parallel

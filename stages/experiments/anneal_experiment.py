@@ -19,10 +19,10 @@ from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Seede
 from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
 from puna.stages.training.needs import documents_apart
-from puna.stages.training.packing import Packed, Reader, mean_loss, pack
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Group, Mixed, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.training.proxy_runs import fresh, one_thread, run_trials, set_aside, trained, trial_row
+from puna.stages.training.token_rows import Packed, Reader, mean_loss, pack
 from puna.stages.training.train import load_grown
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError

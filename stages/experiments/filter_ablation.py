@@ -15,10 +15,10 @@ from puna.stages.contract import Documents, Figure, SeededConfig, StageRun, Toke
 from puna.stages.experiments.mix_experiment import PROXY
 from puna.stages.training.corpus import KEPT
 from puna.stages.training.intervals import Interval, evaluation_row, mean
-from puna.stages.training.packing import mean_loss
 from puna.stages.training.phase import OPTIMIZER, Phase
 from puna.stages.training.pools import PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.training.proxy_runs import fresh, run_trials, trained, trial_row
+from puna.stages.training.token_rows import mean_loss
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 

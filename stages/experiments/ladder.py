@@ -16,10 +16,10 @@ from puna.models.training.packing import batched
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.training.intervals import evaluation_row
-from puna.stages.training.packing import Packed, Reader, mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE
 from puna.stages.training.proxy_runs import fresh, moments_in, remembered, resized, run_trials, set_aside, trained
 from puna.stages.training.scaling_laws import fit_power
+from puna.stages.training.token_rows import Packed, Reader, mean_loss
 from puna.stages.training.train import SMALL, device
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError

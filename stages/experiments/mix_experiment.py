@@ -18,10 +18,10 @@ from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, Stage
 from puna.stages.training import mixing_laws
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, evaluation_row, mean
-from puna.stages.training.packing import mean_loss
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
 from puna.stages.training.proxy_runs import fresh, run_trials, trained
+from puna.stages.training.token_rows import mean_loss
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 

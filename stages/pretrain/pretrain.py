@@ -20,8 +20,8 @@ from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_
 from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, trained
-from puna.stages.training.packing import Packed, Relay, mean_loss
 from puna.stages.training.phase import Acceptance, Phase
+from puna.stages.training.token_rows import Packed, Relay, mean_loss
 from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -88,12 +88,12 @@ def pretrain(
     the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
-    recipe = None if size is None else ChosenSize.read(size)
-    config = config if recipe is None else config.sized(recipe)
+    choice = None if size is None else ChosenSize.read(size)
+    config = config if choice is None else config.sized(choice)
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
-    if recipe and recipe.sequence_length != packed.row_length:
-        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {recipe.sequence_length}: set "
+    if choice and choice.sequence_length != packed.row_length:
+        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {choice.sequence_length}: set "
                         "choose_size.sequence_length, or take the ladder's tokens")  # fmt: skip
     heldout = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}

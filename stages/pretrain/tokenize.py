@@ -12,7 +12,7 @@ from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
 from puna.stages.training.corpus import check_mixture, chosen, rank
-from puna.stages.training.packing import pack
+from puna.stages.training.token_rows import pack
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition

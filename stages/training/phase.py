@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from puna.models.config import ModelShape, RopeScaling
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import StageConfig
-from puna.stages.training.packing import Packed, Reader, Relay
+from puna.stages.training.token_rows import Packed, Reader, Relay
 from puna.storage import PunaError
 
 if TYPE_CHECKING:

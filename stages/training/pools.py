@@ -15,7 +15,7 @@ import pyarrow as pa
 from puna.models.training.packing import batched
 from puna.stages.contract import StageRun
 from puna.stages.training.corpus import Chosen, chosen_of, rank
-from puna.stages.training.packing import Packed, Reader, pack
+from puna.stages.training.token_rows import Packed, Reader, pack
 from puna.stages.training.vocabulary import loaded
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.stages.contract import StageRun
-from puna.stages.training.packing import Packed
+from puna.stages.training.token_rows import Packed
 from puna.stages.training.train import divergence_named
 from puna.storage import Artifact
 from puna.storage.work import write_text

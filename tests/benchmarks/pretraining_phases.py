@@ -196,7 +196,7 @@ def kept(folder: Path, data: Path) -> dict[str, Any]:
 
 CHILD = """
 import os, signal, sys
-from puna.stages.training.packing import Reader
+from puna.stages.training.token_rows import Reader
 from tests.benchmarks.pretraining_phases import small_run
 count, step, original = [0], int(sys.argv[2]), Reader.batches
 def batches(self, number, size):
@@ -301,7 +301,7 @@ def reader(folder: Path, data: Path) -> dict[str, Any]:
     from puna.models.training.objectives import LanguageModeling
     from puna.models.training.settings import TrainConfig
     from puna.models.transformer import Transformer
-    from puna.stages.training.packing import Packed, Reader
+    from puna.stages.training.token_rows import Packed, Reader
 
     store = Store.open(folder)
     docs = documents(store, pages(data, 1200))

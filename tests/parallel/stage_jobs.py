@@ -20,7 +20,7 @@ from puna.stages.align import distill, dpo, reinforcement, sample
 from puna.stages.contract import External, execute, rank_jobs
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
-from puna.stages.training.packing import Packed, Reader
+from puna.stages.training.token_rows import Packed, Reader
 from puna.storage import Store
 
 from .cases import network

@@ -14,9 +14,9 @@ from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig, an
 from puna.stages.pretrain.mix import MixConfig, mix
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
-from puna.stages.training.packing import Packed
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Group
+from puna.stages.training.token_rows import Packed
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 

@@ -14,9 +14,9 @@ from puna.stages.contract import execute
 from puna.stages.experiments import mix_experiment as module
 from puna.stages.experiments.mix_experiment import MixExperimentConfig, mix_experiment
 from puna.stages.training import mixing_laws
-from puna.stages.training.packing import Packed, Reader
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Mixed, PoolRows, Pools
+from puna.stages.training.token_rows import Packed, Reader
 from puna.storage import PunaError
 
 from .conftest import text

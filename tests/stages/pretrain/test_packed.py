@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.transformer import Transformer
-from puna.stages.training.packing import Packed, Reader, mean_loss, pack
+from puna.stages.training.token_rows import Packed, Reader, mean_loss, pack
 from puna.storage import PunaError
 
 BEGIN, END = 0, 1

@@ -21,8 +21,8 @@ from puna.stages.pretrain.pretrain import MOMENTS as FILE
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.stages.training.packing import Packed, Reader, mean_loss
 from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.token_rows import Packed, Reader, mean_loss
 from puna.storage import PunaError
 
 from .conftest import sentences

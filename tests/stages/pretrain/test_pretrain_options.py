@@ -15,8 +15,8 @@ from puna.stages.experiments.mix_experiment import MixExperimentConfig
 from puna.stages.pretrain.pretrain import PretrainConfig, Watch, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.stages.training.packing import Packed
 from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.token_rows import Packed
 from puna.stages.training.train import divergence_named
 from puna.storage import PunaError
 

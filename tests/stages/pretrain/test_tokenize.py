@@ -16,7 +16,7 @@ from puna.stages.contract import StageRun, execute
 from puna.stages.pretrain import tokenize as module
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-from puna.stages.training.packing import pack
+from puna.stages.training.token_rows import pack
 from puna.storage import PunaError, Store
 
 from .conftest import sentences
