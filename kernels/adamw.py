@@ -3,8 +3,8 @@
     g = gradient factor;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p (1 - lr weight_decay) - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
-The norm costs one read of the gradients; the factor that follows from it is multiplied in on the way, so that clipped
-gradients are never written. Moments are in fp32, arithmetic too; parameters and gradients may be bf16.
+The norm costs one read of the gradients. The step multiplies by the clipping factor as it goes, so that clipped gradients are never
+written. Moments and arithmetic are in fp32; parameters and gradients may be bf16.
 """
 
 from __future__ import annotations
@@ -128,7 +128,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton_jit
 def _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps):  # type: ignore[no-untyped-def]
-    """Return a parameter and its moments after the step."""
     g = g.to(tl.float32) * clipping
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
@@ -172,10 +171,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2] of tensor and chunk), int64 on the tensors' device.
-
-    The tensors of a row have one shape.
-    """
+    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2] of tensor and chunk), int64 on the tensors' device. The
+    tensors of a row have one shape."""
     uneven = next((x for row in tensors for x in row if not x.is_contiguous()), None)
     if uneven is not None:
         raise ValueError(f"parameters, gradients and moments must be contiguous; one of shape {list(uneven.shape)} is not")
@@ -249,8 +246,7 @@ _adamw_ = operator(
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the global norm: the root of the sum of all squares, a scalar in at least fp32 on the gradients' device; 0 without
-    gradients."""
+    """Return the global norm of gradients, a scalar in at least fp32 on their device; without gradients 0, on the CPU."""
     return _gradient_norm(list(gradients)) if gradients else torch.zeros(())
 
 
@@ -280,4 +276,4 @@ def adamw_(
             )
     if parameters:
         _adamw_(list(parameters), list(gradients), list(first), list(second), factor, step, lr, *betas, eps, weight_decay)
-        torch.autograd.graph.increment_version(parameters)  # who keeps what was computed with them sees that they changed
+        torch.autograd.graph.increment_version(parameters)  # so that caches of results notice the change

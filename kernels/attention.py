@@ -3,12 +3,9 @@
 Shapes: T tokens, H query heads, G key-value heads, R = H / G query heads to each, K width of queries and
 keys, V width of values; of one tile: n queries, m keys.
 
-On CPU, queries are cut into tiles of consecutive rows; a tile's keys are those any of its rows sees. Keys that
-no row sees (another document, a sibling's answer) are never touched, and the keys of a shared prompt stand in
-memory once. The keys of one tile have one softmax, so tiles are independent, and the backward computes a
-tile's softmax again instead of keeping it.
-
-The version for a GPU is in `attention_triton.py`.
+On CPU, queries are cut into tiles of consecutive rows; a tile's keys are all that any of its rows sees. Keys that no row sees (another
+document, a sibling's answer) are never touched, and the keys of a shared prompt are in memory once. Each tile has its own softmax, which
+the backward pass computes again. The version for a GPU is in `attention_triton.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from puna.kernels.operators import differentiable, operator, uses_triton, wide
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 
 NUMERICS = {"attention": 1, "prepare": 1}
-TILE_TENSORS = 3  # of a layout; in exact passes those for `paged_attention` follow
+TILE_TENSORS = 3  # tensors of a layout; in exact passes the tensors for `paged_attention` follow
 
 __all__ = ["ForestMask", "Tile", "attention", "attention_reference"]
 
@@ -130,10 +127,8 @@ def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
 
 
 def prepare(mask: ForestMask, K: int, V: int) -> None:
-    """Compute and cache what attention with keys of width K and values of width V reads of the mask.
-
-    Without this call the first attention does so. After it, a compiled layer reads tensors alone.
-    """
+    """Compute and cache the mask's layout for attention with keys of width K and values of width V, so that a compiled layer reads only
+    tensors. Without this call the first attention does so."""
     _layout(mask, mask.end.new_empty(0, 1, K, dtype=torch.float32), V)
 
 
@@ -170,8 +165,7 @@ differentiable(_attention, _gradients, _setup)
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> Tensor:
     """Return attention under the forest mask, scaled by 1/sqrt(K): [T, H, V] in the inputs' dtype.
 
-    `k` [T, G, K] and `v` [T, G, V], G a divisor of H. Softmax and sums are in fp32 at least; on CPU low precision
-    is computed in fp32 altogether.
+    `k` [T, G, K] and `v` [T, G, V], G a divisor of H. Softmax and sums are in fp32 at least; on CPU low precision is computed in fp32.
     """
     T, H, K = q_THK.shape
     if k_TGK.shape[::2] != (T, K) or v_TGV.shape[:2] != k_TGK.shape[:2] or H % k_TGK.shape[1] or len(mask.end) != T:
@@ -184,9 +178,7 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
 
 
 def attention_of_rows(q_nHK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor]) -> Tensor:
-    """Return attention of some rows' queries over the keys of all rows, on a CPU: [n, H, V].
-
-    `layout`: `ForestMask.some_tiles` of these rows, with the window already applied.
-    """
+    """Return attention of some rows' queries over the keys of all rows, on a CPU: [n, H, V]. `layout`: `ForestMask.some_tiles` of these
+    rows, with the window already applied."""
     out, _ = _attention(q_nHK, k_TGK, v_TGV, layout, 0)
     return out  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from puna.kernels.forest_mask import ForestMask
 if TYPE_CHECKING:
     import triton.language as tl
 
-LOG2_E = math.log2(math.e)  # exp2 is the GPU's own instruction: scores are kept in units of ln 2
+LOG2_E = math.log2(math.e)  # scores are scaled by it, as exp2 is the GPU's own instruction
 
 
 @triton_jit
@@ -255,7 +255,6 @@ def tuned(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, sizes: Configuration, window: int) -> dict[str, Any]:
-    """Return the constants that both kernels take."""
     K, V = q.shape[2], v.shape[2]
     descriptors = sizes.descriptors and (_power(K), _power(V)) == (K, V)
     return {

@@ -1,8 +1,7 @@
 """Block sizes, warps and pipeline stages of the Triton kernels that multiply matrices, per GPU generation.
 
-The table is `configurations.json`, whose every row says where it comes from: `machine` is the GPU on which
-`tests/benchmarks/tune_kernels.py` measured it. It is null if the configuration was chosen by hand, from the registers and shared memory
-that the ahead-of-time tests check.
+The table is `configurations.json`. A row's `machine` is the GPU on which `tests/benchmarks/tune_kernels.py` measured it, or null if it was
+chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ FILE = Path(__file__).parent / "configurations.json"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; of a product, `depth` summed at once.
+    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; `depth`: terms of a product that are summed at once.
 
-    `descriptors`: blocks are read through tensor descriptors; `specialize`: some warps load while others compute;
-    `library`: not this kernel but torch's own, if it takes the inputs.
+    `descriptors`: blocks are read through tensor descriptors; `specialize`: some warps load while others compute; `library`: torch's own
+    kernel is used if it takes the inputs.
     """
 
     rows: int
@@ -37,9 +36,9 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Place:
-    """The key of a configuration. Attention's rows are queries, its columns keys, and `width` the largest head width of two
-    bytes a number; products of matrices have the width 0. `window`: the mask of a sliding window takes registers, too.
-    `fp32`: products of fp32 numbers in full, which no tensor core computes; `width` is then that of four bytes a number."""
+    """The key of a configuration. In attention, rows are queries, columns keys, and `width` the largest head width, in 16-bit numbers;
+    matrix products have the width 0. `window`: with a sliding window, whose mask takes registers too. `fp32`: products in full fp32, which
+    no tensor core computes; `width` is then in 32-bit numbers."""
 
     kernel: str
     capability: int
@@ -60,7 +59,7 @@ def table() -> dict[Place, tuple[Configuration, str | None]]:
 
 
 def capability(device: torch.device) -> int:
-    """Return 80, 90, 100 …; without a GPU (the interpreter) the oldest generation in the table."""
+    """Return the compute capability as 80, 90, 100 …; without a GPU (the interpreter) the oldest generation in the table."""
     if device.type != "cuda":
         return min(place.capability for place in table())
     major, minor = torch.cuda.get_device_capability(device)
@@ -68,10 +67,8 @@ def capability(device: torch.device) -> int:
 
 
 def place_of(kernel: str, capability: int, width: int = 0, window: bool = False, fp32: bool = False) -> Place:
-    """Return the table's place of the newest generation not newer than `capability` and the smallest width that holds `width`.
-
-    With a sliding `window`, prefer the windowed entry.
-    """
+    """Return the table's place of the newest generation not newer than `capability` and the smallest width that holds `width`. With a
+    sliding `window`, prefer the windowed entry."""
     suitable = (p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width)
     known = [p for p in suitable if p.window <= window and p.fp32 == fp32]
     if not known:

@@ -6,9 +6,8 @@ columns; (4) the down projection with the residual. The loops call the same row 
 of an exact pass (`exact.py`), and weights are not copied. Projections may be in INT8 with a scale for each output; products are then in
 INT8 too, with the bits of `quantized_linear`.
 
-A loop gets a step's numbers and addresses as a record `Step`, those of the layers as records `LAYER`.
-
-Shapes: N tokens, D model width, F feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
+A loop gets a step's numbers and addresses as a record `Step`, those of the layers as records `LAYER`. Shapes: N tokens, D model width, F
+feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
 """
 
 from __future__ import annotations
@@ -69,18 +68,16 @@ class DenseLayer:
 
 
 class Parts(NamedTuple):
-    """The processes of which each has some heads and inner columns of every layer.
-
-    `add` sums x [N, D] over them, in place. `first`: this one adds its products to the x that it was given; the others add theirs to zeros.
-    """
+    """The processes that share every layer's heads and inner columns. `add` sums x [N, D] over them, in place. `first`: this process adds
+    its products to the x that it was given; the others add theirs to zeros."""
 
     add: Callable[[Tensor], object]
     first: bool
 
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-FEW_TOKENS = 8  # up to so many, one call computes all layers
-SUMS = tuple(f"{name}_sums" for name in PROJECTIONS)  # of the rows of projections in INT8
+FEW_TOKENS = 8  # most tokens of a step whose layers one call computes
+SUMS = tuple(f"{name}_sums" for name in PROJECTIONS)  # sums of the rows of INT8 projections
 LAYER = np.dtype(
     [(name, np.int64) for name in (*DenseLayer.__annotations__, *SUMS, "k_pages", "v_pages", "k_head", "v_head", "window")]
 )
@@ -119,7 +116,7 @@ Records = npt.NDArray[np.void]
 def _multiply(
     T: int, N: int, D: int, first: int, x: Address, x8: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """Compute y [T, N] = x w^T for the outputs from `first` on; with scales in INT8 on x8, x by `quantize_row`."""
+    """Compute y [T, N] = x w^T for the outputs from `first` on; with scales, in INT8 on x8, which is x by `quantize_row`."""
     if scales:
         products8(T, N, D, x8, w + first * D, scales + 4 * first, sums + 4 * first, y, y_row)
     else:
@@ -230,10 +227,8 @@ def _norm_loop(part: int, start: int, stop: int, D: int, x: Address, norm: Addre
 
 @strict_jit
 def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
-    """Compute all layers on one thread, for few tokens: a call of a loop from Python takes 4 us, a sixth of its work for one token.
-
-    With many tokens the loops are slower here than called one by one, by 8 % at 64.
-    """
+    """Compute all layers on one thread, for few tokens: a call of a loop from Python takes 4 us, a sixth of its work for one token. With
+    many tokens the loops are slower here than called one by one, by 8 % at 64."""
     s = step[0]
     wide, inner = (s.D + PANEL - 1) // PANEL, (s.F + PANEL - 1) // PANEL
     for i in range(len(layers)):
@@ -244,11 +239,8 @@ def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
 
 
 class DenseLayers:
-    """The layers and their scratch memory, which is kept from step to step.
-
-    Weights may change in place but may not move; those in INT8 may not change. Raise ValueError if a weight is not dense, on CPU and of
-    its type.
-    """
+    """The layers and their scratch memory, which is kept from step to step. Weights may change in place but may not move; those in INT8 may
+    not change. Raise ValueError if a weight is not dense, on CPU and of its type."""
 
     def __init__(
         self, layers: Sequence[DenseLayer], norm: Tensor | None, heads: int, groups: int, head_dim: int, eps: float,
@@ -273,7 +265,7 @@ class DenseLayers:
         self._pages: Sequence[tuple[Tensor, Tensor]] | None = None
 
     def _space(self, **sizes: int) -> dict[str, Address]:
-        """Return scratch memory for so many fp32 numbers."""
+        """Return the addresses of scratch memory for these numbers of fp32 values, by name."""
         for name, size in sizes.items():
             if name not in self._room or self._room[name].numel() < size:
                 self._room[name] = torch.empty(size)
@@ -283,9 +275,7 @@ class DenseLayers:
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> None:
         """Send embedded tokens x through all layers and the norm, if there is one, in place; append keys and values to each layer's pages.
-
-        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` are of `new_pages`, fp32.
-        """
+        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` are of `new_pages`, fp32."""
         (N, D), F, G, R, K = x_ND.shape, self.F, self.G, self.R, self.K
         threads, x, layers = torch.get_num_threads(), x_ND.data_ptr(), self._table
         if self._pages is not pages:  # the same object from step to step
@@ -300,7 +290,7 @@ class DenseLayers:
         )  # fmt: skip
         step = np.array([Step(N, D, F, G, R, K, self.eps, K**-0.5, x, cos.data_ptr(), sin.data_ptr(), small_part, **space)], STEP)
         room = plan.scratch(R, -(-K // PAGE) * PAGE)
-        # Vectors of a panel or head, against which waking a thread is weighed.
+        # Vectors of work per panel and per head, which decide how many threads are worth waking.
         work, heads = N * D * PANEL // LANES, N * K * (R + 2) * (D + PAGE * plan.tables.shape[1]) // LANES
         if self.parts is None and N <= FEW_TOKENS and max(parts(G, heads), parts(-(-F // PANEL), 2 * work)) == 1:
             _layers_loop(step, layers, plan.arrays, room)
@@ -314,7 +304,7 @@ class DenseLayers:
             run_rows(_norm_loop, N, D // LANES, D, x, self.norm.data_ptr(), self.eps)
 
     def _add(self, x_ND: Tensor, work: int, *given: Any) -> None:
-        """Run the loop that adds to x, and add up what it is in all processes."""
+        """Run the loop that adds to x, and sum x over the processes."""
         if self.parts is not None and not self.parts.first:
             x_ND.zero_()
         run_rows(_residual_loop, -(-x_ND.shape[1] // PANEL), work, *given)

@@ -6,8 +6,8 @@ each routine has one order of operations for a row, whatever the rows around it:
 - products: one loop in which each number is one chain of sums, whatever tile it is computed in (`linear.products`);
 - attention: one loop over the keys of a query's path in pages that begin at multiples of the page's size, wherever the
   pages lie and whoever shares them (`paged_attention`);
-- norms, rotations, SwiGLU, log-softmax: loops over rows, in words of one IEEE operation each (`vectors`), so that they have the
-  same bits inside a loop that computes a whole layer (`dense_layers`).
+- norms, rotations, SwiGLU, log-softmax: loops over rows in single IEEE operations (`vectors`), so that they have the same bits inside a
+  loop that computes a whole layer (`dense_layers`).
 
 In fp32 on a CPU with numba's loops; elsewhere `exact_passes` raises ValueError.
 """

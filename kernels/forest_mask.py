@@ -23,11 +23,8 @@ TILE_PAIRS = 1 << 19  # query-key pairs of one tile: behind a long context it ha
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Queries [n] and the keys they see: a slice where contiguous, else int64 indices [m].
-
-    `bias` [n, p] fp32 is -inf if a query does not see one of the last p keys, else 0; all queries see
-    the keys before those.
-    """
+    """Queries [n] and the keys they see: a slice where contiguous, else int64 indices [m]. `bias` [n, p] fp32 is -inf where a query does
+    not see one of the last p keys, else 0; all queries see the keys before those."""
 
     rows: slice
     keys: slice | Tensor
@@ -36,10 +33,8 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class ForestMask:
-    """`end` [T] int32 and its segments (start, stop, end): maximal runs of tokens with one `end`.
-
-    With a `window`, a query sees only the last `window` tokens of its path, itself included.
-    """
+    """`end` [T] int32 and its segments (start, stop, end): maximal runs of tokens with one `end`. With a `window`, a query sees only the
+    last `window` tokens of its path, itself included."""
 
     end: Tensor
     segments: tuple[tuple[int, int, int], ...]
@@ -81,15 +76,12 @@ class ForestMask:
     def _windowed(self) -> dict[int | None, ForestMask]:
         return {}
 
-    # What is kept serves training later, too: tensors made in inference mode cannot be saved for a backward pass.
+    # Cached tensors serve training later, too: tensors made in inference mode cannot be saved for a backward pass.
 
     @cached_property
     @torch.inference_mode(False)
     def depths(self) -> Tensor:
-        """[T] int32: how many tokens stand before each one on its path.
-
-        A depth counts the earlier tokens of the row, less the ones whose subtree has ended.
-        """
+        """Return each token's depth on its path, [T] int32: the earlier tokens of the row, less those whose subtree has ended."""
         T = len(self.end)
         none, one = (self.end.new_full((size,), value, dtype=torch.int64) for size, value in ((T + 1, 0), (T, 1)))
         ended = none.scatter_add(0, self.end.long(), one)[:T].cumsum(0)
@@ -130,9 +122,8 @@ class ForestMask:
     @cached_property
     @torch.inference_mode(False)
     def paged_layout(self) -> list[Tensor]:
-        """The forest as `paged_attention` reads it, each segment a sequence: its tables, sequence and position [T], and which token goes
-        where: [M] int64 tokens and [M] int64 places. Where a path branches within a page, each branch has a copy of it.
-        """
+        """Return the forest as `paged_attention` reads it, each segment a sequence: its tables, sequence and position [T], and
+        tokens [M] int64 with their places [M] int64. Where a path branches within a page, each branch has a copy of it."""
         tables: list[list[int]] = []
         tokens: list[int] = []
         places: list[int] = []
@@ -167,10 +158,9 @@ class ForestMask:
     def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the blocks of `columns` keys to visit for each block of `rows` queries, and the inverse.
 
-        The tuple is (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32
-        begins with the key blocks of which every query sees every key, then those that need the mask;
-        `counts_qk` [blocks of queries, 2] int32 says where either part ends. Made on `end`'s device without waiting for it.
-        A block of keys is skipped by its largest `end`, needs no mask by its smallest.
+        The tuple is (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32 begins with the key
+        blocks of which every query sees every key, then those that need the mask; `counts_qk` [blocks of queries, 2] int32 has the ends of
+        both parts. A key block's largest `end` tells if it is skipped, its smallest if it needs no mask. The GPU is not waited for.
         """
         if (rows, columns) not in self._blocks:
             kinds_QK = self._block_kinds(rows, columns)
@@ -271,7 +261,7 @@ def _tile_layout(tiles: Sequence[Tile], device: torch.device) -> list[Tensor]:
 
 
 def unpack_tiles(layout: list[Tensor]) -> Iterator[Tile]:
-    """Return the tiles of a `tile_layout`."""
+    """Yield the tiles of a `tile_layout`."""
     table, keys, biases = layout
     for start, stop, first, count, masked, key_at, bias_at in table.tolist():
         bias = biases[bias_at : bias_at + (stop - start) * masked].view(stop - start, masked) if masked else None

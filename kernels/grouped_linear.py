@@ -1,7 +1,7 @@
 """One product with a matrix of its own for each group of rows: the experts' layers of a mixture.
 
 Rows are sorted by group; offsets[e] : offsets[e + 1] are those of group e. On a GPU the offsets stay there: the grid has spare tiles, which
-stop at once, so nothing waits for the counts. torch's own grouped product stands in for bf16 where `configurations.json` says so.
+stop at once, so nothing waits for the counts. torch's own grouped product is used for bf16 where `configurations.json` says so.
 
 Shapes: N rows, E groups, D inputs, F outputs.
 """
@@ -121,10 +121,8 @@ def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Call torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D].
-
-    Groups may have any number of rows, as the axis that they cut is never the contiguous one of a factor.
-    """
+    """Call torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D]. Groups may have any
+    number of rows, as the axis that they cut is never the contiguous one of a factor."""
     return torch.nn.functional.grouped_mm(left, right, offs=offsets_E1[1:].to(torch.int32))
 
 
@@ -188,10 +186,8 @@ differentiable(_grouped_linear, _backward_grouped, lambda ctx, inputs, output: c
 
 
 def grouped_linear(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Return [N, F]: rows offsets[e] : offsets[e + 1] of x times the transposed matrix of expert e.
-
-    `offsets` [E + 1] int64, ascending from 0 to N, on x's device. Differentiable in x and w.
-    """
+    """Return [N, F]: rows offsets[e] : offsets[e + 1] of x times the transposed matrix of expert e. `offsets` [E + 1] int64, ascending from
+    0 to N, on x's device. Differentiable in x and w."""
     if x_ND.shape[1] != w_EFD.shape[2] or len(offsets_E1) != len(w_EFD) + 1:
         raise ValueError(f"x {list(x_ND.shape)}, w {list(w_EFD.shape)} and {len(offsets_E1)} offsets do not fit")
     return _grouped_linear(x_ND, w_EFD, offsets_E1)  # type: ignore[no-any-return]

@@ -27,9 +27,9 @@ if has_numba():
     ROWS, COLUMNS = TILE
 
 NUMERICS = {"product": 1, "linear": 1}
-FEW_ROWS = 64  # of x; up to there the loop is as fast as any library
-AHEAD = 16 << 10  # bytes that weights are asked for ahead: twice as fast where they come from memory
-KEPT = 256 << 10  # bytes of a panel up to which the next one is asked for: both stay in a core's cache
+FEW_ROWS = 64  # rows of x up to which the loop is as fast as any library
+AHEAD = 16 << 10  # bytes by which weights are prefetched: twice as fast if they come from memory
+KEPT = 256 << 10  # bytes of the largest panel whose successor is prefetched: both stay in a core's cache
 PANEL, BLOCK = 64, 128  # columns and rows of a product that stay in the caches while they are multiplied
 ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster than BLAS
 
@@ -41,16 +41,14 @@ def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
 
 @cache
 def _onednn() -> Any:
-    """Return oneDNN's product of dense fp32 tensors, or None: torch has it under a private name alone, and sends its own to BLAS."""
+    """Return oneDNN's product of dense fp32 tensors, or None: torch has it only under a private name, and sends its own to BLAS."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 @strict_jit
 def products(T: int, N: int, D: int, x: Address, x_row: int, w: Address, y: Address, y_row: int) -> None:
-    """Compute y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y lie x_row and y_row bytes apart, w is dense.
-
-    While rows of x are multiplied by a panel of w, each prefetches a part of the next panel.
-    """
+    """Compute y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y lie x_row and y_row bytes apart, w is dense. While rows of x
+    are multiplied by a panel of w, each prefetches a part of the next panel."""
     w_row = 4 * D
     for top in range(0, T, BLOCK):
         end = min(top + BLOCK, T)

@@ -116,7 +116,7 @@ def _cross_entropy_rows_triton(logits_CV: Tensor, targets: Tensor, weights: Tens
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
-    """Return dW in the dtype in which it waits for the backward: fp16 could not hold its sum before the scale."""
+    """Return the dtype in which dW waits for the backward pass: fp16 could not hold its sum before the scale."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -139,7 +139,7 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
                 dx_ND[rows] = product(d_CV, w_VD.T)
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
-            del logits_CV, d_CV  # or the next chunk's would lie beside them
+            del logits_CV, d_CV  # else they would be in memory beside the next chunk's
         return (nll * weights).sum(), nll, dx_ND, dw_VD.to(_kept(w_VD.dtype)), scale
 
     return cross_entropy

@@ -169,7 +169,7 @@ def _logprobs_backward_by(rows_function: Callable[..., Tensor]) -> Callable[...,
                 dx_ND[rows] = product(d_CV, w_VD.T)
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
-            del logits_CV, d_CV  # or the next chunk's would lie beside them
+            del logits_CV, d_CV  # else they would be in memory beside the next chunk's
         return dx_ND, dw_VD.to(w_VD.dtype)
 
     return backward
@@ -209,10 +209,8 @@ differentiable(_logprobs, _backward_logprobs, _setup_logprobs)
 
 
 def linear_token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature).
-
-    Both are differentiable, in fp32 at least. `targets` [N] int64 in [0, V).
-    """
+    """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature). Both are differentiable, in
+    fp32 at least. `targets` [N] int64 in [0, V)."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     logp, entropy, _ = _logprobs(x_ND, w_VD, targets, float(temperature))

@@ -33,10 +33,8 @@ def permutations(number: int, seed: int) -> tuple[U32, U32]:
 
 
 def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> U32:
-    """Return signatures [D, P] in plain numpy: the minimum of each permuted hash over a document's shingles.
-
-    A document without shingles gets the largest value everywhere, 2^32 - 1.
-    """
+    """Return signatures [D, P] in plain numpy: the minimum of each permuted hash over a document's shingles. A document without shingles
+    gets the largest value everywhere, 2^32 - 1."""
     out = np.full((len(offsets_D1) - 1, len(a_P)), TOP32, dtype=np.uint32)
     for d in range(len(out)):
         h_S = (hashes_S[offsets_D1[d] : offsets_D1[d + 1]] & np.uint64(TOP32)).astype(np.uint32)

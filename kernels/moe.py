@@ -192,7 +192,7 @@ def _fake_route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor
 _top_k_routing = operator(
     "top_k_routing(Tensor logits, int k, bool normalize) -> (Tensor, Tensor, Tensor)", _route, _route_triton, _fake_route
 )
-# Of dispatching torch's gather is all there is to gain: a row is read and written once.
+# torch's gather is as fast as dispatch can be: it reads and writes a row once.
 _dispatch_rows = operator(
     "moe_dispatch(Tensor x, Tensor order, Tensor place) -> Tensor",
     _dispatch, _dispatch, lambda x, order, place: x.new_empty(order.shape[0], x.shape[1]),
@@ -241,21 +241,16 @@ differentiable(
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first; in fp32 at least.
-
-    Weights and probabilities are differentiable. With `normalize` a token's weights add up to one.
-    """
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first; in fp32 at least. Weights and probabilities are
+    differentiable. With `normalize` a token's weights add up to one."""
     if not 1 <= k <= logits_TE.shape[1]:
         raise ValueError(f"k is {k}, of {logits_TE.shape[1]} experts")
     return _top_k_routing(logits_TE, k, normalize)  # type: ignore[no-any-return]
 
 
 def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (order [N], place [N], offsets [E + 1]), int64, of all tokens' choices, numbered token by token: N = T k.
-
-    order[n] is the choice whose row is the n-th of the experts' rows, place its inverse; rows of one expert stay in the
-    order of their tokens.
-    """
+    """Return (order [N], place [N], offsets [E + 1]), int64, of all tokens' choices, numbered token by token: N = T k. order[n] is the
+    choice whose row is the n-th of the experts' rows, place its inverse; rows of one expert stay in the order of their tokens."""
     chosen_N = chosen_Tk.flatten()
     order_N = chosen_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))

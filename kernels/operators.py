@@ -2,7 +2,7 @@
 
 Each operator has a portable version (torch operators; loops of its own on CPU) and a Triton version. The
 dispatcher picks by the tensors' device; fp64, which is for checks, is always portable. With TRITON_INTERPRET=1
-Triton's interpreter runs the Triton versions on CPU tensors: how tests see them without a GPU.
+Triton's interpreter runs the Triton versions on CPU tensors, so that tests see them without a GPU.
 
 A file's `NUMERICS` gives each operation the version of the numbers that it computes. Artifacts' keys hold that version and the reference,
 not the loops and Triton programs: raise it when bits change (`tests/identity/numerics.py` compares them).
@@ -38,10 +38,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:
-    """Define `puna::schema` and return its call. `fake` gives empty outputs of the right shapes, for tracing.
-
-    `fake` reads `x.shape[0]`: `len(x)` would be a constant, and every length would be compiled again.
-    """
+    """Define `puna::schema` and return its call. `fake` gives empty outputs of the right shapes, for tracing. It must read `x.shape[0]`:
+    `len(x)` would be a constant, and every length would be compiled again."""
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
     plain = portable
@@ -66,9 +64,7 @@ _LIBRARY.impl("seen_by_mode", lambda: True, "Python")  # the dispatcher's key wh
 
 def alone(first: Any, *others: Any) -> bool:
     """True if autograd, tracing and modes are off, and all tensors are plain. The dispatcher then costs 20 us a call and adds nothing.
-
-    Other tensors may wait for communication: the dispatcher makes their class wait, a loop on their address does not.
-    """
+    Other tensors may wait for communication: the dispatcher makes their class wait, a loop on their address does not."""
     return (
         not torch.compiler.is_compiling()
         and not INTERPRETED
@@ -88,7 +84,7 @@ def _plain(argument: Any) -> bool:
 
 
 def _without_autocast(function: Function) -> Function:
-    """Call an operator outside autocast, which would round the products inside it."""
+    """Return the function as run outside autocast, which would round the products inside it."""
 
     def run(*args: Any) -> Any:
         if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
@@ -117,10 +113,8 @@ def uses_triton(tensor: Tensor) -> bool:
 
 
 def differentiable(call: Any, backward: Function, setup: Function) -> None:
-    """Attach a backward to the result of `operator`; `setup(ctx, inputs, output)` saves its tensors.
-
-    The argument is the operator, not its name: so code that reaches the operator reaches its backward, which counts in a stage's key.
-    """
+    """Attach a backward to the result of `operator`; `setup(ctx, inputs, output)` saves its tensors. The argument is the operator, not its
+    name: so code that reaches the operator reaches its backward, which counts in a stage's key."""
     torch.library.register_autograd(call.dispatched, backward, setup_context=setup, lib=_LIBRARY)
 
 

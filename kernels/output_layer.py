@@ -1,8 +1,8 @@
 """The shared parts of the output layer's operators: logits a chunk of rows at a time, gradients summed over chunks.
 
-Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The products are the device's library's; what
-stands between them is one pass over a chunk's logits, in place. Softmax and the sums over chunks are in fp32 at
-least, dW too: accumulating dW in low precision is what makes such kernels diverge.
+Shapes: N rows, D model width, V vocabulary, C rows of one chunk. Products come from the device's library; between them is one pass over a
+chunk's logits, in place. Softmax and the sums over chunks, dW too, are in fp32 at least: in low precision, accumulating dW makes training
+diverge.
 """
 
 from __future__ import annotations

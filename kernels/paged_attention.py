@@ -61,8 +61,8 @@ class PagedPlan:
     """The pages that a step's queries see, on CPU.
 
     tables    [B, W] int32   each sequence's pages, in order
-    sequence  [N] int32      each query's sequence; neighbours share what they can where sequences that share pages stand side by side
-    position  [N] int32      how many tokens of its path stand before a query
+    sequence  [N] int32      each query's sequence; sequences that share pages should be side by side, so that their queries share them
+    position  [N] int32      number of tokens before each query on its path
     """
 
     tables: Tensor
@@ -266,10 +266,9 @@ def attend_head(
 ) -> None:  # fmt: skip
     """Compute a tile of queries of key-value head g: scores by page, powers by row, sums of values by page.
 
-    `plan`: `PagedPlan.arrays`. k and v are the head's own pages,
-    `packed` room for a tile's queries and sums of values, `scores` rows of `wide` bytes. `walk` gets the tile's pages in reading
-    order. Every page is multiplied whole; a token that a query does not see counts as an exact zero. So the order of operations for a
-    query depends on its position and its path alone.
+    `plan`: `PagedPlan.arrays`. `k`, `v`: the head's own pages; `packed`: room for a tile's queries and sums of values; `scores`: rows of
+    `wide` bytes. `walk` gets the tile's pages in reading order. Every page is multiplied whole; a token that a query does not see counts as
+    an exact zero. So the order of operations for a query depends only on its position and its path.
     """
     (G, R, K, V), (tables, W, sequence, position, stretches, begins) = shape, plan
     first, last = tile * TILE, min(tile * TILE + TILE, len(sequence))
@@ -278,7 +277,7 @@ def attend_head(
         lowest = min(lowest, max(0, position[n] + 1 - window))
         for c in range(0, heads, LANES):
             store_first(packed + 4 * ((n - first) * heads + c), load_first(q + 4 * ((n * G + g) * heads + c), heads - c), heads - c)
-    lowest, count = lowest // PAGE, 0  # pages before it nobody sees
+    lowest, count = lowest // PAGE, 0  # no query sees the pages before it
     for s in range(begins[tile], begins[tile + 1]):
         for j in range(max(stretches[s, 2], lowest), stretches[s, 3]):
             walk[count] = tables[W * sequence[stretches[s, 0]] + j]
@@ -303,7 +302,7 @@ def attend_head(
                 begin = max(0, position[n] + 1 - window)
                 whole = _powers(scores + m * wide, lowest * PAGE, begin, position[n] + 1, scale)
                 store(scores + (m + 1) * wide - 4 * LANES, fill(np.float32(1) / whole))
-                for d in range(0, V, LANES):  # the queries have served: their place is for the sums
+                for d in range(0, V, LANES):  # the queries are done: their room is for the sums
                     store(packed + 4 * (m * lanes + d), fill(np.float32(0)))
             else:
                 to = out + 4 * ((n * G + g) * R + m % R) * V

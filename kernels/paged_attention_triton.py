@@ -44,10 +44,8 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute M queries of one item and key-value head; the rows are (query, head of the group) pairs.
-
-    With a TAIL, the first V numbers of a key are also its value, read once; TAIL is the block size of the other K - V.
-    """
+    """Compute M queries of one item and key-value head; the rows are (query, head of the group) pairs. With a TAIL, the first V numbers of
+    a key are also its value, read once; TAIL is the block size of the other K - V."""
     item = items + 6 * tl.program_id(0)
     group = tl.program_id(1)
     first = tl.load(item)

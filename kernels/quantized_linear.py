@@ -2,9 +2,7 @@
 
     q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-Products of INT8 are summed in int32, of FP8 in fp32.
-
-Shapes: T rows, D inputs, N outputs.
+Products of INT8 are summed in int32, of FP8 in fp32. Shapes: T rows, D inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear_reference(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """Return x w^T in x's dtype of x quantised by its rows."""
+    """Return x w^T in x's dtype, with x quantised by rows."""
     q_TD, scale_T = quantize_rows_reference(x_TD, "fp8" if q_ND.dtype == torch.float8_e4m3fn else "int8")
     return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None]).T
 
@@ -65,7 +63,7 @@ def _quantize(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
         (T, D), size = x_TD.shape, row_bytes(x_TD.shape[1])
         rows = torch.empty(T, size, dtype=torch.uint8)
         run_rows(_quantize_loop, T, D, D, x_TD.data_ptr(), rows.data_ptr(), size)
-        # The bytes are q + 128, whose highest bit is turned; the row's scale stands behind them.
+        # The bytes are q + 128: inverting the highest bit gives q. The row's scale follows them.
         return (rows[:, :D] ^ 128).view(torch.int8), rows.view(torch.float32)[:, -1].clone()
     return quantize_rows_reference(x_TD.to(wide(x_TD.dtype)), "fp8" if fp8 else "int8")
 
@@ -78,7 +76,7 @@ def _product_loop(
 
 
 def _product_of_bytes(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor) -> Tensor:
-    """Return `_product` of INT8 in fp32 by the loop of the dense layers, whose rows of x are bytes without a sign and their scale."""
+    """Return `_product` of INT8 in fp32 by the loop of the dense layers, whose rows of x are unsigned bytes and their scale."""
     (T, D), N, size, b_ND = a_TD.shape, len(b_ND), row_bytes(a_TD.shape[1]), b_ND.contiguous()
     rows, sums_N, y_TN = torch.empty(T, size, dtype=torch.uint8), b_ND.sum(1, dtype=torch.int32), torch.empty(T, N)
     rows[:, :D], rows.view(torch.float32)[:, -LANES:] = a_TD.view(torch.uint8) ^ 128, a_T[:, None]
@@ -122,7 +120,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
         row = tl.minimum(tl.maximum(row * inverse, -TOP), TOP)
         if ROUND:
-            row = (row + 12582912.0) - 12582912.0  # 1.5 * 2^23: what the sum drops are the digits behind the point
+            row = (row + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 rounds to a whole number
         tl.store(q + t * width + d, row.to(q.dtype.element_ty), d < width)
 
 
@@ -208,20 +206,15 @@ def _forward(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
 
 
 def require_products(kind: Kind, device: torch.device) -> None:
-    """Raise ValueError if `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9.
-
-    A CPU computes FP8's products in fp32: correct, but slower than without quantisation.
-    """
+    """Raise ValueError if `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9. A CPU computes FP8's products in
+    fp32: correct, but slower than without quantisation."""
     if kind == "fp8" and device.type == "cuda" and capability(device) < 89:
         name, known = torch.cuda.get_device_name(device), capability(device) / 10
         raise ValueError(f"{name} (compute capability {known}) has no FP8 products, which need 8.9: choose int8, or neither")
 
 
 def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return (q [T, D] int8 or e4m3, scales [T] fp32 at least).
-
-    A row with a number that is not finite has the scale NaN.
-    """
+    """Return (q [T, D] int8 or e4m3, scales [T] fp32 at least). A row with a number that is not finite has the scale NaN."""
     return _quantize_rows(x_TD, kind == "fp8")  # type: ignore[no-any-return]
 
 

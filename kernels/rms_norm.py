@@ -136,7 +136,6 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, y, total, r, rows, width, eps,
     ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalise M rows."""
     t = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d = tl.arange(0, BLOCK)
     at = t[:, None] * width + d[None, :]

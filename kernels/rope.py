@@ -64,7 +64,7 @@ def _rotate_loop(
 
 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    if exact():  # parts of wider rows are contiguous or not by their number
+    if exact():  # slices of wider rows are contiguous only for some numbers of rows
         x_TNK = x_TNK.contiguous()
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)

@@ -89,7 +89,7 @@ def _draw_loop(
             total += blocks[row, block]
         wanted, block = uniforms[row] * total, 0
         last = blocks.shape[1] - 1
-        while blocks[row, last] == 0:  # where rounding leaves no block above, the last that adds anything
+        while blocks[row, last] == 0:  # if rounding leaves no block above, take the last with a positive sum
             last -= 1
         while block < last and wanted >= blocks[row, block]:
             wanted -= blocks[row, block]
@@ -135,7 +135,7 @@ def _portable(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[T
 
 def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
     """Return the first entry whose cumulative weight exceeds `uniforms` times the total; search its block first."""
-    C, V = p_CV.shape  # a row with a NaN has any entry
+    C, V = p_CV.shape  # a row with a NaN gives any entry
     blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     targets = uniforms_C[:, None] * passed[:, -1:]

@@ -20,10 +20,8 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 
 class DataSheet(NamedTuple):
-    """A GPU's data sheet: dense bf16 operations per second, memory's bytes per second, and bytes of memory.
-
-    within, between: bytes per second that one GPU sends to others of its machine, and to other machines, as it is usually installed.
-    """
+    """A GPU's data sheet: dense bf16 operations per second, memory traffic in bytes per second, and bytes of memory. `within`, `between`:
+    bytes per second that one GPU usually sends to GPUs of the same machine, and to other machines."""
 
     flops: float
     bandwidth: float
@@ -57,8 +55,8 @@ class Machine:
     """Rates of one device.
 
     matrix_flops     operations per second of the matrix products of a training step
-    attention_flops  the same of attention, forward and backward, by the model's own count of its operations
-    bandwidth        bytes per second that elementwise work reads and writes, SwiGLU standing for all of it
+    attention_flops  operations per second of attention, forward and backward, as the model counts them
+    bandwidth        bytes per second that elementwise work reads and writes, measured on SwiGLU
     """
 
     matrix_flops: float
@@ -78,7 +76,7 @@ class Machine:
 
     @staticmethod
     def gpu(name: str) -> Machine:
-        """Return the rates of a GPU of `GPUS`; raise ValueError for one that is not listed."""
+        """Return the rates of a GPU in `GPUS`; raise ValueError for one that is not listed."""
         return Machine.of(data_sheet(name))
 
 
@@ -94,11 +92,8 @@ def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, s
 
 
 def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torch.float32) -> float:
-    """Return the operations per second of matrix products of `size` on torch's threads: best of many, by the fastest routine.
-
-    The ceiling for the utilisation of a CPU run: one thread's rate by CPU time, times the threads. Wall-clock time would understate it
-    while other programs run.
-    """
+    """Return the operations per second of `size`×`size` matrix products on torch's threads, the best of several tries and two routines. It
+    is one thread's rate by CPU time, times the threads: wall-clock time would understate it while other programs run."""
     threads = torch.get_num_threads()
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     routines = (lambda: product(left, right), lambda: torch.mm(left, right))
@@ -112,8 +107,8 @@ def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torc
 
 @cache
 def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
-    """Return the device's highest rate of matrix products, in operations per second. A CPU is measured; a GPU in `GPUS` has the bf16 rate
-    of its data sheet; None for other GPUs."""
+    """Return the device's highest rate of matrix products, in operations per second: measured on a CPU; from the data sheet of a GPU in
+    `GPUS` in bf16; else None."""
     if device == "cpu":
         return matrix_rate(dtype=DTYPES[precision])
     if device != "cuda" or precision != "bf16":
@@ -131,11 +126,11 @@ class Room(NamedTuple):
 
 
 USUAL_ANSWERS = {"cpu": 64, "cuda": 256}
-"""Answers at work at once, where nothing else is asked for, by the kind of device."""
+"""Default number of concurrent answers, by device type."""
 USUAL_STEP = {"cpu": 2048, "cuda": 8192}
-"""Tokens of one step of generation, likewise."""
+"""Default tokens of a generation step, by device type."""
 CPU_KEYS = 1 << 30
-"""Bytes of keys and values on a CPU, likewise; on a GPU half of what is free."""
+"""Default bytes of keys and values on a CPU; on a GPU half of the free memory."""
 
 
 def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
@@ -144,11 +139,10 @@ def generation_room(device: torch.device, sequences: int | None, step_tokens: in
         raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
     key_bytes = CPU_KEYS
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch, for nobody
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cache
         key_bytes = (torch.cuda.mem_get_info(device)[0] + unused) // 2
     usual = Room(USUAL_ANSWERS[device.type], USUAL_STEP[device.type], key_bytes)
-    wishes = zip((sequences, step_tokens, memory), usual, strict=True)
-    return Room(*(room if own is None else own for own, room in wishes))
+    return Room(*(room if own is None else own for own, room in zip((sequences, step_tokens, memory), usual, strict=True)))
 
 
 def free_memory(device: torch.device) -> int:
@@ -158,7 +152,7 @@ def free_memory(device: torch.device) -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: half of all there is
+    except (OSError, StopIteration):  # not Linux: half of the physical memory
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return free * 4 // 5
 

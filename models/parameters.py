@@ -9,8 +9,7 @@ from puna.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters by part of the model. `head` is 0 if the output layer shares the embedding's matrix. `experts`: the parameters
-    of `feed_forward` that belong to one of several experts."""
+    """Numbers of parameters by part. `head`: 0 if it is tied to the embedding; `experts`: the experts' part of `feed_forward`."""
 
     embedding: int
     attention: int
@@ -75,8 +74,7 @@ def _router(config: ModelConfig) -> int:
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters that multiply every token: the layers' matrices (of experts those that a token goes to) and the
-    output layer, tied or not."""
+    """Return the parameters that multiply each token: the layers' matrices with `top_k` experts, and the output layer, tied or not."""
     top_k = 1 if config.moe is None else config.moe.num_experts_per_tok
     layer = _attention_matrices(config) + top_k * _feed_forward_matrices(config) + _router(config)
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size

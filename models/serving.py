@@ -1,4 +1,4 @@
-"""Settings of serving, for commands and stages, and the engine that they make."""
+"""Settings of serving for commands and stages, and the construction of engines."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ if TYPE_CHECKING:
 
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
-AHEAD = 4  # tokens that a draft guesses where nothing else is said
+AHEAD = 4  # tokens that a draft guesses by default
 
 
 class ServingSettings(Settings):
     """Settings for computing a model's answers."""
 
     weights: Weights = Field(
-        "same", description="The layers' matrices: as they are, or in 8 bits: less memory, a little less exact (fp8: GPU from 8.9 on)"
+        "same", description="Format of the layers' matrices: same as stored, or 8 bits, smaller and less exact (fp8: GPU from 8.9 on)"
     )
-    engine: Literal["puna", "vllm"] = Field("puna", description="Whose engine draws answers: Puna's own, or vLLM's, where it is installed")
+    engine: Literal["puna", "vllm"] = Field("puna", description="Engine that generates answers: Puna's own, or vLLM's if it is installed")
     gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that it takes")
     speculate: int = Field(
-        0, ge=0, le=64, description="Tokens guessed ahead at most, by a draft (0: 4), else from what stood before, which changes no answer"
+        0, ge=0, le=64, description="Most tokens guessed ahead, by a draft (0: 4) or from the text so far; answers do not change"
     )
 
     offload: Offload = Field(
-        "none", description="Where layers wait that do not fit into memory: on disk, or beside a GPU in the host's; none: all must fit"
+        "none", description="Place of the layers that do not fit into memory: disk, or the host's memory for a GPU; none: all must fit"
     )
     memory: float | None = Field(
-        None, gt=0, description="With offload, memory of weights, keys and values (null: most of what is free); else of keys and values, GB"
+        None, gt=0, description="GB for keys and values; with offload, for weights too (null: most of the free memory)"
     )
 
     window: int | None = Field(
         None, ge=16, multiple_of=16,
-        description="Keep of a prompt with its answer the first `sinks` tokens and the last alone, this many at least, a quarter more at "
-        "most: for talks and answers longer than the model's context; null: all",
+        description="Keep only the first `sinks` and the last tokens of a prompt with its answer: at least this many, at most a quarter "
+        "more. For texts longer than the model's context; null: keep all",
     )  # fmt: skip
     layout: Layout = Field(
-        Layout(), description="Processes that hold one model between them: tensor, or stages of layers (pipeline); data: such groups, that "
-        "share the questions. One: each process that runs the stage has the whole model", json_schema_extra=NO_RESULT,
+        Layout(), description="Processes that share one model: tensor, or stages of layers (pipeline). data: groups that share the "
+        "questions. One: each process that runs the stage has the whole model", json_schema_extra=NO_RESULT,
     )  # fmt: skip
-    sinks: int = Field(0, ge=0, multiple_of=16, description="With a window: tokens kept from the beginning, on which attention rests")
+    sinks: int = Field(0, ge=0, multiple_of=16, description="With a window: first tokens that are kept, as attention sinks")
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
         if other := self.layout.axes - {"data", "tensor", "pipeline"}:
             raise ValueError(f"layout.{min(other)}: answers come from groups by tensor or pipeline, and data; leave {min(other)} out")
         if self.sinks and self.window is None:
-            raise ValueError(f"sinks {self.sinks}: tokens fall out behind them only with a window; set window, or leave sinks out")
+            raise ValueError(f"sinks {self.sinks}: they are used only with a window; set window, or leave sinks out")
         if self.engine == "vllm" and self.window is not None:
-            raise ValueError(f"window {self.window}: vLLM is given none; set engine puna, or leave window out")
+            raise ValueError(f"window {self.window}: vLLM has no window; set engine puna, or leave window out")
         if self.engine == "vllm" and self.memory is not None:
             raise ValueError(f"memory {self.memory:g}: vLLM is told a share of the GPU, gpu_memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
             raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
-            raise ValueError("engine vllm is given no guesses, and quantises to fp8 alone: speculate must be 0, weights same or fp8")
+            raise ValueError("engine vllm does not speculate, and quantises only to fp8: speculate must be 0, weights same or fp8")
         return self
 
     @property
@@ -98,8 +98,8 @@ def engine_of(
     model: Transformer, tokenizer: Tokenizer | None, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return an engine with its `limits`, of a model and a draft whose weights are changed in place. `held`: the group whose model this is
-    one rank's part of. Raise ValueError if a draft has other tokens than the model."""
+    """Return the engine of a model, and of its draft if there is one; both are quantised in place. `limits`: its arguments. `held`:
+    the group in which this model is one rank's part. Raise ValueError if the draft has another tokenizer."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine
@@ -128,10 +128,8 @@ def offloaded_model(
     folder: Path, place: tuple[torch.device, torch.dtype], offload: Offload, memory: float | None, work: Work,
     step_tokens: int | None = None, draft: Transformer | None = None,
 ) -> Offloaded:  # fmt: skip
-    """Return the model in a folder by the fastest plan for this work within `memory` GB, a draft's share included.
-
-    memory: None for most of the free memory. step_tokens: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits.
-    """
+    """Return the model in a folder by the fastest plan for this work within `memory` GB (None: most of the free memory), draft included.
+    `step_tokens`: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits."""
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offloaded
     from puna.models.memory.planner import Rates, Shape, choose, measure
@@ -143,7 +141,7 @@ def offloaded_model(
     source = Source(folder, dtype)
     smaller = 0 if draft is None else sum(p.nbytes for p in draft.parameters())
     shape = Shape.of(source, device, None if draft is None else draft.config)
-    choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # what cannot be is refused before it is measured
+    choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # raises before the measurement if nothing fits
     plan = choose(shape, room - smaller, measure(source, offload, device), work, step_tokens)
     model, shelf = offloaded(source, offload, plan.streamed, device)
     limits = {"sequences": plan.sequences, "step_tokens": plan.step_tokens, "memory": plan.pages}

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, model_validator
 
-NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extra` of a field that decides no result: it is in no key
+NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extra` of a field that affects no result: keys omit it
 
 
 class Settings(BaseModel):
@@ -21,7 +21,7 @@ class Settings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a field without a description when the class is defined: form, help and schema show it."""
+        """Raise TypeError if a field has no description: forms, help and schemas show it."""
         for name, field in cls.model_fields.items():
             if not field.description:
                 raise TypeError(f"{cls.__name__}.{name}: a configuration field needs a description")
@@ -78,7 +78,7 @@ def problems(error: ValidationError) -> str:
     messages = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))
-        if item["type"] == "value_error":  # a check of ours, which says what it got
+        if item["type"] == "value_error":  # Puna's own check, whose text names the value
             messages.append(f"{name}: {item['ctx']['error']}" if name else str(item["ctx"]["error"]))
         elif item["type"] in ("missing", "extra_forbidden"):
             messages.append(f"{name}: is missing" if item["type"] == "missing" else f"{name}: no such field")

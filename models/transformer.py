@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from puna.kernels.dense_layers import Parts
 
 Head = Literal["lm", "scalar"]
-# attend(layer, q [T, H, K], k [T, G, K], v [T, G, K]) -> [T, H, K]: what a layer's queries look at. Training
-# gives the forest mask, generation its cache; the rest of the model is the same for both.
+# attend(layer, q [T, H, K], k [T, G, K], v [T, G, K]) -> [T, H, K]: a layer's attention, in training under the forest mask, in generation
+# over the cache; the rest of the model is the same for both.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
 
@@ -122,7 +122,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention: a token's keys and values are computed from one narrow vector (DeepSeek-V2). Only the part of a key that
     all heads share is rotated. An `Attend` sees keys and values spelled out per head."""
 
-    LATENT_EPS = 1e-6  # of the latent vectors' norms, whatever the model's own
+    LATENT_EPS = 1e-6  # epsilon of the latent vectors' norms in every model
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -280,8 +280,8 @@ class Decoder(nn.Module):
 def decode(
     layers: Iterable[Layer], norm: RMSNorm, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
-    """Run embedded tokens x [T, D] at position ids [T] through layers and final norm: hidden states, and the layers' mean
-    load-balancing loss if they have experts."""
+    """Return the hidden states of embedded tokens x [T, D] at position ids [T] after layers and final norm, and the layers' mean
+    load-balancing loss; None without experts."""
     cos, sin = rotary_table(config, positions, x_TD.dtype)
     balances = []
     for layer in layers:
@@ -300,7 +300,7 @@ def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
-    """Return attention inside a forest, by each layer's window."""
+    """Return an `Attend` inside a forest, with each layer's window."""
     masks = {window: mask.within(window) for window in set(config.windows)}
     for each in masks.values():
         prepare(each, config.head_dim, config.value_dim)
@@ -311,7 +311,7 @@ def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
     return attend
 
 
-ROWS = 512  # positions whose logits over the whole vocabulary are held at a time
+ROWS = 512  # positions whose logits over the vocabulary are in memory at one time
 
 
 def softcapped(logits_NV: Tensor, cap: float | None) -> Tensor:
@@ -384,12 +384,12 @@ class Transformer(nn.Module):
         return weight.device, weight.dtype
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Return what the first layer of this process is given of tokens [N] in generation, [N, D]."""
+        """Return the input [N, D] of this process's first layer for tokens [N], in generation."""
         x_ND: Tensor = self.model.embed_tokens(tokens)
         return x_ND
 
     def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return what follows this process's last layer in generation, [N, D]."""
+        """Return the output [N, D] of this process's layers for their input x, in generation."""
         return self.model(x_ND, positions, attend)
 
     def hidden(self, forest: Forest) -> Tensor:
@@ -397,8 +397,8 @@ class Transformer(nn.Module):
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, forest_attend(self.config, forest.mask))
 
     def take_balance_loss(self) -> Tensor | None:
-        """Return `router_aux_loss_coef` times the mean over layers of the load-balancing loss of the last forward pass
-        with gradients, once; None without such a pass or without experts."""
+        """Return `router_aux_loss_coef` times the layers' mean load-balancing loss of the last forward pass with gradients, and forget it;
+        None without such a pass or without experts."""
         balance, self.model.balance = self.model.balance, None
         return None if balance is None or self.config.moe is None else self.config.moe.router_aux_loss_coef * balance
 

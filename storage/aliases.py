@@ -19,14 +19,14 @@ from puna.storage.errors import PunaError
 from puna.storage.files import Files
 
 DEFAULT = "default"
-"""The project where none is named."""
+"""The project that is meant if none is named."""
 JOURNAL = "refs/.journal"
 FIELDS = {"time", "alias", "artifact"}
 PROJECTS = "refs/.projects"
 PROJECT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}"
 ALIAS = re.compile(rf"(?:({PROJECT})/)?([\w-][\w.-]*)@([\w-][\w.-]*)")
 NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
-"""An alias that counts, such as policy@round-2. It never points to another artifact."""
+"""A numbered alias, such as policy@round-2. It never points to another artifact."""
 
 
 def checked_project(name: object) -> str:
@@ -49,11 +49,8 @@ class Aliases:
         return None if fields is None else (fields["kind"], fields["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias.
-
-        A numbered alias that stood for another artifact is passed over: the next free number is taken. `expected`: the key that
-        the alias must point to before, empty for none.
-        """
+        """Point an alias at an artifact and return the alias. A numbered alias that points to another artifact is skipped: the next free
+        number is taken. `expected`: the key that the alias must point to before; empty: to none."""
         if (number := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})

@@ -21,7 +21,7 @@ from puna.storage.schemas import table_schema
 from puna.storage.shards import Shard
 
 CHECKED = ".checked"
-"""Beside a manifest: the versions of the files whose checksums were found right."""
+"""File beside a manifest: the versions of the files whose checksums were right."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,17 @@ class Artifact:
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
-        """Return the table as an argument of `run.transform`: the function gets its rows of the same ids."""
+        """Return the table as an argument of `run.transform`, whose function gets the rows with the same ids."""
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
-        """Return the damage that is found, a clause each; empty when the artifact is whole.
+        """Return a clause for each damage; empty if the artifact is whole.
 
-        A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with another checksum;
-        rows kept by reference whose artifact is gone or of other content. `read`: the only files whose checksums are compared, or folders
-        ending in /; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still
-        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose
-        rows it keeps by reference.
+        Damage is a manifest that cannot be read, lies elsewhere or was edited; a file that is missing, unknown, of another size or with
+        another checksum; rows kept by reference whose artifact is gone or has other content. `read`: files, or folders ending in /, whose
+        checksums are compared; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This
+        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose rows
+        it keeps by reference.
         """
         try:
             manifest = self.manifest

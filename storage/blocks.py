@@ -1,4 +1,4 @@
-"""Checksums of the blocks of a file on an object store, kept as metadata of the object: each answer carries those of the whole file.
+"""Checksums of the blocks of a file on an object store, kept as metadata of the object: each response carries those of the whole file.
 
 Each read is widened to whole blocks and compared with their checksums, so flipped bits, in transit or at rest, are detected by any reader:
 Parquet, DuckDB, a model's loader.
@@ -18,9 +18,9 @@ import numpy as np
 
 LEAST = 1 << 16
 MOST = 320
-"""Blocks of a file: an object has room for 2 kB of metadata."""
+"""Most blocks of a file, as an object has room for 2 kB of metadata."""
 FIRST, LARGEST = 1 << 20, 8 << 20
-"""Bytes that a reader fetches at once: more each time where it reads on."""
+"""Bytes that a reader fetches at first and at most: sequential reads fetch more each time."""
 
 
 def block_bytes(size: int) -> int:

@@ -84,7 +84,7 @@ class Bucket:
 def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
     if not any(os.environ.get(name) for name in CREDENTIALS):
         raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
-    # The server compares what comes with this checksum, and refuses it where a bit was flipped on the way.
+    # The server compares uploads with this checksum and refuses those with flipped bits.
     return S3Store(
         bucket, prefix=prefix or None, config={"checksum_algorithm": "SHA256"},
         client_options={"allow_http": endpoint.startswith("http://"), "timeout": timedelta(seconds=120)},

@@ -20,7 +20,7 @@ from puna.storage.errors import PunaError
 
 MOST_GB = 50.0
 PINNED = 64
-"""Entries that a process keeps from being removed: those that it used last."""
+"""Most recently used entries that a process protects from removal."""
 
 _pinned: OrderedDict[Path, BinaryIO] = OrderedDict()
 
@@ -78,7 +78,7 @@ class Cache:
                 path.unlink(missing_ok=True)
 
     def scratch(self, name: str) -> Path:
-        """Return a folder for work in progress; it counts for no bound and goes with `forget_scratch`."""
+        """Return a folder for work in progress; it does not count towards the bound, and `forget_scratch` removes it."""
         path = self.root / "scratch" / name
         path.mkdir(parents=True, exist_ok=True)
         return path

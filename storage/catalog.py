@@ -66,7 +66,7 @@ class Catalog:
         self.connection.close()
 
     def view(self, *names: str) -> None:
-        """Make these tables, views and macros, with what they need."""
+        """Create these tables, views and macros, with those that they need."""
         for name in names:
             if name in self._known or name not in (*self.names, *MACROS):
                 continue
@@ -102,7 +102,7 @@ class Catalog:
         return self._store.resolve(name).key
 
     def _resolved(self, text: str) -> str:
-        """Return a statement in which artifacts that macros are asked about are named by their keys."""
+        """Return a statement with the artifacts in calls of macros replaced by their keys."""
 
         def keys(call: re.Match[str]) -> str:
             names = re.sub(r"'([^']+)'", lambda name: literal(self.key_of(name[1])), call[2])
@@ -133,7 +133,7 @@ class Catalog:
             raise _problem(error) from error
 
     def write(self, text: str, file: Path) -> int:
-        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is whole or not there; return its rows."""
+        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is complete or absent; return its rows."""
         self.sql(text)
         how = format_of(file)
         try:
@@ -161,7 +161,7 @@ def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[di
 
 
 def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
-    """Make a view; raise PunaError if a file of it is damaged."""
+    """Create a view; raise PunaError if a file of it is damaged."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:
@@ -172,7 +172,7 @@ def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) 
 
 
 def query(store: Store, text: str) -> pa.Table:
-    """Return the result of one SQL statement; PunaError with DuckDB's message when it fails or would write."""
+    """Return the result of one SQL statement. Raise PunaError with DuckDB's message if it fails or would write."""
     with Catalog(store) as opened:
         return run(opened, text)
 

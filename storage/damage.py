@@ -1,8 +1,8 @@
-"""Damage: artifacts whose bytes changed are named, moved to `quarantine/`, and never read in silence.
+"""Detection of damage: artifacts whose bytes changed are reported, moved to `quarantine/`, and never read silently.
 
 An artifact is suspect if one of its inputs was found damaged later, and its stage did not compare its inputs afterwards (`inputs_compared`:
-today's stages do), or if it was made from a suspect that is still there, is gone, or now has other content. Making it again clears it, or a
-person who trusts it. Suspects are derived from the manifests and a journal of findings.
+today's stages do), or if it was made from a suspect that is still there, is gone, or now has other content. It is cleared by making it
+again, or by a person who trusts it. Suspects are derived from the manifests and a journal of findings.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
 """`damaged`: bytes were wrong. `suspect`: it was set aside to be made again. `trusted`: a person took its content as right."""
 FRESH_SECONDS = 600.0
-"""Time for which a reader takes a file as whole that its process compared with its checksum."""
+"""Seconds for which a process trusts a file that it compared with its checksum."""
 _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
-"""By place and name of a file: the version that was compared, and when."""
+"""(URI, name) of a file → the version that was compared, and when."""
 
 
 def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-    """Return `artifact` after a look for damage (to `read`, see `Artifact.damage`). Raise DamagedArtifact, after a move to `quarantine/`.
+    """Return `artifact` after a check (of `read`, see `Artifact.damage`). If damaged, move it to `quarantine/` and raise DamagedArtifact.
 
     A quick check detects changed, truncated or removed files. `whole` compares every byte, unless each read does so anyway: a disk that
     changes a file by itself keeps its size and time.
@@ -133,12 +133,12 @@ def _whole(files: Files, name: str) -> bool:
 def note(files: Files, kind: str, key: str, what: Finding) -> None:
     """Add a finding about an artifact to the journal."""
     line = {"time": datetime.now(UTC).isoformat(), "kind": kind, "key": key, "what": what}
-    with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
+    with contextlib.suppress(OSError):  # a store may be mounted read-only
         files.append(JOURNAL, index.line(line))
 
 
 def suspects(files: Files) -> dict[str, str]:
-    """Return by key a clause for people on why the artifact is suspect; empty if nothing was ever damaged."""
+    """Return by key why an artifact is suspect, in a clause for people; empty if nothing was ever damaged."""
     findings, _ = index.journal(files, JOURNAL, FIELDS)
     if not findings:
         return {}

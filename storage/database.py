@@ -1,4 +1,4 @@
-"""`puna.duckdb` beside a store's artifacts: the views of the store for any client of DuckDB, who opens it read-only.
+"""`puna.duckdb` beside a store's artifacts: the views of the store for any DuckDB client, opened read-only.
 
 It holds views and small tables, no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that readers never
 wait and keep their open file. The views name the files by the store's address; `set variable store = '/elsewhere/'` moves them.
@@ -26,12 +26,12 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
 VERSION = 5
-"""A number that rises with each change of the views, so that older files are written again."""
+"""Version of the views; raise it with each change, so that older files are written again."""
 
 
 def write(store: Store) -> bool:
     """Bring `puna.duckdb` up to date; return False if it already is. After a PunaError the file is as it was."""
-    store = store.within(DEFAULT)  # one file for all projects: it calls aliases as that one does
+    store = store.within(DEFAULT)  # one file for all projects, with aliases as the default project names them
     scratch = store.files.scratch("work")
     with explain_write_errors(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=scratch) as folder:
         file, now = Path(folder, FILE), _state(store)
@@ -48,7 +48,7 @@ def write(store: Store) -> bool:
                 _tell(connection, store, [], RUNS, now)
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
-        # Whoever opens a database to write locks all others out of it, so nobody may; root can all the same.
+        # A client that opens a database for writing locks out all others, so nobody may write, except root.
         file.chmod(0o444)
         store.files.remove(f"{FILE}.wal")
         store.files.put(FILE, file)
@@ -83,7 +83,7 @@ def _build(store: Store, file: Path, state: tuple[str, str]) -> None:
         connection.execute("use puna")
         connection.execute(f"create schema {NEWEST}")
         _tell(connection, store, entries, FACTS, state)
-        # Made while the files are read as this process reads them; a client of an object store reads them by its address.
+        # Views are created over the files as this process reads them; a client of an object store reads them by the store's address.
         address = literal(pattern(store.uri.rstrip("/") + "/"))
         connection.execute(f"set variable store = {literal(pattern(place))}")
         views = Views(store, entries, f"coalesce(getvariable('store'), {address})")

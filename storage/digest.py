@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def canonical(value: Any) -> str:
-    """Return one JSON text for one value. Raise PunaError for a value without a stable text (NaN, sets, objects)."""
+    """Return the canonical JSON text of a value. Raise PunaError for a value without a stable text (NaN, sets, objects)."""
 
     def check(item: Any, where: str) -> None:
         if isinstance(item, float) and not math.isfinite(item):
@@ -67,7 +67,7 @@ def of_stream(file: BinaryIO) -> str:
 
 
 def of_stored(files: Files, name: str) -> str:
-    """Return the sha256 of a file of a store, 64 hex digits; empty if the place itself finds it damaged."""
+    """Return the sha256 of a file of a store, 64 hex digits; empty if the store itself finds it damaged."""
     with contextlib.suppress(DamagedFile), files.open(name) as file:
         return of_stream(file)
     return ""
@@ -127,7 +127,7 @@ def of_table(table: pa.Table) -> str:
 
 
 def _update(states: dict[str, Any], path: str, array: pa.Array) -> None:
-    """Feed one column's values into its running hashes, in a form that only the values decide."""
+    """Feed one column's values into its running hashes, in a form that depends only on the values."""
 
     def feed(aspect: str, data: Any) -> None:
         states.setdefault(f"{path}\0{aspect}", hashlib.sha256()).update(data)

@@ -1,4 +1,4 @@
-"""The one error a user should ever read."""
+"""The errors that a user should read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange: rows that some jobs make, regrouped by a key.
+"""The exchange: rows that jobs make, regrouped by a key.
 
 Each job writes one file, in which the rows of each partition are one run, an Arrow stream with its checksum. A partition is read
 by fetching its run of every file. Keys are cut by their leading bits, so that partitions of ids are ranges of shards.
@@ -28,17 +28,17 @@ from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
 MAP_BYTES = 96 << 20
-"""Raw bytes of a job's file, about: its runs are this size, parted by the number of partitions."""
+"""Approximate raw bytes of a job's file, which the runs of its partitions share."""
 PIECE_BYTES = 2 << 20
-"""Raw bytes of rows that are packed together, for each partition: what a job holds is packed as soon as it has so many."""
+"""Raw bytes per partition at which a job packs its rows."""
 HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
-"""Raw bytes that a job holds at most before it packs them; pieces of fewer bytes are slow. Packing takes two further copies of them."""
+"""Most raw bytes that a job holds before it packs them, and the smallest pieces that are fast. Packing takes two further copies of them."""
 PARTITION_BYTES = 48 << 20
 LEVEL = 2048
-"""Partitions of one level at most: a run of a job's file has 48 kB then."""
+"""Most partitions of one level: a run of a job's file then has 48 kB."""
 MOST_PARTITIONS = 1 << 20
 READS = 3
-"""Times that a damaged run is read: on the way from an object store a bit may be flipped."""
+"""Most reads of a damaged run: on the way from an object store a bit may be flipped."""
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -48,7 +48,7 @@ def partitions(raw: int) -> int:
 
 
 def level(count: int) -> range:
-    """Return the number of the first partition of each run that the first level makes for `count` partitions."""
+    """Return the numbers of the first partitions of the runs that the first level makes for `count` partitions."""
     return range(0, count, 1 if count <= LEVEL else math.isqrt(count - 1) + 1)
 
 
@@ -127,10 +127,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scatter:
-    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32).
-
-    `runs`: number of the first partition of each run of the job's files.
-    """
+    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32). `runs`: number
+    of the first partition of each run of the job's files."""
 
     staging: Staging
     job: str

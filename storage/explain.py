@@ -42,10 +42,8 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return what differs from the nearest earlier artifact of the step (fewest differences, then newest); None if it never ran.
-
-    An artifact none of whose inputs has the name of one of today's, as an import of another file, is no earlier one.
-    """
+    """Return what differs from the nearest earlier artifact of the step (fewest differences, then newest); None if it never ran. Artifacts
+    that share no input's name with it, as imports of other files, do not count."""
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]

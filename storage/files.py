@@ -37,10 +37,9 @@ class Stat(NamedTuple):
 
 
 class Files(Protocol):
-    """A place of files, small and picklable: workers open it by value. A missing file is FileNotFoundError."""
+    """A place of files, small and picklable: workers open it by value. Reading a missing file raises FileNotFoundError."""
 
     def __hash__(self) -> int:
-        """Return equal hashes for equal places."""
         return hash(self.uri)
 
     @property
@@ -59,7 +58,7 @@ class Files(Protocol):
         """Return a file as a seekable object for reading."""
 
     def table(self, name: str) -> BinaryIO:
-        """Return a Parquet file of an artifact for reading; places for readers compare it first."""
+        """Return a Parquet file of an artifact for reading; places for readers compare its checksum first."""
         return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
@@ -78,7 +77,7 @@ class Files(Protocol):
         """Return the version of the file `name` in each folder `depth` below a folder, by the folder's name."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file if there is none, whole or not at all; return False if there is one."""
+        """Write a small file if there is none, completely or not at all; return False if there is one."""
         return self.swap(name, data, None)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
@@ -100,10 +99,8 @@ class Files(Protocol):
         """Rename a folder; the target must not exist."""
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        """Make a folder from files of the place: name in the folder → file to move. `last` is written after all others.
-
-        Return False, and leave the folder as it is, if it has the last file already. `staging`: a folder that may be used meanwhile.
-        """
+        """Create a folder from files of the place, `content`: name in the folder → file to move; `last` is written after all others. Return
+        False, and leave the folder as it is, if it has the last file already. `staging`: a folder that may be used meanwhile."""
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         """Hold a name against all other processes; without `wait`, yield False when another one holds it."""
@@ -212,7 +209,7 @@ class LocalFiles(Files):
     def remove(self, name: str) -> None:
         path = self.root / name
         if path.is_dir() and not path.is_symlink():
-            # Out of the way in one step first: a half-removed artifact must not look like one, nor block its key.
+            # First move it away in one step: a half-removed artifact must neither look like one nor block its key.
             doomed = self.root / "quarantine" / f"removed-{path.name[:12]}-{uuid.uuid4().hex}"
             doomed.parent.mkdir(exist_ok=True)
             path.rename(doomed)
@@ -257,7 +254,7 @@ class LocalFiles(Files):
                 except BlockingIOError:
                     yield False
                     return
-                # `gc` removes old lock files; one that was removed while we waited holds nobody off.
+                # `gc` removes old lock files; a lock on one that was removed meanwhile excludes nobody.
                 if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
                     yield True
                     return

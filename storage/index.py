@@ -20,7 +20,7 @@ SPARE = 1000
 """Outdated lines, beyond one for each artifact, at which the index is rewritten."""
 
 Entry = dict[str, Any]
-"""What is known of one artifact, see `entry`."""
+"""Summary of one artifact, see `entry`."""
 
 
 def manifests(files: Files) -> dict[tuple[str, str], str]:
@@ -40,7 +40,7 @@ def entries(files: Files) -> list[Entry]:
         with contextlib.suppress(PunaError):
             current[place] = entry(Artifact(*place, files), versions[place])
             new.append(line(current[place]))
-    with contextlib.suppress(OSError):  # a store may be mounted so that nothing can be written
+    with contextlib.suppress(OSError):  # a store may be mounted read-only
         if len(lines) + len(new) > 2 * len(current) + SPARE:
             files.write(FILE, b"".join(map(line, current.values())))
         elif new:
@@ -49,7 +49,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: nobody has changed it."""
+    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: the manifest was not changed."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

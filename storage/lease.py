@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from puna.storage.s3 import S3Files as Place
 
 TERM = 20.0
-"""Seconds: a lease is renewed four times a term, and may be taken over when it stood still for two."""
+"""Seconds of a term: a lease is renewed four times a term, and may be taken over after two terms without a renewal."""
 FIRST_POLL, POLL = 0.05, 1.0
-"""Seconds between two looks at a lease that another process holds: at first, and at most."""
+"""Seconds between two polls of a lease that another process holds: at first, and at most."""
 
 
 class State(NamedTuple):
@@ -70,7 +70,7 @@ class Held:
         self._ended.set()
         self._thread.join()
         if not self._taken:
-            # Without an answer others take it over when it stood still.
+            # If the store does not answer, others take the lease over after two terms.
             with contextlib.suppress(PunaError):
                 self._place.swapped(self._name, _content(""), self._version)
 
@@ -78,7 +78,7 @@ class Held:
 _held: dict[tuple[Place, str], Held] = {}
 """The leases of this process."""
 _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading.Lock)
-"""Of the threads of this process one at a time holds a name or asks for it."""
+"""Locks: only one thread of this process at a time holds a name or asks for it."""
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def check(place: Place, name: str) -> None:
 
 
 def held(place: Place, name: str, term: float) -> bool:
-    """True if a process holds the name. Takes up to two terms if the holder is on another machine and does not renew."""
+    """True if a process holds the name. It takes up to two terms if the holder is on another machine and does not renew."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 
@@ -121,13 +121,13 @@ def _taken(place: Place, name: str, term: float) -> Held | None:
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """Return the lease if nobody holds it; None if its holder lives, or renewed it while we watched."""
+    """Return the lease if nobody holds it; None if its holder lives, or renewed it meanwhile."""
     first = _state(place, name)
     start, pause = _now(), min(POLL, term / 8)
     while first.owner:
         machine, pid, ticks = first.owner.rsplit("/", 2)
         if machine == _machine():
-            # This process asks for nothing that it holds: what it left was not released because no answer came.
+            # This process never asks for a lease that it holds: its own entry was not released because no answer came.
             return first if first.owner == _myself() or _start_ticks(int(pid)) != ticks else None
         if _now() - start > 2 * term:
             return first
@@ -153,7 +153,7 @@ def _state(place: Place, name: str) -> State:
 
 
 def _content(owner: str) -> bytes:
-    # Equal bytes have equal versions: each writing is another one.
+    # Equal bytes have equal versions; the nonce makes each write different.
     return json.dumps({"owner": owner, "nonce": uuid.uuid4().hex}).encode()
 
 

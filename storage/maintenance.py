@@ -25,7 +25,7 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Compare every file with its manifest and note damage. `trust`: whole artifacts are suspect no longer."""
+    """Compare every file with its manifest and note damage. `trust`: clear the suspicion of whole artifacts."""
     findings = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):
@@ -52,8 +52,8 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     """Remove artifacts that nothing needs, and abandoned work; return them.
 
     An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
-    `keep_runs` productive runs, an accepted equivalence, or unfinished work. Locks that `store` itself holds spare nothing. Work stays
-    while a process holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is touched.
+    `keep_runs` productive runs, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected. Work
+    stays while a process holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is removed.
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
@@ -71,7 +71,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
         drop(files, name)
     removed: dict[str, Garbage] = {}
     for item in garbage:
-        # Whoever works on the key now keeps it; and no one begins while it goes.
+        # The lock is refused while a process works on the key, and no process begins during the removal.
         key = item.place.rpartition("/")[2]
         with store.lock(key, wait=False) as mine:
             if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held(files, store.holding.name)[0]:

@@ -17,9 +17,9 @@ from puna.storage.shards import FileRecord, Shard
 FORMAT = 2
 NAME = "manifest.json"
 SMALL = 1 << 20
-"""Bytes of the manifests that a process keeps."""
+"""Most bytes of a manifest that a process caches."""
 IMPORT = "import"
-"""The stage of tables that came from outside any stage."""
+"""The stage of tables that no stage made."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Manifest:
         return [source for table in self.tables.values() for source in table.sources]
 
     def contradictions(self) -> list[str]:
-        """Return where the manifest does not agree with itself: it was edited by hand. Empty when it is as it was written."""
+        """Return a clause for each inconsistency of the manifest, a sign of edits by hand; empty if it is as it was written."""
         sentences = []
         if self.data_digest != content_digest(self.tables, self.files):
             sentences.append("data_digest is not that of its tables and files")
@@ -114,20 +114,19 @@ class Manifest:
                 sentences.append(f"the table {name} is not that of its shards")
         if self.code and self.code_version != code_version(self.code):
             sentences.append("code_version is not that of its code")
-        # The key of an import is that of its rows in the order they came in, which is not kept.
+        # An import's key depends on the order in which its rows came, which is not kept.
         if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
             sentences.append("key is not that of its stage, code, config and inputs")
         return sentences
 
     @classmethod
     def read(cls, files: Files, name: str) -> Manifest:
-        """Return the manifest in a file of the store; PunaError when it is not one of this format."""
-        where = f"{files.uri}/{name}"
+        """Return the manifest in a file of the store. Raise PunaError if it is not one of this format."""
         try:
             data = files.read(name)
             return _parsed(data) if len(data) <= SMALL else _parsed.__wrapped__(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise PunaError(f"{where}: not a readable manifest ({error}); `puna verify` lists damaged artifacts") from error
+            raise PunaError(f"{files.uri}/{name}: not a readable manifest ({error}); `puna verify` lists damaged artifacts") from error
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +157,7 @@ def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[I
 
 
 MEANING = "meaning"
-"""The name, among those of the code that a stage reaches, of the hash of all of it without places."""
+"""The name, among a stage's code symbols, of the hash of all its code without places."""
 
 
 def code_version(symbols: dict[str, str]) -> str:
@@ -173,7 +172,7 @@ def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:
 
 
 def content_digest(tables: dict[str, TableRecord], files: dict[str, FileRecord]) -> str:
-    """Return the data digest: sha256 over the logical content of the tables that count and the bytes of all other files."""
+    """Return the data digest: sha256 over the logical content of the tables with `identity` and the bytes of all other files."""
     others = {n: r.sha256 for n, r in files.items() if not any(n in t.files for t in tables.values())}
     return digest.of_value({"tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity}, "files": others})
 

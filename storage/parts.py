@@ -1,4 +1,4 @@
-"""Reading the shards of a table where the work is done: parts, batches, and rows of other tables with the same ids."""
+"""Reading a table's shards by reference, in workers: parts, pieces, and rows of other tables with the same ids."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Stored:
         tables = [(groups[:1], cached[1])] if cached is not None and cached[0] == groups[0] else []
         rest = groups[len(tables) :]
         goes_on = bool(rows[-1] + 1 < ends[groups[-1]])
-        # The last group is read apart where it is kept: it shall not hold the memory of others.
+        # A last group that is kept is read separately, so that it does not hold the memory of others.
         for some in (rest[:-1], rest[-1:]) if goes_on else (rest,):
             if some:
                 tables.append((some, self.read(some, columns)))
@@ -99,8 +99,8 @@ class Stored:
 _GUARD = threading.Lock()
 MOST_BEGUN = 4
 _BEGUN: dict[tuple[Stored, str, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
-"""By file and columns the number and the rows of a row group that was not read to its end, of the newest few files: rows that are kept
-by reference are read in pieces that end within groups."""
+"""(File, version, columns) → the number and the rows of a row group that was not read to its end, for the newest files: rows kept by
+reference are read in pieces that end within groups."""
 
 
 @lru_cache(maxsize=256)
@@ -114,7 +114,7 @@ def _order(files: Files, name: str, version: str) -> tuple[Ints, Ints]:
     with files.table(name) as handle:
         table = pq.ParquetFile(handle).read()
     source, row = (table.column(n).combine_chunks() for n in ("source", "row"))
-    if source.null_count or row.null_count:  # numpy would make rows of other places of them
+    if source.null_count or row.null_count:  # numpy would turn nulls into wrong rows
         raise pa.ArrowInvalid(f"{name}: is damaged: an order has no empty places")
     return np.asarray(source, dtype=np.int64), np.asarray(row, dtype=np.int64)
 
@@ -130,7 +130,7 @@ class ShardRows:
     order: Stored | None = None
 
     def place(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Return the source and row in it of the rows start .. stop."""
+        """Return the source of each row start .. stop, and its row in that source."""
         if self.order is None:
             return np.zeros(stop - start, np.int64), np.arange(start, stop)
         source, row = _order(self.order.files, self.order.name, self.order.version)
@@ -167,10 +167,8 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `rows` rows that follow the row groups if they can; None: of one group each.
-
-        Rows kept by reference have no groups: the size of the largest stands for one.
-        """
+        """Yield (start, stop) of pieces of at most `rows` rows, along the row groups if possible; None: of one group each. Rows kept by
+        reference have no groups: the size of the largest stands for one."""
         own = self.stored[0]
         if self.order is None and own is not None:
             edges = [0, *accumulate(own.groups)]
@@ -276,7 +274,7 @@ class Stream:
         self._left: pa.Table | None = None
 
     def below(self, edge: str | None) -> Iterator[pa.Table]:
-        """Yield the rows that follow and whose key is below `edge` (None: all)."""
+        """Yield the next rows, those whose key is below `edge` (None: all)."""
         while (rows := self._left if self._left is not None else next(self._pieces, None)) is not None:
             self._left = None
             if edge is None or not rows.num_rows or rows[self._key][-1].as_py() < edge:
@@ -296,7 +294,7 @@ class Follower:
         self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema
 
     def upto(self, last: str | None) -> pa.Table:
-        """Return the rows that were not given yet, with ids up to `last` (None: all)."""
+        """Return the rows that were not returned yet, with ids up to `last` (None: all)."""
         pieces = list(self._rows.below(None if last is None else f"{last}\0"))
         return (pa.concat_tables(pieces) if pieces else self._schema.empty_table()).select(self._schema.names)
 

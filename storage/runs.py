@@ -13,7 +13,7 @@ from puna.storage.aliases import DEFAULT
 
 @dataclass(frozen=True)
 class Made:
-    """A step that has its artifact: made in the run in `seconds`, or reused from before."""
+    """A step with its artifact: made in the run in `seconds`, or reused from before."""
 
     step: str
     stage: str
@@ -44,7 +44,7 @@ def stopped() -> dict[str, Any]:
 
 
 CRASHED = "its process ended without a word, as one that is killed or out of memory; the same command goes on from what is finished"
-"""The error of a run whose log nothing closes."""
+"""The error of a run whose log has no closing event."""
 
 
 def remark(text: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class RunLog:
     """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` if its process just ended.
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
-    `lines`: what other processes than the first wrote to standard error.
+    `lines`: standard error of all processes but the first.
     """
 
     name: str

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MULTIPART = 16 << 20
 """Bytes above which a file is sent in pieces of this size."""
 COPIED = 5 << 30
-"""Bytes up to which S3 copies an object by itself."""
+"""Most bytes of an object that S3 copies in one request."""
 AT_ONCE = 8
 SUMS, NONCE = "puna-sums", "puna-nonce"
 
@@ -40,7 +40,7 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 class S3Files(Bucket, Files):
     """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
-    `read` compares whole files with their checksums; a part of a file carries its reader's own. `append` rewrites the log with the line.
+    `read` compares whole files with their checksums; parts of files are compared by their readers. `append` rewrites the log with the line.
     `publish` copies within the bucket, and the conditional put of the last file decides between writers.
     """
 
@@ -106,10 +106,9 @@ class S3Files(Bucket, Files):
 
     def stat(self, name: str) -> Stat | None:
         try:
-            meta = self._tried(name, lambda: obstore.head(self._client(), name))
+            return _stat(self._tried(name, lambda: obstore.head(self._client(), name)))
         except FileNotFoundError:
             return None
-        return _stat(meta)
 
     def stats(self, folder: str) -> dict[str, Stat]:
         return {name[len(folder) + 1 :]: stat for name, stat in self._listed(folder, "")}
@@ -149,7 +148,7 @@ class S3Files(Bucket, Files):
             try:
                 return self._put(name, data, mode, nonce)
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
-                # Refused; or it was done, the answer was lost, and it was refused when it was tried again.
+                # Refused; or done, but the answer was lost and the retry was refused.
                 writer = self._writer(name)
                 if writer is not None and writer[0] == nonce:
                     return writer[1]
@@ -177,7 +176,7 @@ class S3Files(Bucket, Files):
         content = None
         for attempt in range(10 * TRIES):
             data, version = self.versioned(name) or (b"", None)
-            # A put whose answer was lost may have been done, and another's line may stand behind it by now.
+            # A put may have been done although its answer was lost; another's line may follow it by now.
             if content is not None and data.startswith(content):
                 return
             content = data + line
@@ -197,7 +196,7 @@ class S3Files(Bucket, Files):
         file.unlink()
 
     def remove(self, name: str) -> None:
-        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")  # what says that a folder is whole first
+        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")  # first the mark of a whole folder
         for some in ([name], names[:1], names[1:]):
             if some:
                 self._tried(name, partial(obstore.delete, self._client(), some))
@@ -213,7 +212,7 @@ class S3Files(Bucket, Files):
         if last[0] in present:
             return False
         lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
-        for name in sorted(set(present) - set(content)):  # of an attempt that was killed here
+        for name in sorted(set(present) - set(content)):  # left by an attempt that was killed here
             self.remove(f"{folder}/{name}")
         self._copy({source: f"{folder}/{name}" for name, source in content.items()})
         lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
@@ -276,7 +275,7 @@ class S3Files(Bucket, Files):
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
-    """Return the size of a file that is not rewritten."""
+    """Return the size of a file that never changes, cached."""
     stat = files.stat(name)
     if stat is None:
         raise FileNotFoundError(f"{files.uri}/{name}")
@@ -310,7 +309,7 @@ class StoreFileSystem(AbstractFileSystem):
         return {"name": name, "size": stat.bytes, "type": "file"}
 
     def modified(self, path: str) -> datetime:
-        """Return one time for every file."""
+        """Return the same time for every file."""
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Every table of every artifact: one Arrow schema each, with the unit and meaning of each column.
 
-The main table of an artifact has the name of its kind; the others are side tables. `signals` is open: its columns are `id`
-and numbers and words about the document, which whoever writes them describes with unit and meaning.
+The main table of an artifact has the name of its kind; the others are side tables. `signals` is open: besides `id`, its columns are numbers
+and words about the document, which their writer describes with unit and meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TableSchema:
 
     `open`: it takes further described columns of numbers and words. `identity`: its content counts in the artifact's data
     digest; logs that carry timings do not. `group_rows`: most rows of a Parquet row group, the unit of reading.
-    `shard_bytes`: raw bytes from which on there is more than one shard. `selectable`: rows may be kept by reference.
+    `shard_bytes`: raw bytes above which there is more than one shard. `selectable`: rows may be kept by reference.
     """
 
     name: str

@@ -1,11 +1,11 @@
 """Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
 
-Ids of pages and documents are uniform hashes, so the cut is a function of the data. It is decided where rows enter and
-kept by all that descends from them: the tables of one corpus meet shard by shard. A row group is one `write_table` call on
-combined chunks, so that equal rows give equal bytes whoever wrote them.
+Ids of pages and documents are uniform hashes, so the cut is a function of the data. It is decided where rows enter and kept by all tables
+that descend from them, so that the tables of one corpus match shard by shard. A row group is one `write_table` call on combined chunks, so
+that equal rows give equal bytes whoever wrote them.
 
-A shard of documents may keep rows by reference: an order file then says of each row in which source (0: the shard's own file,
-n: that of the table's n-th source) and at which place it lies.
+A shard of documents may keep rows by reference: an order file then gives each row's source (0: the shard's own file; n: that of the table's
+n-th source) and its place in it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from puna.storage.schemas import TableSchema, table_schema
 GROUP_BYTES = 8 << 20
 """Raw bytes at which a row group ends, however few rows it has."""
 LEVEL = 1
-"""Of zstd's compression: level 3 stores a seventh less and takes half as long again."""
+"""Level of zstd's compression: level 3 stores a seventh less and takes half as long again."""
 UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
-"""Columns whose values hardly repeat: a dictionary saves nothing, and Arrow reads texts out of one into memory that grows piecemeal."""
+"""Columns whose values hardly repeat: a dictionary saves nothing, and Arrow reads its texts into memory that grows piecemeal."""
 GROWTH = 0.6
-"""Exponent of the number of shards in the size of a table: larger tables have more shards and larger ones."""
+"""Exponent by which the number of shards grows with the size of a table: larger tables have more shards and larger ones."""
 ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
 FACTS = pa.schema({"digest": pa.binary(digest.ROW_BYTES), "characters": pa.int32()})
 
@@ -52,10 +52,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard of a table. `low`, `high`: its first and last key; `groups`: rows of the row groups of its own file.
-
-    `file`, `order`, `facts`: names of its files of own rows, their order, and their digests and lengths; empty if missing.
-    """
+    """One shard of a table. `low`, `high`: its first and last key; `groups`: rows of the row groups of its own file; `file`, `order`,
+    `facts`: names of its files of own rows, their order, and their digests and lengths; empty if missing."""
 
     rows: int
     digest: str
@@ -112,7 +110,7 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 class Sink:
-    """A file that is digested while it is written."""
+    """A file whose sha256 is computed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -192,7 +190,7 @@ class ShardWriter:
         self._file = sink, pq.ParquetWriter(sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
-        """Take rows that follow those before, with their facts if these are known; raise PunaError if two have one key."""
+        """Add the next rows in the order of the key, with their facts if known; raise PunaError if two have one key."""
         rows = self._table.conform(rows)
         if self._file is None:
             self.open(rows.schema)
@@ -264,7 +262,7 @@ class ShardWriter:
         if order is not None and span is not None:
             low, high = [span[0]], [span[1]]
             place = beside(self._path, "order")
-            # Rows of few sources, mostly growing numbers.
+            # Few sources, and mostly increasing rows.
             files["order"] = write_table(
                 place, order.cast(ORDER), use_dictionary=["source"], column_encoding={"row": "DELTA_BINARY_PACKED"}
             )

@@ -29,7 +29,7 @@ from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, 
 
 @dataclass(frozen=True)
 class Staged:
-    """Rows that a job wrote, by key. `files`: table, order, facts → name and record. `number`: the shard they are; None: to be merged."""
+    """Rows that a job wrote, by key. `files`: table, order, facts → name and record. `number`: their shard's; None: to be merged."""
 
     table: str
     shard: Shard
@@ -38,9 +38,9 @@ class Staged:
     number: int | None = None
     cut: int = 0
     info: Any = None
-    """What the job gave beside its tables, of JSON."""
+    """The job's result besides its tables, a JSON value."""
     values: dict[str, int] = field(default_factory=dict)
-    """Of an open table how many values of each column are not null."""
+    """Each column's number of values that are not null, in an open table."""
 
     def stored(self, files: Files, what: str = "table") -> Stored | None:
         if what not in self.files:
@@ -69,7 +69,7 @@ class Staging:
             yield path
         finally:
             try:
-                path.rmdir()  # what was made lies elsewhere by now, most often
+                path.rmdir()  # usually empty by now: the files were moved
             except OSError:
                 shutil.rmtree(path)
 
@@ -133,7 +133,7 @@ class Staging:
 
 
 class Damaged(Exception):
-    """A file of an earlier attempt that has other bytes than were written, and is made again."""
+    """A damaged file of an earlier attempt, which is made again."""
 
 
 def _checksum(text: str) -> str:
@@ -173,7 +173,7 @@ class Outputs:
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
-        """Take rows of a table; rows of the streamed table must come in key order."""
+        """Add rows of a table; rows of the streamed table must come in key order."""
         if table != self.streamed:
             self._held.setdefault(table, []).append(table_schema(table).conform(rows))
             return
@@ -189,7 +189,7 @@ class Outputs:
         self._refer(ids, source, row, self._known_facts(source, row))
 
     def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
-        """Take rows; unchanged ones are kept by reference."""
+        """Add rows; unchanged ones are kept by reference."""
         assert self._main is not None
         own = np.asarray(changed)
         mine = rows.filter(changed)
@@ -241,7 +241,7 @@ class Outputs:
 
 
 def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
-    """Write rows that lie in memory, sorted by their key; a column that only some of the pieces have is null in the others."""
+    """Write rows in memory, sorted by their key; a column that only some of the pieces have is null in the others."""
     schema = table_schema(table)
     whole = schema.schema_for(united(piece.schema for piece in pieces))
     rows = in_order(pa.concat_tables([filled(piece, whole) for piece in pieces]), schema.key)

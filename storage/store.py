@@ -51,7 +51,7 @@ class Store:
         self.files = files
         self._aliases = Aliases(files, project or DEFAULT)
         self._whole: Store | None = None
-        """The store that this one is a view of: it lives as long as its views, and so does what it holds."""
+        """The store that this one is a view of: its views keep it, and so its `holding`, alive."""
         try:
             with explain_write_errors(self.uri):
                 for name in FOLDERS:
@@ -107,8 +107,7 @@ class Store:
 
     def find(self, kind: str, key: str) -> Artifact | None:
         """Return the committed artifact, or None."""
-        exists = self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None
-        return Artifact(kind, key, self.files) if exists else None
+        return Artifact(kind, key, self.files) if self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None else None
 
     def committed(self) -> list[Artifact]:
         """Return every artifact that has a manifest, readable or not."""
@@ -168,7 +167,7 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold `key` against other processes; without `wait`, give False when another one holds it."""
+        """Hold `key` against other processes; without `wait`, yield False if another one holds it."""
         with contextlib.ExitStack() as stack:
             with explain_write_errors(self.uri):
                 mine = stack.enter_context(self.files.lease(key, wait=wait))
@@ -329,7 +328,7 @@ def _field(data: bytes, name: str) -> object:
 
 @contextlib.contextmanager
 def explain_write_errors(uri: str) -> Iterator[None]:
-    """Turn a full disk and a store that may not be written into one clear PunaError."""
+    """Raise one clear PunaError for a full disk, or a store that may not be written."""
     try:
         yield
     except (OSError, duckdb.Error) as error:

@@ -29,12 +29,12 @@ from puna.storage.shards import NOTHING, FileRecord, ShardWriter
 from puna.storage.staging import Outputs, Staged, Staging, filled, united
 
 Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
-"""Runs a function for each of some jobs, in workers, and gives the results in order."""
+"""Function that runs another one on each job, in workers, and returns the results in order."""
 
 LEAST_KEPT = 0.25
 """Share of the stored rows below which the selected ones are rewritten: reading through the selection would cost more."""
 MERGED_ROWS = 4096
-"""Rows that sorting hands on at a time."""
+"""Rows of a batch that sorting returns."""
 MOST_SOURCES = 4
 """Most artifacts that a table may refer to for rows; with more, all rows are rewritten."""
 
@@ -54,7 +54,7 @@ class Pieces:
 
 
 class Made(NamedTuple):
-    """A finished table, the files that are its shards (name in the artifact → name in the store and record), and who wrote each."""
+    """A finished table, the files of its shards (name in the artifact → name in the store and record), and its staged shards by number."""
 
     record: TableRecord
     content: dict[str, tuple[str, FileRecord]]

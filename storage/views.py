@@ -1,6 +1,6 @@
 """SQL over the tables of a store: a view per table, one over the newest artifact that has it, one per alias, and macros.
 
-The same texts make the views of `catalog`, in memory, and those of `database`, in a file for any client of DuckDB.
+The same queries define the views of `catalog`, in memory, and those of `database`, in a file for any client of DuckDB.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Views:
-    """The views of some artifacts. `before`: SQL of the prefix of file names. `use`: called with the names of files that a
-    view reads."""
+    """The views of some artifacts. `before`: SQL of the prefix of file names. `use`: called with the names of files that a view reads."""
 
     store: Store
     entries: list[Entry]
@@ -147,7 +146,7 @@ class Views:
         return {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
-        """Return the rows of a table of these artifacts, whose keys are the column `artifact`."""
+        """Return SQL for the rows of these artifacts' table, with their keys in the column `artifact`."""
         queries = []
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
@@ -161,14 +160,14 @@ class Views:
         return " union all by name ".join(queries) if queries else f"select null::varchar as artifact, {columns} where false"
 
     def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
-        """Return queries for a table of which some rows lie in other artifacts: by its order files, and for whole files of its own."""
+        """Return queries for a table with rows in other artifacts: one for whole files of its own, one by its order files."""
         whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
         links = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
         if links:
             files = list(dict.fromkeys(file for _, _, file in links))
             orders = list(dict.fromkeys(order for order, _, _ in links))
-            # Which file and row of it each row of an order means, files as numbers: names of a hundred letters join slowly.
+            # The file and row of each row of an order; files as numbers, since names of a hundred letters join slowly.
             meant = ", ".join(f"({orders.index(order) + 1}, {number}, {files.index(file) + 1})" for order, number, file in links)
             same = f"{_number('o', orders)} = n.ordering and n.source = o.source"
             order_rows = self._parquet(orders, "filename")
@@ -189,7 +188,7 @@ class Views:
 
 
 def _number(table: str, names: list[str]) -> str:
-    """Return SQL for the place, from 1, of the file that a row is from among some names in the store."""
+    """Return SQL for the position in `names`, from 1, of the file that a row is from."""
     name = rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
     return f"list_position([{', '.join(map(literal, names))}], {name})"
 

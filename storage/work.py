@@ -35,7 +35,7 @@ from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
 LOGS = "runs/held-"
-"""The logs of the keys that live processes use, which `gc` spares. A lease ends with its process."""
+"""Prefix of the logs of the keys that live processes use, which `gc` spares."""
 WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
@@ -68,7 +68,7 @@ class Work:
         self.staging = Staging(files, f"{self.place}/parts")
         self.mapper: Mapper = map
         self.cut = 0
-        """Shards of the corpus that the artifact's rows belong to; 0: of none."""
+        """Shards of the corpus that the artifact's rows belong to; 0: no corpus."""
         self.ranges: set[str] = set()
         """Tables whose pieces hold ranges of keys, each a shard."""
         self._claimed: dict[str, list[Staged]] = {}
@@ -108,11 +108,8 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return by shard the facts of the rows of `documents` that may be kept by reference; None if none may.
-
-        Sources then count from 1: `documents`, if it has rows of its own, then its sources; 0 is written rows. `shift` is added to the
-        sources' numbers.
-        """
+        """Return by shard the facts of the rows of `documents` that may be kept by reference; None if none may. Sources then count from 1:
+        `documents`, if it has rows of its own, then its sources; 0 is written rows. `shift` is added to the sources' numbers."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -170,10 +167,8 @@ class Work:
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
-        """Finish the tables, write the manifest last, and move all into place in one step.
-
-        The first of two writers of one key wins; the second gets its artifact. A main table with texts adds the metric `characters`.
-        """
+        """Finish the tables, write the manifest last, and move all into place in one step. The first of two writers of one key wins; the
+        second gets its artifact. A main table with texts adds the metric `characters`."""
         tables_made = self.finished(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
         records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}

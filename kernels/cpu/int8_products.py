@@ -1,10 +1,10 @@
-"""Products of rows in INT8 for numba's loops, by the unit that adds four products of bytes to a 32-bit sum (AVX-512 VNNI). A CPU
-without that unit computes the same sums in steps; as that is slow, `AVAILABLE` is False there and the model multiplies in fp32.
+"""Products of rows in INT8 for numba's loops, by AVX-512 VNNI, which adds four products of bytes to a 32-bit sum. A CPU without VNNI
+computes the same sums in steps; as that is slow, `AVAILABLE` is False there and the model multiplies in fp32.
 
     y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-The sums are integers, so a number has the same bits whatever is computed with it, and those of `quantized_linear`. The unit multiplies
-bytes without a sign by bytes with one: rows of x are kept as q + 128, and 128 times the sum of a row of w is taken off again.
+The sums are integers, so a number's bits do not depend on the other rows, and equal those of `quantized_linear`. VNNI multiplies unsigned
+bytes by signed ones: rows of x are stored as q + 128, and 128 times the sum of a row of w is subtracted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from puna.kernels.cpu.lazy_jit import Address, strict_jit
 from puna.kernels.cpu.vectors import LANES, add, fill, higher, load_first, minus, peak, prefetch_bytes, store, times, total, vector
 
 AVAILABLE = bool({"avx512vnni", "avx512bw"} <= {name for name, there in binding.get_host_cpu_features().items() if there})
-STEP = 64  # bytes that the unit takes at once
-ROWS, COLUMNS = 4, 4  # of a product that are computed together
-PANEL = 64  # columns that stay in a cache while rows take turns at them
-AHEAD = 8 << 10  # bytes that weights are asked for ahead
+STEP = 64  # bytes of one VNNI instruction
+ROWS, COLUMNS = 4, 4  # rows and columns of a product that are computed together
+PANEL = 64  # columns that stay in a cache while they are multiplied by all rows
+AHEAD = 8 << 10  # bytes by which weights are prefetched
 LEAST = np.float32(1e-30)
 BYTES = ir.VectorType(llvm.BYTE, STEP)
 
@@ -41,8 +41,8 @@ def _store_bytes(builder: Any, address: Any, value: Any) -> None:
 
 
 def _add_products(builder: Any, a: Any, b: Any, sums: Any) -> Any:
-    """Add to each 32-bit sum four products of a byte of a (without a sign) and a byte of b (with one). LLVM ends the process where it
-    meets the unit's instruction on a CPU without the unit, so such a CPU gets plain instructions."""
+    """Add to each 32-bit sum four products of an unsigned byte of a and a signed byte of b. LLVM ends the process at a VNNI instruction on
+    a CPU without VNNI, so such a CPU gets plain instructions."""
     if AVAILABLE:
         kind = ir.FunctionType(llvm.INTEGERS, [llvm.INTEGERS] * 3)
         a, b = (builder.bitcast(factor, llvm.INTEGERS) for factor in (a, b))

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 Address = int
-"""The place in memory of numbers that a loop reads or writes, in bytes; 0: there are none. It costs a tenth of an array to hand on."""
+"""Memory address of numbers that a loop reads or writes; 0: there are none. Passing it costs a tenth of passing an array."""
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """LLVM's flags for arithmetic whose order and rounding the compiler chooses."""
 _one_thread = threading.RLock()

@@ -40,10 +40,8 @@ def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor |
 
 
 def array(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a CPU tensor as an array by its address, valid while the tensor lives.
-
-    `Tensor.numpy` would fix the size of its storage for ever, which FSDP frees and fills again.
-    """
+    """Return a CPU tensor as an array by its address, valid while the tensor lives. `Tensor.numpy` would fix the size of its storage for
+    ever, which FSDP frees and fills again."""
     bytes_each, strides = tensor.element_size(), tensor.stride()
     size = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
     memory = (ctypes.c_char * (size * bytes_each)).from_address(tensor.data_ptr())

@@ -38,17 +38,17 @@ from numba.core.types import containers
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = Path(__file__).parent / "compiled"
-"""A folder, named as its target, with the loops that come compiled; made by `deploy/compile.py --ship`."""
+"""Folder of the shipped loops, with a folder for each target; made by `deploy/compile.py --ship`."""
 TARGETS = {"x86_64": ("x86-64-v3", "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"), "aarch64": ("generic", "")}
-"""By machine: LLVM's name of the processor that loops come compiled for, and the instructions that it must have."""
-FILES_PER_LOOP = 64  # signatures times processors times states of the code that an edit goes to and fro between
-SUM_BYTES = 4  # of the checksum behind a compiled loop
+"""Machine → (LLVM's name of the processor that shipped loops are compiled for, instructions that it must have)."""
+FILES_PER_LOOP = 64  # signatures times processors times recent versions of the code
+SUM_BYTES = 4  # of the checksum after a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
-"""Rooms that hold nothing a loop could be compiled of."""
+"""Packages without code that a loop could use."""
 LIBRARIES = {"site-packages", "dist-packages"}
 """Folders of libraries, of this environment or of one that it sees."""
 FUNCTION = re.compile(r"^(?:@|def |class |async )[^\n]*\n(?:(?:[ \t)][^\n]*)?\n)*", re.MULTILINE)
-"""A function or class, whose imports come later than the file's, if at all."""
+"""Pattern of a function or class, whose imports do not run with the file's."""
 IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|[^\n#]+)|import ([^\n#]+))", re.MULTILINE)
 Compiler = Callable[[Callable[..., Any]], Any]
 
@@ -56,8 +56,8 @@ Compiler = Callable[[Callable[..., Any]], Any]
 def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compiler:
     """Return `numba.njit(**options)`; with `cache` the compiled loop is kept on disk until a file that it depends on changes.
 
-    `borrows`: the loop makes no array and returns none, so that references need not be counted; numba refuses one that does.
-    Where a tuple of ten arrays is handed on, a call takes some 10 ns in place of 150.
+    `borrows`: the loop creates and returns no array, so that references need not be counted; numba refuses a loop that does. A call that
+    passes a tuple of ten arrays then takes some 10 ns in place of 150.
     """
     if borrows:
         options["_nrt"] = False
@@ -98,7 +98,7 @@ class LoopCache:
     def _load(self, path: Path, context: Any) -> Any:
         try:
             with path.open("rb") as file:
-                # Whoever can write a loop that came compiled can write the code beside it, too.
+                # Whoever can write a shipped loop can write the code beside it, too.
                 if path.parent != self._shipped and not _own(os.fstat(file.fileno())):
                     return None
                 packed = file.read()
@@ -158,12 +158,12 @@ def source_digest(module: str) -> str:
         if name not in digests:
             digests[name], imported = _read(name)
             todo += imported
-    return _sha(repr(sorted(filter(None, digests.values()))))  # a library's count as nothing, however many of them are loaded
+    return _sha(repr(sorted(filter(None, digests.values()))))  # libraries have no digest
 
 
 @cache
 def _read(module: str) -> tuple[str, list[str]]:
-    """Return the digest of a module's source, and the modules that it imports at its top level; nothing for a library's."""
+    """Return the digest of a module's source, and the modules that it imports at its top level; nothing for a library."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not file.endswith(".py") or module.startswith(APART):
         return "", []
@@ -191,10 +191,8 @@ def _tuples(kind: Any) -> list[Any]:
 
 @cache
 def folder(root: Path) -> Path:
-    """Return the folder of compiled loops: NUMBA_CACHE_DIR, the checkout, or if that is read-only, the user's cache.
-
-    They are pickles of machine code: outside the checkout a folder that is not this user's is passed over. OSError: no folder is left.
-    """
+    """Return the folder of compiled loops: NUMBA_CACHE_DIR, the checkout, or if that is read-only, the user's cache. The loops are pickles
+    of machine code: outside the checkout, another user's folder is skipped. Raise OSError if no folder is left."""
     if path := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(path)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "puna"

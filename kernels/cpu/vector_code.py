@@ -19,10 +19,8 @@ VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
 
 def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that turns a function that writes LLVM code into an operation of numba's loops, with these types.
-
-    The function gets a builder and LLVM values, and returns a value, or None if the result is void.
-    """
+    """Return a decorator that turns a function that writes LLVM code into an operation of numba's loops, with these types. The function
+    gets a builder and LLVM values, and returns a value, or None if the result is void."""
 
     def make(write: Callable[..., Any]) -> Any:
         def typed(*_: Any) -> Any:
@@ -94,8 +92,7 @@ def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VE
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
     """Return the sum of each vector's lanes, as the lanes of one vector. Halves are added until each has one lane left. `add`: the
-    builder's addition; set it for integers.
-    """
+    builder's addition; set it for integers."""
     add = add or builder.fadd
     width = LANES
     while width > 1:
@@ -138,10 +135,8 @@ class Sums:
 def row_products(
     builder: Any, left: list[Any], right: list[Any], depth: Any, kind: ir.VectorType, zero: Any, product: Callable[[Any, Any, Any], Any]
 ) -> list[list[Any]]:
-    """Return vectors [left, right] whose lanes add up to the products of the rows at these addresses, `depth` numbers each.
-
-    A product is one chain of sums in the order of the numbers, in any tile: so it has the same bits whatever is computed with it.
-    """
+    """Return vectors [left, right] whose lanes add up to the products of the rows at these addresses, `depth` numbers each. A product is
+    one chain of sums in the order of the numbers, so its bits do not depend on the tile."""
     sums = Sums(builder, len(left), len(right), zero)
     size = kind.count * (1 if kind.element == BYTE else 4)
 

@@ -1,6 +1,6 @@
 """Products of rows in numba's loops, whose sums stay in registers: of rows with rows, and attention's, of rows with pages.
 
-Each result is one chain of fused products in a fixed order, so it has the same bits whatever is computed with it. Places are given by
+Each result is one chain of fused products in a fixed order, so its bits do not depend on the other rows. Places are given by
 address and stride in bytes.
 """
 
@@ -13,10 +13,10 @@ from numba.core import cgutils, types
 
 from puna.kernels.cpu import vector_code as llvm
 
-# Rows and columns of a product that are computed together: as many sums as registers hold beside what they are made of.
+# Rows and columns of a product that are computed together: as many sums as registers hold beside their factors.
 TILE = (4, 4) if binding.get_host_cpu_features().get("avx512f") else (2, 2)
 LINE = 4 * llvm.LANES  # bytes of a vector
-AHEAD = 4  # pages of attention between the one that is multiplied and the one that is asked for
+AHEAD = 4  # pages by which attention prefetches
 
 
 def _dots(rows: int, columns: int) -> Any:
@@ -39,7 +39,7 @@ dots_tile, dots_row, dots_column, dots_one = _dots(*TILE), _dots(1, TILE[1]), _d
 
 
 def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
-    """Write tile(m, r) for rows m .. m + r - 1: `rows`, a power of two, as often as it fits, then what is left by smaller powers."""
+    """Write tile(m, r) for rows m .. m + r - 1: tiles of `rows`, a power of two, then smaller powers of two for the rest."""
     with cgutils.for_range(builder, builder.sdiv(count, llvm.INT(rows))) as loop:
         tile(builder.mul(loop.index, llvm.INT(rows)), rows)
     while rows > 1:
@@ -127,7 +127,7 @@ def _page_sums(width: int, rows: int) -> Any:
     return values
 
 
-# Rows and vectors of a tile of attention: of many rows, and of few, whose sums alone would wait for each other.
+# Rows and vectors of an attention tile: for many rows, and for few, which need more vectors so that sums do not wait for each other.
 TALL, TALL_WIDTH, FEW_WIDTH = (8, 2, 4) if TILE[0] > 2 else (4, 1, 2)
 scores_tall, scores_few, scores_one = _page_scores(TALL_WIDTH, TALL), _page_scores(FEW_WIDTH, TALL // 2), _page_scores(1, TALL)
 values_tall, values_few, values_one = _page_sums(TALL_WIDTH, TALL), _page_sums(FEW_WIDTH, TALL // 2), _page_sums(1, TALL)

@@ -59,8 +59,7 @@ def prefetch(builder: Any, address: Any) -> None:
     llvm.prefetch(builder, address, 2)
 
 
-CACHE_LINE = 64
-"""Bytes."""
+CACHE_LINE = 64  # bytes
 
 
 @strict_jit
@@ -78,10 +77,8 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 @operation(vector, address, types.intp)
 def load_first(builder: Any, address: Any, count: Any) -> Any:
-    """Load the first `count` numbers at an address, at most 16; the other lanes are zeros and are not read.
-
-    Whole vectors come without a mask, which would cost a loop over rows some hundredths of its time.
-    """
+    """Load the first `count` numbers at an address, at most 16; the other lanes are zeros and are not read. Whole vectors come without a
+    mask, which would cost a loop over rows some hundredths of its time."""
     with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
         with all_:
             whole, from_all = llvm.load(builder, address), builder.block

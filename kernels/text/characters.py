@@ -15,8 +15,8 @@ from puna.kernels.cpu.numba_cache import njit
 SPACE = 1  # str.isspace
 ALPHABETIC = 2  # str.isalpha
 DECIMAL = 4  # str.isdecimal
-WORD = 8  # letters, marks and numbers: what a word is made of
-SYMBOL = 16  # categories P, S and Cc: what a word is not counted for
+WORD = 8  # letters, marks and numbers, of which words are made
+SYMBOL = 16  # categories P, S and Cc: they alone make no word that is counted
 TERMINAL = 32  # ends a sentence (Unicode property Sentence_Terminal)
 BREAK = 64  # ends a line for str.splitlines
 SINGLE = 128  # of a script written without spaces
@@ -25,7 +25,7 @@ PUNCTUATION = 512  # category P
 ALPHANUMERIC = 1024  # str.isalnum
 CASED = 2048  # `Tables.lower` is another character
 JOINER = 4096  # inside a word a part of it, else nothing: joiners, soft hyphens, directions
-SEPARATOR = 8192  # parts words without being one: the zero width space, the Tibetan mark between syllables
+SEPARATOR = 8192  # between words, though no space: the zero width space, the Tibetan mark between syllables
 
 POINTS = 0x110000
 ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
@@ -54,12 +54,12 @@ def tables() -> Tables:
     """Return the two tables, made once per process (about a tenth of a second)."""
     import regex
 
-    # What has properties; all else is unassigned or for private use: no `str.is…` is true of it.
+    # All other code points are unassigned or for private use: no `str.is…` is true of them.
     points = np.concatenate([np.arange(low, high) for low, high in ASSIGNED])
     every = "".join(map(chr, points.tolist()))
     category = np.frombuffer("".join(map(unicodedata.category, every)).encode(), "S2")
     flags = np.zeros(POINTS, np.uint16)
-    # Most are letters without case (Lo), for which these follow, or unassigned (Cn), for which none does.
+    # Most are letters without case (Lo), whose flags follow from the category, or unassigned (Cn), without flags.
     flags[points[category == b"Lo"]] = ALPHABETIC | ALPHANUMERIC | WORD
     rest = (category != b"Lo") & (category != b"Cn")
     points, category = points[rest], category[rest]
@@ -104,7 +104,7 @@ def code_points(text: str) -> NDArray[np.uint32]:
 
 
 def letters_and_capitals(text: str) -> tuple[int, int]:
-    """Return the number of the text's letters, marks of numbers such as ² included, and of capitals among these."""
+    """Return the number of the text's letters (with marks of numbers such as ²), and of its capitals."""
     letters, capitals = _letters_and_capitals(code_points(text), tables().flags)
     return int(letters), int(capitals)
 
@@ -166,7 +166,7 @@ def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
 
 @njit(cache=True, nogil=True, inline="always")
 def code_point(data: Any, i: Any) -> Any:
-    """Return the code point that begins at `i` with a byte that is not ASCII, and how many bytes it has."""
+    """Return the code point that begins at `i` with a byte that is not ASCII, and its number of bytes."""
     one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
     b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
     if b < np.uint64(0xE0):
@@ -180,7 +180,7 @@ def code_point(data: Any, i: Any) -> Any:
 
 @njit(cache=True, borrows=True)
 def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uint32]) -> int:
-    """Write the code points of the valid UTF-8 in data[first:last] to `codes`; return how many."""
+    """Write the code points of the valid UTF-8 in data[first:last] to `codes`; return their number."""
     at, stop, size = np.uint64(first), np.uint64(last), 0
     while at < stop:
         code, length = np.uint64(data[at]), np.uint64(1)
@@ -193,7 +193,7 @@ def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uin
 
 @njit(cache=True, borrows=True)
 def longest(offsets: NDArray[np.int64]) -> int:
-    """Return the bytes of the longest of the texts whose beginnings, and the end of the last, are given; 0 of none."""
+    """Return the length of the longest text, from all texts' offsets [n + 1]; 0 without texts."""
     result = 0
     for n in range(len(offsets) - 1):
         result = max(result, offsets[n + 1] - offsets[n])

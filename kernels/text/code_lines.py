@@ -1,9 +1,9 @@
-"""Telling lines of code from lines of prose, in manuals and other pages that mix them.
+"""Separation of lines of code from lines of prose, in manuals and other pages that mix them.
 
-This is one of two notions of a line of code. Here a line is judged alone and in doubt taken for code: a prompt, a call, a
-keyword, the name of a parameter will do, because its readers protect it: `line_dedup` keeps repeated lines of code, `language`
-takes its share of prose from the other lines. `technical` counts code as evidence about a page instead: there a line needs many marks, in
-any programming language. So menus, headings, prices and lists of names do not count as code.
+This is one of two definitions of a line of code. Here a line is judged alone, and a doubtful line is code: a prompt, a call, a keyword or a
+parameter's name is enough, because code is protected: `line_dedup` keeps repeated lines of code, `language` takes its share of prose from
+the other lines. `technical` counts code as evidence about a page instead: there a line needs many marks, in any programming language. So
+menus, headings, prices and lists of names do not count as code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 
-# Of statements: before a blank, before what ends in a colon or a brace, alone in a line; of queries: before a blank.
+# Keywords before a blank; before a line that ends in a colon or a brace; alone in a line; of SQL, before a blank.
 STATEMENTS = (
     "def", "class", "import", "return", "raise", "yield", "elif", "assert", "await", "async", "lambda", "public", "private", "static",
     "void", "const", "var", "let", "fn", "func", "struct", "enum", "#include",
@@ -40,9 +40,9 @@ CODE_MARKS = 0.15
 STATEMENT_WORDS = 3
 STARTS = frozenset(">.$%#@/<")
 WORDS = tuple(sorted({*STATEMENTS, "from", *BLOCKS, *WHOLE, *QUERIES}))
-# A row a word: its length, and its bytes.
+# One word per row: its length, then its bytes.
 FIRST_WORDS = np.array([[len(word), *word.encode().ljust(max(map(len, WORDS)), b"\0")] for word in WORDS], np.uint8)
-BEGINS, BEGINS_WORD, IN_WORD = 1, 2, 4  # a byte begins code; a word of it; is in a word
+BEGINS, BEGINS_WORD, IN_WORD = 1, 2, 4  # a byte begins code; begins a word of code; is in a word
 IN_CODE = np.zeros(256, np.uint8)
 IN_CODE[[ord(sign) for sign in STARTS]] |= BEGINS
 IN_CODE[FIRST_WORDS[:, 1]] |= BEGINS_WORD
@@ -55,10 +55,10 @@ def looks_like_code(line: str) -> bool:
         return False
     if CODE_START.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):
         return True
-    # A plain search spares most lines a pattern.
+    # A plain search avoids the patterns for most lines.
     if ("=" in line and CODE_ASSIGNMENT.match(line)) or (")" in line and (CODE_CALL.match(line) or CODE_PARAMETER.match(line))):
         return True
-    if line[-1] == ";" and line.count(" ") < STATEMENT_WORDS:  # the items of a list in prose end so too
+    if line[-1] == ";" and line.count(" ") < STATEMENT_WORDS:  # items of lists in prose also end in a semicolon
         return True
     encoded = line.encode("utf-8", "surrogatepass")
     return len(encoded) - len(encoded.translate(None, CODE_SIGNS)) > max(2, CODE_MARKS * len(line))
@@ -66,10 +66,8 @@ def looks_like_code(line: str) -> bool:
 
 @njit(cache=True, borrows=True)
 def may_be_code(data: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """True if `looks_like_code` may say so of the line data[start:stop] for another reason than its signs; False of most prose.
-
-    The caller has seen that it has letters or digits, no `=`, and does not end in an open or curly bracket or a backslash.
-    """
+    """True if `looks_like_code` may say so of the line data[start:stop] for another reason than its signs; False of most prose. The caller
+    has checked that it has letters or digits, no `=`, and does not end in an open or curly bracket or a backslash."""
     if IN_CODE[data[start]] & BEGINS:
         return True
     last, before = data[stop - 1], data[max(start, stop - 2)]

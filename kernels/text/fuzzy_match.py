@@ -1,4 +1,4 @@
-"""Prompts that a document holds with changes: sampled n-grams find the place, its neighbourhood is compared in full.
+"""Search for prompts that a document holds with changes: sampled n-grams find the place, and its neighbourhood is compared in full.
 
 Every `step`-th n-gram of a document is looked up among those of all prompts. From a hit the matching passage grows to both sides while at
 most `misses` n-grams in a row are foreign to the prompt. The share of the prompt that it covers is weighed by rarity: n-grams that many
@@ -50,7 +50,7 @@ def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int
 
 @dataclass(frozen=True)
 class FuzzyMatch:
-    """The prompt of which a document's passage covers most: its weighted share, and the passage."""
+    """The prompt that a passage of a document covers best: its weighted share, and the passage."""
 
     prompt: int
     share: float
@@ -58,7 +58,7 @@ class FuzzyMatch:
 
 
 def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
-    """Return the prompt that one passage of the document covers best, or None; of equals the first."""
+    """Return the prompt that one passage of the document covers best, or None; the first of equals."""
     grams = gram_hashes(text.words, index.n)
     sampled = places_held(np.ascontiguousarray(grams[:: index.step]), index.table)
     low = np.searchsorted(index.hashes, grams[sampled * index.step], side="left")

@@ -43,7 +43,7 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     value, leaving = np.uint64(0), np.uint64(1)
     for _ in range(n):
         leaving *= BASE
-    # Polynomial in the words: the next one is added to the last n, and the first of these is taken off.
+    # A rolling polynomial: the next word is added, and the first of the last n is subtracted.
     for k in range(len(words)):
         mixed[k] = mix(words[k])
         value = value * BASE + mixed[k]

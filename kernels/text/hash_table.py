@@ -1,6 +1,5 @@
-"""An open-addressing table over 64-bit hashes, for compiled code. Two texts with one hash are taken as equal:
-with 64 bits a document of a million n-grams meets a false one with a chance of 3 in 10 million.
-"""
+"""An open-addressing table over 64-bit hashes, for compiled code. Two texts with one hash are taken as equal: a document of a million
+n-grams meets a false one with a chance of 3 in 10 million."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
 
 @njit(cache=True)
 def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
-    """Return an empty table for `entries` keys, in the beginning of `space` (at least `size_for(entries)` long)."""
+    """Return an empty table for `entries` keys, at the beginning of `space` (at least `size_for(entries)` long)."""
     keys = space[: size_for(entries)]
     keys[:] = 0
     return keys
@@ -54,7 +53,7 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def emptied(slots: NDArray[np.int32], entries: int) -> int:
-    """Clear the beginning of `slots` for a table of `entries` places; return how many bits of a hash it uses (`slot_of`)."""
+    """Clear the beginning of `slots` for a table of `entries` places; return the number of hash bits that it uses (`slot_of`)."""
     bits, size = 3, 8
     while size < 4 * entries:
         bits, size = bits + 1, 2 * size
@@ -64,10 +63,8 @@ def emptied(slots: NDArray[np.int32], entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Return the slot that holds the place of `key` in `keys`, counted from 1, or its free slot, in a table of 2^bits slots.
-
-    The table is at most a quarter full, so most lookups read one slot; a table of the keys themselves would be twice as large.
-    """
+    """Return the slot that holds the place of `key` in `keys`, counted from 1, or its free slot, in a table of 2^bits slots. The table is
+    at most a quarter full, so most lookups read one slot; a table of the keys themselves would be twice as large."""
     mask = (1 << bits) - 1
     at = np.int64((key * MIX) >> np.uint64(64 - bits))
     while slots[at] != 0 and keys[slots[at] - 1] != key:

@@ -31,7 +31,7 @@ def _rotate(x: Any, r: Any) -> Any:
     return (x << np.uint64(r)) | (x >> np.uint64(64 - r))
 
 
-# Positions are unsigned: numba wraps signed ones around at 0, which keeps the loads below from becoming one each.
+# Positions are unsigned: numba checks signed ones for negative values, which would keep the four loads below from becoming one.
 @njit(cache=True, nogil=True, inline="always")
 def _load32(data: Any, at: Any) -> Any:
     return (

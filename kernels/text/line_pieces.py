@@ -19,7 +19,7 @@ NEWLINES, LOWEST, HIGHEST = (np.uint64(byte * 0x0101010101010101) for byte in (N
 
 @njit(cache=True)
 def _white(data: U8, at: int, stop: int) -> int:
-    """Return bytes of the white space character (str.isspace) that begins at `at`, or 0."""
+    """Return the number of bytes of the white space character (str.isspace) that begins at `at`, or 0."""
     byte = data[at]
     if byte < 0x80:
         return 1 if byte == 0x20 or 0x09 <= byte <= 0x0D or 0x1C <= byte <= 0x1F else 0
@@ -79,7 +79,7 @@ def _line_end(data: U8, start: int, stop: int) -> int:
 
 @njit(cache=True)
 def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
-    """Return end of the piece that begins at `at`: where the next `newlines` newlines in a row begin."""
+    """Return the end of the piece that begins at `at`: the start of the next `newlines` newlines in a row."""
     at = _line_end(data, at, stop)
     while newlines == 2 and at < stop and (at + 1 == stop or data[at + 1] != NEWLINE):
         at = _line_end(data, at + 1, stop)
@@ -98,10 +98,8 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 @njit(cache=True)
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
-    """Return hashes of the pieces that are not blank of the documents that are `counted`, with document and place in it, in order.
-
-    Document d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2).
-    """
+    """Return the hashes of the non-blank pieces of the `counted` documents, with each piece's document and offset in it, in order. Document
+    d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2)."""
     room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
     hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
     results = 0
@@ -121,7 +119,6 @@ def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: i
 
 @njit(cache=True)
 def _newlines(data: U8, start: int, stop: int) -> int:
-    """Return the number of newlines from start to stop."""
     result = 0
     for byte in data[start:stop]:
         result += byte == NEWLINE
@@ -187,7 +184,7 @@ def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32],
 
 @njit(cache=True)
 def _blank_before(data: U8, at: int, first: int) -> bool:
-    """True if the line that ends before the newline at `at - 1` is blank, in a text that begins at `first`; True without one."""
+    """True if the line before the newline at `at - 1` is blank, or there is none, in a text that begins at `first`."""
     last = at - 1
     while last > first and data[last - 1] != NEWLINE:
         begin = last - 1
@@ -201,10 +198,8 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
 
 @njit(cache=True)
 def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
-    """Return the ends of lines to remove where each takes the blank lines after it along, int64 like `stops`.
-
-    They are removed if nothing, or a blank line, stays before the piece, so that runs of blank lines do not grow.
-    """
+    """Return the ends of lines to remove, extended over the blank lines after each, int64 like `stops`. Blank lines are removed if nothing
+    or a blank line stays before the line, so that runs of blank lines do not grow."""
     out = stops.copy()
     blank = True  # what stays before this line is nothing, or ends in a blank line
     for i in range(len(documents)):
@@ -226,11 +221,8 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
 
 @njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
-    """Return the texts without the given pieces: bytes, offsets, and a mask of documents that lost pieces and are now blank; these keep no
-    byte.
-
-    Pieces are in order. A removed piece takes one separator with it.
-    """
+    """Return the texts without the given pieces, which are in order: bytes, offsets, and a mask of documents that lost pieces and are now
+    blank, which keep no byte. A removed piece takes one separator with it."""
     out = np.empty(offsets[-1] - offsets[0], np.uint8)
     bounds = np.zeros(len(offsets), np.int64)
     empty = np.zeros(len(offsets) - 1, np.bool_)
@@ -266,7 +258,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
 
 @njit(cache=True)
 def gathered(data: U8, starts: I64, stops: I64) -> tuple[U8, I64]:
-    """Return the pieces starts[i] .. stops[i] one after another: their bytes, and where each begins and the last ends."""
+    """Return the pieces starts[i] .. stops[i] one after another: their bytes, and their offsets int64[n + 1]."""
     bounds = np.zeros(len(starts) + 1, np.int64)
     for i in range(len(starts)):
         bounds[i + 1] = bounds[i] + stops[i] - starts[i]

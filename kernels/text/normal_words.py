@@ -1,6 +1,6 @@
-"""Shingles: texts as normal words, and hashes of every run of so many words.
+"""Normal words of texts, and shingles: hashes of every run of a number of words.
 
-A normal form is a table: for each code point the bytes that stand for it, where a space parts words. On UTF-8 it costs a table look-up per
+A normal form is a table with the bytes that replace each code point; a space separates words. On UTF-8 it costs a table look-up per
 byte of ASCII and a copy per other character: some hundred MB/s per core.
 
 Shapes: D documents, W words, S shingles (of all documents one after another). `offsets_D1[d] : offsets_D1[d + 1]` are the
@@ -22,8 +22,8 @@ SPACE = np.uint8(32)
 
 
 class Table(NamedTuple):
-    """Forms of characters. `ascii` uint8[128]: one byte each, 32 for a break between words. For code point c, bounded by the last one of
-    the table, `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that stand for one byte."""
+    """Forms of characters. `ascii` uint8[128]: one byte each, 32 for a break between words. For code point c, at most the last one of the
+    table, `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that stand for one byte."""
 
     ascii: NDArray[np.uint8]
     where: I64
@@ -32,8 +32,7 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, forms: list[bytes]) -> Table:
-        """Return the table that gives code point c the bytes `forms[c]`, single bytes for ASCII; code points past the end separate
-        words."""
+        """Return the table that maps code point c to the bytes `forms[c]`, one byte for ASCII; code points past the end separate words."""
         if any(len(form) != 1 for form in forms[:128]):
             raise ValueError("an ASCII character is replaced by one byte")
         forms = [*forms, b" "]
@@ -60,10 +59,7 @@ class Words(NamedTuple):
 
 
 def normal_words(data: NDArray[np.uint8], offsets_D1: NDArray[Any], table: Table) -> Words:
-    """Return the normal words of documents given as UTF-8 bytes one after another.
-
-    `data[offsets_D1[d] : offsets_D1[d + 1]]` is document d; the offsets need not begin at 0.
-    """
+    """Return the normal words of documents; document d is data[offsets_D1[d] : offsets_D1[d + 1]], UTF-8; offsets may begin after 0."""
     offsets_D1 = np.ascontiguousarray(offsets_D1, dtype=np.int64)
     return Words(*_normal_words(np.ascontiguousarray(data), offsets_D1, *table))
 
@@ -120,10 +116,8 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
 
 
 def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
-    """Return XXH64 of every run of `width` words (separated by single spaces) of each document; hashes_S and their offsets_D1.
-
-    A document of fewer words has one shingle, all of it; one without words has none.
-    """
+    """Return XXH64 of every run of `width` words (separated by single spaces) of each document; hashes_S and their offsets_D1. A document
+    of fewer words has one shingle, all of it; one without words has none."""
     return _shingle_hashes(words.data, words.offsets_D1, words.begins, words.words_D1, width)  # type: ignore[no-any-return]
 
 

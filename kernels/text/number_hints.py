@@ -1,5 +1,4 @@
-"""Hints at personal data in texts and the places of their long numbers, from one pass over their bytes: searches without a hint are
-skipped."""
+"""Hints at personal data in texts, from one pass over their bytes: a search without its hint is skipped."""
 
 from __future__ import annotations
 
@@ -26,28 +25,28 @@ class Hint(IntFlag):
     AT = 1  # an @ in a word, a dot later in that word
     HIDDEN_AT = 2  # [at], (at), {at}
     STREET = 4  # a number beside a word of addresses
-    NUMBERS = 8  # seven characters of digits and what stands between groups of them
+    NUMBERS = 8  # seven characters that are digits or stand between groups of digits
     IBAN = 16  # two letters of a country and two digits at the beginning of a word
     IPV4 = 32  # four groups of digits with a dot between
-    IPV6 = 64  # a 2 or 3 and three hexadecimal digits, then one to four, a colon behind both
+    IPV6 = 64  # a 2 or 3 and three hexadecimal digits, then one to four, a colon after both
     TEN = 128  # ten digits in such numbers
-    TWELVE = 256  # twelve, parted by nothing or single spaces or dashes
+    TWELVE = 256  # twelve, with nothing or single spaces or dashes between
     SSN = 512  # groups of three, two and four digits, dashes between
-    ABROAD = 1024  # a plus before a digit, or two zeros, and what is no zero
+    ABROAD = 1024  # a plus before a digit, or two zeros and another digit
     PHONE = 2048  # seven digits in a stretch of characters of phone numbers
 
 
 AT, HIDDEN_AT, STREET, NUMBERS, IBAN, IPV4, IPV6, TEN, TWELVE, SSN, ABROAD, PHONE = (int(hint) for hint in Hint)
-# Digits that are not of ASCII are rare: any numbers may be of them.
+# Digits beyond ASCII are rare: any number may consist of them.
 OTHER_DIGITS = STREET | NUMBERS | IPV4 | TEN | TWELVE | SSN | ABROAD | PHONE
 IS_DIGIT, IS_BETWEEN, IS_IN_PHONES, IS_SIGN, IS_WIDE, IS_WORD, IS_HEX = 1, 2, 4, 8, 16, 32, 64
-"""Of a byte: a digit; between groups of digits; in phone numbers; looked for itself; the first of a character that may be a digit; in
-a word (of ASCII, or of a character that is not); a hexadecimal digit."""
-FIRST_WIDE = 0xD9  # of UTF-8: no character before U+0640 is a digit, but those of ASCII
+"""Roles of a byte: a digit; between groups of digits; in phone numbers; a sign that is examined; the first byte of a character that may be
+a digit; in a word (of ASCII, or beyond ASCII); a hexadecimal digit."""
+FIRST_WIDE = 0xD9  # in UTF-8: beyond ASCII, no character before U+0640 is a digit
 CODES_OF_DIGITS = 0x20000
 LONG = 6  # characters between the first and the last digit of NUMBERS
 BETWEEN_PHONES = " .()/-"
-IN_PHONES = "+ext"  # what a phone number may have besides digits and what stands between them: a plus, the words of its extension
+IN_PHONES = "+ext"  # further characters of phone numbers: a plus, the letters of an extension
 PHONE_DIGITS = 7  # of a phone number, at least
 IN_PHONE, OF_PHONE = 1, 2  # a character of phone numbers; a digit of them
 # ISO 13616
@@ -109,7 +108,7 @@ def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[n
 
 @functools.cache
 def _digits() -> NDArray[np.bool_]:
-    """Return a mask of the code points that are decimal digits; none beyond the mask is one."""
+    """Return a mask of the code points that are decimal digits; no code point beyond the mask is one."""
     every = np.arange(CODES_OF_DIGITS, dtype=np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
     result = np.zeros(CODES_OF_DIGITS, np.bool_)
     result[[match.start() for match in re.finditer(r"\d", every)]] = True
@@ -118,7 +117,6 @@ def _digits() -> NDArray[np.bool_]:
 
 @functools.cache
 def _roles() -> U8:
-    """Return the roles that each byte may have."""
     result = np.zeros(256, np.uint8)
     for role, characters in (
         (IS_DIGIT, digits), (IS_BETWEEN, BETWEEN_PHONES), (IS_IN_PHONES, BETWEEN_PHONES + IN_PHONES), (IS_SIGN, "@:])}"),
@@ -135,8 +133,8 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
     code: Any
     for d in range(len(out)):
         first, last = offsets[d], offsets[d + 1]
-        # Of the numbers so far: where the last ended, and of those that run on to it the first digit, how many there are, how many
-        # of a card, of a phone, and how many groups with dots between.
+        # The end of the last number; of the numbers joined to it: the first digit, the digits, the digits of a possible card, of a possible
+        # phone number, and the groups with dots between.
         ended, begun, count, of_card, of_phone, groups = first - 1, first, 0, 0, 0, 0
         results, at = 0, first
         while at < last:
@@ -172,7 +170,6 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
 
 @njit(cache=True, borrows=True)
 def _all(data: U8, start: int, stop: int, roles: U8, role: int) -> bool:
-    """True if all bytes of data[start:stop] have a role."""
     at = start
     while at < stop and roles[data[at]] & role:
         at += 1
@@ -199,7 +196,6 @@ def _of_number(data: U8, first: int, start: int, stop: int, roles: U8) -> int:
 
 @njit(cache=True, borrows=True)
 def _of_sign(data: U8, first: int, at: int, last: int, roles: U8) -> int:
-    """Return the hints that the sign at `at` gives."""
     if data[at] == ord("@"):
         before = data[at - 1] if at > first else np.uint8(ord(" "))
         if not (roles[before] & IS_WORD or before == ord(".") or before == ord("%") or before == ord("+") or before == ord("-")):

@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 EVERY = (1 << len(Hint)) - 1
-"""All hints: of a text that was not looked at."""
+"""All hints, for a text whose hints are unknown."""
 
 
 # --- e-mail ----------------------------------------------------------------------------------------------
@@ -40,13 +40,13 @@ EMAIL = re.compile(
 HIDDEN_EMAIL = re.compile(
     r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
 )
-BEFORE, AFTER = 112, 448  # characters of an address before and behind its @, at most, and what is looked at around it
+BEFORE, AFTER = 112, 448  # most characters of an address before and after its @, with the context that is examined
 NOT_MAIL = frozenset(
     ("png", "jpg", "jpeg", "gif", "svg", "webp", "css", "js", "py", "html", "htm", "json", "xml", "map", "txt", "local", "localhost",
      "invalid", "test", "example")
 )  # fmt: skip
 NO_PERSON = frozenset(("git", "hg", "svn"))
-USER_OF_LINK = re.compile(r"://[^\s/?#]{0,77}\Z")  # who logs in there: what follows its @ is a host
+USER_OF_LINK = re.compile(r"://[^\s/?#]{0,77}\Z")  # a user name in a link: its @ is before a host
 EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
@@ -66,10 +66,8 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern.finditer` that hold a sign with at most `BEFORE` characters before and `AFTER` after it.
-
-    The search never passes a neighbouring sign, so many signs cost little.
-    """
+    """Yield the matches of `pattern.finditer` that hold a sign with at most `BEFORE` characters before and `AFTER` after it. The search
+    never passes a neighbouring sign, so many signs cost little."""
     stop, place = 0, text.find(sign)
     while place >= 0:
         after = text.find(sign, place + 1)
@@ -81,7 +79,7 @@ def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 
 # --- account and card numbers ----------------------------------------------------------------------------
 
-# A pattern that begins with what is rare, here a digit, is found several times as fast as one that begins with what stood before.
+# A pattern that begins with something rare, here a digit, is found several times as fast.
 IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(?= ?[A-Za-z0-9]{4})")
 
 
@@ -159,7 +157,7 @@ def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
 # --- IP addresses ----------------------------------------------------------------------------------------
 
 IPV4 = re.compile(r"(?<![\w.-])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w-]|\.\d)")
-# Only 2000::/3 is given out (RFC 4291).
+# Only 2000::/3 is allocated (RFC 4291).
 IPV6 = re.compile(
     r"(?<![\w:.])[23][0-9a-fA-F]{3}:(?:[0-9a-fA-F]{1,4}:){1,6}(?::[0-9a-fA-F]{0,4}|[0-9a-fA-F]{1,4})(?::[0-9a-fA-F]{1,4}){0,5}(?![\w:])"
 )
@@ -247,13 +245,13 @@ def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: st
 # --- postal addresses ------------------------------------------------------------------------------------
 
 
-# What every e-mail address and phone number has some of: an @, the sign of an international number, digits in groups, a word for it.
+# Every e-mail address and phone number has one of these: an @, the sign of an international number, digits in groups, a word for it.
 SAYS_CONTACT = re.compile(
     rf"@|[\[({{]at[\])}}]|\+[1-9]|00[1-9]|\d[-. ]\d{{4}}|\d\d[ .-]\d\d|\b(?:{WORDS}|cell|office)\b|[☎☏📞]", re.IGNORECASE
 )
 
 
-@lru_cache(maxsize=256)  # texts that say one thing again and again are hostile or forms
+@lru_cache(maxsize=256)  # repetitive texts are hostile, or forms
 def _has_contact(block: str) -> bool:
     """True if there is an e-mail address or a phone number in a short text."""
     seen = hints_of(block)
@@ -279,7 +277,7 @@ def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
 FINDERS: dict[str, Callable[..., Iterator[Span]]] = {
     "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "address": addresses, "phone": phones,
 }  # fmt: skip
-"""In order of certainty: where two overlap, the first one counts. Each is given a text and, where they are known, its hints."""
+"""In order of certainty: of overlapping spans the first one counts. Arguments: a text and, if they are known, its hints."""
 
 NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
 
@@ -288,7 +286,7 @@ NEEDED = {
     "email": int(Hint.AT | Hint.HIDDEN_AT), "iban": int(Hint.IBAN), "card": int(Hint.TWELVE), "ssn": int(Hint.SSN),
     "ip_address": int(Hint.IPV4 | Hint.IPV6), "address": int(Hint.STREET), "phone": int(Hint.PHONE),
 }  # fmt: skip
-"""A text without any of these has nothing of the kind."""
+"""Hints by entity: a text without any of these has no such data."""
 
 
 def needed(entities: Iterable[str]) -> int:

@@ -64,10 +64,10 @@ FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
         (ENGLISH, Words(*(f" {kind}" for kind in ENGLISH_KINDS))),
         (BOX, Words(*(f"{box} " for box in BOXES))),
         (ROMANCE, None),
-        (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # it would be tried at every number
+        (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # alone, it would be tried at every number
     )
 )
-"""Forms that are looked for, and words of which a text with one has some."""
+"""Forms of addresses, and words of which each text with such an address has one."""
 SPACE_DIGIT = re.compile(r" \d")
 
 STATE = r"(?:A[KLRZ]|C[AOT]|D[CE]|FL|GA|HI|I[ADLN]|K[SY]|LA|M[ADEINOST]|N[CDEHJMVY]|O[HKR]|PA|PR|RI|S[CD]|T[NX]|UT|V[AT]|W[AIVY])"
@@ -128,7 +128,7 @@ def _germanic(text: str) -> Iterator[tuple[int, int]]:
 
 def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[int, int], bool]) -> bool:
     """True if the street has a line to itself, or nearly, between blank lines with other contact data."""
-    # No further than what counts: a text may be one line, or have no blank one.
+    # Read no further than necessary: a text may be one line, or have no blank line.
     low, high = max(0, start - OWN_LINE - 1), stop + OWN_LINE + 1
     before, after = text[low:start].rpartition("\n")[2], text[stop:high].partition("\n")[0]
     if len(before) + len(after) > OWN_LINE:

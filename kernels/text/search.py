@@ -12,7 +12,7 @@ COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # in HTML and in text, the most fre
 
 
 class Words:
-    """Words searched for together. A word may occur where its two rarest bytes stand at their distance in the word."""
+    """Words that are searched together. A word is compared only where its two rarest bytes have their distance in the word."""
 
     def __init__(self, *words: str) -> None:
         encoded = [word.encode() for word in words]
@@ -53,7 +53,6 @@ def _any_in(text: NDArray[np.uint8], words: NDArray[np.uint8], lengths: NDArray[
 
 @njit(cache=True, borrows=True)
 def _stands(text: NDArray[np.uint8], at: int, word: NDArray[np.uint8], length: int) -> bool:
-    """True if the word stands there."""
     same = 0
     while same < length and at + same < len(text) and text[at + same] == word[same]:
         same += 1

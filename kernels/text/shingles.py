@@ -55,10 +55,7 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
 @njit(cache=True, nogil=True)
 def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
     """Return the fields of `Words` with scripts without spaces split into words. `long`: a mask of documents with characters of three bytes
-    or more; `room`: how many such characters.
-
-    Text beyond a space never decides a boundary, so only words with such letters are split.
-    """
+    or more; `room`: their number. Text beyond a space never decides a boundary, so only words with such letters are split."""
     documents, most = len(offsets_D1) - 1, longest(offsets_D1)
     out = np.empty(len(data) + 2 * room, np.uint8)
     out_begins = np.empty(len(begins) + 2 * room, np.int32)
@@ -129,7 +126,7 @@ def _form(c: str) -> bytes:
 
 
 def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
-    """Return the words of texts that are normal already, given as bytes one after another: what lies between single spaces."""
+    """Return the words of texts that are already normal: concatenated bytes, whose words are separated by single spaces."""
     begin = np.zeros(len(data) + 1, bool)
     begin[np.flatnonzero(data == SPACE) + 1] = True
     begin[offsets[:-1][np.diff(offsets) > 0]] = True

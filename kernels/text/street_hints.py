@@ -1,4 +1,4 @@
-"""Hints from neighbouring words alone that a number may be that of a street or a box of `postal`."""
+"""Hints, from neighbouring words alone, that a number may belong to a street or a box of `postal`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from puna.kernels.text.postal import BOXES, ENGLISH_KINDS, FRENCH_KINDS, GERMANI
 
 U8 = NDArray[np.uint8]
 BACK, AHEAD = 12, 7
-"""Words of an address before its number and behind it, at most: `Calle de la … de … 5`, `5 A N. … … … … Street`."""
-LONGEST = 160  # bytes of a name and what it is attached to
+"""Most words of an address before and after its number: `Calle de la … de … 5`, `5 A N. … … … … Street`."""
+LONGEST = 160  # most bytes of a name with what is attached to it
 SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the latter of º and ° in UTF-8
 
 
@@ -32,10 +32,8 @@ ENGLISH, FRENCH, SMALL = _table(*ENGLISH_KINDS), _table(*FRENCH_KINDS), _table("
 
 @njit(cache=True, borrows=True)
 def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> bool:
-    """True if words that addresses have stand before the number data[start:stop] of the text data[first:last], or behind it.
-
-    True of every number in an address; false of most others.
-    """
+    """True if words of addresses stand before or after the number data[start:stop] of the text data[first:last]: true of every number in an
+    address, false of most others."""
     return bool(_before(data, first, start) or _behind(data, stop, last))
 
 

@@ -12,7 +12,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the UTF-8 bytes of strings, and where each begins and the last ends, without copying if Arrow allows."""
+    """Return the UTF-8 bytes of strings, and their offsets int64[n + 1], without copying if Arrow allows."""
     array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if isinstance(array, pa.ChunkedArray):  # no chunk at all
         array = pa.array([], pa.large_string())
@@ -30,5 +30,5 @@ def readonly(values: NDArray[T]) -> NDArray[T]:
 
 
 def strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:
-    """Return the strings whose UTF-8 bytes lie one after another in `data`; `bounds`: where each begins and the last ends."""
+    """Return the strings whose UTF-8 bytes lie one after another in `data`; `bounds`: their offsets int64[n + 1]."""
     return pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(data)).cast(pa.string())

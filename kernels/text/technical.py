@@ -1,7 +1,6 @@
 """Shares of code and of reasoning in a text, measured on the text alone.
 
-Its lines of code are the certain ones; `puna.kernels.text.code_lines` says why there is another notion, which in doubt takes
-a line for code.
+Only certain lines of code count here; `puna.kernels.text.code_lines` explains the other definition, by which a doubtful line is code.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SMALL = 128
 
 
 class Technical(NamedTuple):
-    """`code_lines` of `lines` read as code; `formulas`: marks of formulas; `reasoning_words`: different words of deduction."""
+    """`code_lines` of the `lines` are code; `formulas`: marks of formulas; `reasoning_words`: different words of deduction."""
 
     lines: int
     code_lines: int
@@ -44,7 +43,7 @@ class Technical(NamedTuple):
 IS_MARK, IS_END, IS_LETTER, IS_SPACE, IS_DIGIT = 1, 2, 4, 8, 16
 SETS = ((IS_MARK, MARKS), (IS_END, ENDS), (IS_LETTER, ascii_letters), (IS_SPACE, whitespace), (IS_DIGIT, digits))
 IS = np.array([sum(bit for bit, characters in SETS if chr(code) in characters) for code in range(SMALL)] + [0], np.uint8)
-"""The bits above of each ASCII character, and of all others."""
+"""The bits above of each ASCII character; the last entry has those of all others."""
 FORMULA_CODES = np.array(sorted(map(ord, FORMULA)), np.uint32)
 FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 
@@ -57,7 +56,7 @@ def reasoning_words() -> Listed:
 
 
 def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
-    """Return code and reasoning in the first so many characters of each text."""
+    """Return code and reasoning in the first `characters` characters of each text."""
     words = reasoning_words()
     kinds = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
     return [Technical(*row) for row in np.hstack([_counted(*buffers(texts), characters), kinds]).tolist()]
@@ -93,7 +92,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
                     code += 1
             visible = marks = digits = letters = last = opened = closed = item = 0
             continue
-        # Without a branch: most characters are letters, and every word ends in another.
+        # No branch on the kind, which would be mispredicted at the end of each word.
         kind = IS[min(codes[at], np.uint32(SMALL))]
         item |= visible == 0 and codes[at] == BULLET
         opened += codes[at] == OPEN
@@ -108,7 +107,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
-    """Return commands of TeX (a backslash and a letter) and characters that only formulas have."""
+    """Return the number of TeX commands (a backslash and a letter) and of characters that only formulas have."""
     result = 0
     for at in range(len(codes)):
         code = codes[at]

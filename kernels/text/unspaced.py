@@ -66,14 +66,14 @@ def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out:
         for place in range(FEATURES[number, 0], FEATURES[number, 0] + FEATURES[number, 1]):
             value = (value + around[place]) * MULTIPLIER
             value ^= value >> np.uint64(29)
-        # The first bin is the constant's.
+        # The first bin is the bias.
         out[number] = 1 + np.int64((value * FINISH) >> np.uint64(64 - BITS)) % ((1 << BITS) - 1)
 
 
 @njit(cache=True)
 def begins_word(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], at: int, room: NDArray[np.int64]) -> bool:
-    """True if a word begins with the letter `at`, which follows one of a script without spaces, too. `breaks`: `weights`, or none: then
-    each letter is a word; `room`: int64[ROOM]."""
+    """True if a word begins with the letter `at`; it and the letter before are of scripts without spaces. `breaks`: `weights`; if empty,
+    each letter is a word. `room`: int64[ROOM]."""
     if not len(breaks):
         return True
     features(codes, flags, at, room)

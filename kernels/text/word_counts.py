@@ -27,7 +27,7 @@ class Listed(NamedTuple):
 
 
 def listed(folded: NDArray[np.uint64]) -> Listed:
-    """Return the list of the words with these different hashes, see `words.Words.folded`."""
+    """Return the list of the words with these distinct hashes, see `words.Words.folded`."""
     keys = table_of(folded.tolist())
     numbers = np.zeros(len(keys), np.int32)
     for number, value in enumerate(folded):
@@ -38,7 +38,7 @@ def listed(folded: NDArray[np.uint64]) -> Listed:
 def kinds_held(
     texts: pa.Array | pa.ChunkedArray, characters: int, words: Listed, kinds: NDArray[np.int64], count: int
 ) -> NDArray[np.int64]:
-    """Return the number of different words of each kind in the first characters of each text, in any case, int64[texts, count]."""
+    """Return the number of different words of each kind in each text's first `characters` characters, in any case, int64[texts, count]."""
     data, offsets = buffers(texts)
     result: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
     return result

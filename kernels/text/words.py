@@ -68,7 +68,7 @@ class Words(NamedTuple):
 
 @njit(cache=True)
 def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return polynomial hash of every beginning, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
+    """Return the polynomial hash of every prefix, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
     out = np.empty(len(codes) + 1, np.uint64)
     value = np.uint64(0)
     for at in range(len(codes)):
@@ -121,7 +121,7 @@ def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: 
 
 @njit(cache=True, borrows=True)
 def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, stop: int) -> int:
-    """Return end of the word of letters and digits that begins at `start`."""
+    """Return the end of the word of letters and digits that begins at `start`."""
     at = start + 1
     while at < stop:
         here = flags[codes[at]]
@@ -149,7 +149,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 def split_ranges(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]
 ) -> int:
-    """Fill the ranges of all words; return how many. `breaks`: `unspaced.weights`."""
+    """Fill the ranges of all words; return their number. `breaks`: `unspaced.weights`."""
     count, at, stop = 0, 0, len(codes)
     room = np.empty(ROOM, np.int64)
     while at < stop:
@@ -214,10 +214,7 @@ def describe(
     start_of: NDArray[np.int32], stop_of: NDArray[np.int32], out_hash: NDArray[np.uint64], out_power: NDArray[np.uint64],
     out_folded: NDArray[np.uint64], out_flags: NDArray[np.uint8],
 ) -> None:  # fmt: skip
-    """Fill `hash`, `power`, `folded` and `flags` of the words (see `Words`) whose ranges are given.
-
-    `hashes`, `power`: as `prefix_hashes` and `powers` give them.
-    """
+    """Fill `hash`, `power`, `folded` and `flags` (see `Words`) of words from their ranges, `prefix_hashes` and `powers`."""
     for word in range(len(start_of)):
         first, last = start_of[word], stop_of[word]
         every, some = 0xFFFF, 0
@@ -238,7 +235,7 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
     flags, lower = tables()
     start, stop = np.empty(len(codes), np.int32), np.empty(len(codes), np.int32)
     count = split_ranges(codes, flags, weights(), start, stop)
-    # Copies, so that the long buffers can go.
+    # Copies, so that the long buffers are freed.
     words = Words(
         start[:count].copy(), stop[:count].copy(), np.empty(count, np.uint64), np.empty(count, np.uint64), np.empty(count, np.uint64),
         np.empty(count, np.uint8),
@@ -270,7 +267,7 @@ def _spaced(
     longest = size = 0
     for n in range(texts):
         here = offsets[n + 1] - offsets[n]
-        # A lower case has at most half as many bytes more (U+023A, two for three).
+        # Lower case has at most half as many bytes more (U+023A: three instead of two).
         longest, size = max(longest, min(here, characters)), size + min(4 * characters, here + here // 2) + min(here, characters)
     codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
     out, bounds, alone = np.empty(size, np.uint8), np.zeros(texts + 1, np.int64), np.empty(texts, np.bool_)

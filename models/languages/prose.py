@@ -1,4 +1,4 @@
-"""The prose of texts, for classifiers of languages: lines of letters and spaces, from one pass over a part's bytes."""
+"""Extraction of prose lines (mostly letters and spaces) for the language classifiers, in one pass over a batch's bytes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from puna.kernels.text.code_lines import CODE_MARKS, CODE_SIGNS, looks_like_code
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 PROSE = 0.75
-LEAST = 4  # characters of a line
+LEAST = 4  # minimum characters of a line
 WINDOWS = 4
 IS_LETTER, IS_CAPITAL, IS_SPACE, IS_ALPHANUMERIC, IS_BREAK, IS_SIGN, IS_BULLET = 1, 2, 4, 8, 16, 32, 64
 BULLETS = "•–-* "
 BLANK = ord(" ")
-NOTHING_IN = "{}([\\"  # what ends no line of prose
+NOTHING_IN = "{}([\\"  # no line of prose ends with one of these
 NOT_LAST = np.array([chr(byte) in NOTHING_IN for byte in range(256)])
 
 
 class Prose(NamedTuple):
-    """The prose of texts: text n's is the UTF-8 in data[bounds[n]:bounds[n + 1]], its lines joined by blanks. `letters` counts its letters
-    (and marks of numbers such as ²), `capitals` the capitals among them."""
+    """The prose of texts: data[bounds[n]:bounds[n + 1]] is text n in UTF-8, its lines joined by blanks. `letters` counts its letters
+    and marks of numbers such as ², `capitals` its capital letters."""
 
     data: memoryview
     bounds: I64
@@ -39,10 +39,10 @@ class Prose(NamedTuple):
 
 
 def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Prose:
-    """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]], from windows of `limit` characters in all.
+    """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]]; of a longer one, windows of `limit` characters in all.
 
-    A line, without leading white space and bullet, is prose if it is mostly letters and spaces and is not code. It has several words or is
-    written without spaces."""
+    A line is prose if it is mostly letters and spaces after its leading white space and bullets, and is not code. It must have several
+    words or be written without spaces."""
     room = int(offsets[-1] - offsets[0]) // (LEAST + 1) + WINDOWS * len(wanted) + 1
     begins, ends, letters, capitals = (np.empty(room, np.int64) for _ in range(4))
     unsure, bounds = np.empty(room, np.bool_), np.zeros(len(offsets), np.int64)
@@ -50,7 +50,7 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
     count = bounds[-1]
     begins, ends, keep = begins[:count], ends[:count], ~unsure[:count]
     verdicts: dict[bytes, bool] = {}
-    for line in np.flatnonzero(~keep).tolist():  # references say the same again and again
+    for line in np.flatnonzero(~keep).tolist():  # such lines repeat: check each once
         text = data[begins[line] : ends[line]].tobytes()
         if text not in verdicts:
             verdicts[text] = looks_like_code(text.decode("utf-8", "surrogatepass").lstrip(BULLETS))
@@ -63,7 +63,7 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
 
 @lru_cache(maxsize=1)
 def kinds() -> U8:
-    """Return the kind of each code point in a line."""
+    """Return the `IS_…` flags of every code point, uint8[0x110000]."""
     flags = tables().flags
     result = np.zeros(len(flags), np.uint8)
     for kind, flag in ((IS_SPACE, SPACE), (IS_ALPHANUMERIC, ALPHANUMERIC), (IS_BREAK, BREAK)):
@@ -81,7 +81,7 @@ def _lines(
     data: U8, offsets: I64, wanted: Any, limit: int, kinds: U8,
     begins: I64, ends: I64, letters: I64, capitals: I64, unsure: Any, bounds: I64,
 ) -> None:  # fmt: skip
-    """Write the lines that look like prose, `unsure` where one may be code; `bounds`: the range of each text's lines."""
+    """Write the spans and counts of the prose lines. `unsure` marks possible code; `bounds` is the range of each text's lines."""
     count = 0
     for d in range(len(wanted)):
         first, last = offsets[d], offsets[d + 1]
@@ -106,7 +106,7 @@ def _lines(
 
 @njit(cache=True, borrows=True)
 def _after(data: U8, at: int, last: int, characters: int) -> int:
-    """Return the offset of the character `characters` after the one at `at`; at most `last`."""
+    """Return the byte offset `characters` characters after `at`, at most `last`."""
     while at < last:
         characters -= data[at] & 0xC0 != 0x80
         if characters < 0:
@@ -117,8 +117,7 @@ def _after(data: U8, at: int, last: int, characters: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, int, bool]:
-    """Return the start of the next line; start and end of this line's prose, equal if it has none; its letters, its capitals, and whether
-    it may be code."""
+    """Return (start of the next line, start and end of this line's prose, letters, capitals, may be code). Without prose, start = end."""
     begin = start = stop = at
     size = length = spaces = inner_spaces = letters = capitals = signs = 0
     blank = several = equals = alphanumeric = False
@@ -160,7 +159,7 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
 
 @njit(cache=True, borrows=True)
 def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, keep: Any, out: U8, totals: I64) -> None:
-    """Write each text's kept lines, joined by blanks; totals[0]: bounds of the texts; totals[1], totals[2]: their letters and capitals."""
+    """Write the lines with `keep`, joined by blanks; totals[0]: bounds of the texts; totals[1], totals[2]: their letters and capitals."""
     size = 0
     for d in range(len(bounds) - 1):
         line_start = size

@@ -1,8 +1,8 @@
-"""Facts about each language: its stop words, and how its good text measures against English.
+"""Facts about each language: its stop words, and threshold factors relative to English.
 
-A threshold in a recipe is for English. Other languages multiply it by their factor for the signal. Without a factor (null) the rule has no
-basis in a language and skips its documents. English's factors are all 1. `data/languages.tsv` has one row per language and script, with its
-evidence; `language.rows` names a file of the same form with a user's rows, which may leave out columns.
+Recipes state thresholds for English; other languages multiply them by their factor for the signal. Without a factor (null), a rule skips
+the language's documents. `languages.tsv` has one row per language and script, with its evidence. `language.rows` names a file of the same
+form with a user's rows, which may leave out columns.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ SCALED = (
     "ngram_coverage", *(f"top_{n}gram_character_fraction" for n in (2, 3, 4)),
     *(f"duplicate_{n}gram_character_fraction" for n in range(5, 11)),
 )  # fmt: skip
-"""The signals whose thresholds are a language's own."""
+"""The signals whose thresholds are scaled per language."""
 FACTOR = "_factor"
 ABSTAINS = "-"
 
 
 class LanguageRow(BaseModel):
-    """A language in a script. An empty `language` stands for every language of the script that has no row of its own."""
+    """The facts about a language in a script. An empty `language` stands for all languages of the script without a row of their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    language: str = Field("", description="ISO 639 code: two letters where there are such, else three; empty: any other language")
+    language: str = Field("", description="ISO 639 code: two letters where one exists, else three; empty: any other language")
     script: str = Field("", description="ISO 15924 code; empty: any other script")
-    codes: tuple[str, ...] = Field((), description="Other codes that mean this language, of ISO 639-3 or of single identifiers")
+    codes: tuple[str, ...] = Field((), description="Other codes for this language, from ISO 639-3 or a language identifier")
     family: str = Field("", description="Family of languages")
-    group: str = Field("", description="Languages of one name here are easily confused: their probabilities are added up")
+    group: str = Field("", description="Group of easily confused languages, whose probabilities are summed")
     stop_words: tuple[str, ...] = Field((), description="Frequent words, lower case")
     factors: Mapping[str, float | None] = Field({}, description="Signal → factor of English's threshold; null: no basis, the rule abstains")
-    evidence: str = Field("", description="Where the row is from")
+    evidence: str = Field("", description="Source of the row")
 
     @field_validator("stop_words")
     @classmethod
@@ -56,7 +56,7 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
     """Return the rows of a file of tab-separated columns; raise ValueError with file, line and column.
 
     Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` means that the rule abstains. An empty or missing
-    field keeps the value of the replaced row. Lists are words between blanks.
+    field keeps the value of the replaced row. Items of lists are separated by blanks.
     """
     rows: list[LanguageRow] = []
     names: list[str] = []
@@ -112,7 +112,7 @@ def shipped() -> dict[str, LanguageRow]:
 
 
 def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
-    """Return the table with a user's rows on top; fields missing in such a row come from the row it replaces, or its script's."""
+    """Return the shipped table with a user's rows on top. Missing fields of such a row come from the row it replaces, or its script's."""
     table = dict(shipped())
     for row in own:
         before = row_of(table, row.language, row.script)
@@ -123,15 +123,13 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
 
 
 def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
-    """Return the row of a language in a script. Fall back to the script's row, then to the default row, which abstains from nearly all
-    rules."""
-    results = table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-")
-    return results or LanguageRow(factors=dict.fromkeys(SCALED))
+    """Return the row of a language in a script, else the script's row, else the default row, which abstains from nearly all rules."""
+    return table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-") or LanguageRow(factors=dict.fromkeys(SCALED))
 
 
 class Names(NamedTuple):
-    """`codes`: code of ISO 639, or of an identifier → the code that is used here; `groups`: language → the group of languages that it
-    is confused with."""
+    """Codes and groups of languages. `codes`: code of ISO 639 or of an identifier → the code used here; `groups`: language → its group of
+    confusable languages."""
 
     codes: Mapping[str, str]
     groups: Mapping[str, str]
@@ -156,7 +154,7 @@ def shipped_names() -> Names:
 
 
 def as_table(entries: Iterable[tuple[str, str, int, LanguageRow]]) -> pa.Table:
-    """Return the side table `languages`: of (language, script, documents, row)."""
+    """Return the side table `languages` from entries (language, script, documents, row)."""
     words = ("language", "script", "stop_words", "evidence")
     factors = [pa.field(f"{n}{FACTOR}", pa.float64(), metadata={"unit": "", "meaning": f"threshold of {n} over English's"}) for n in SCALED]
     schema = pa.schema([*((name, pa.string()) for name in words), ("documents", pa.int64()), *factors])

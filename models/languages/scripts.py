@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import ALPHABETIC, ALPHANUMERIC, POINTS, WORD, code_points, tables
 
-# Unicode's names of scripts and their codes. Kana and Han are told apart below: Japanese is written in both.
+# Unicode's script names → ISO 15924 codes. `script_shares` counts Han with some kana as Japanese.
 SCRIPTS = {
     "Latin": "Latn", "Cyrillic": "Cyrl", "Arabic": "Arab", "Greek": "Grek", "Hebrew": "Hebr", "Armenian": "Armn", "Georgian": "Geor",
     "Devanagari": "Deva", "Bengali": "Beng", "Gurmukhi": "Guru", "Gujarati": "Gujr", "Oriya": "Orya", "Tamil": "Taml", "Telugu": "Telu",
@@ -22,12 +22,12 @@ SCRIPTS = {
     "Coptic": "Copt", "Gothic": "Goth", "Tagalog": "Tglg", "Mro": "Mroo", "Lisu": "Lisu", "Samaritan": "Samr", "Osage": "Osge",
     "Hangul": "Hang", "Han": "Hani", "Hiragana": "Jpan", "Katakana": "Jpan", "Bopomofo": "Hani",
 }  # fmt: skip
-CODES = ("", *dict.fromkeys(SCRIPTS.values()))  # codes by number; 0 is of characters that are of no script
+CODES = ("", *dict.fromkeys(SCRIPTS.values()))  # codes by number; 0: characters of no listed script
 HANI, JPAN, MYMR, ARAB = (CODES.index(code) for code in ("Hani", "Jpan", "Mymr", "Arab"))
 MIN_KANA = 0.1
-ZAWGYI = "Qaag"  # CLDR's code for Burmese in the Zawgyi encoding, which has the letters of Unicode's Burmese at places of its own
+ZAWGYI = "Qaag"  # CLDR's code for Burmese in the Zawgyi encoding, which gives other meanings to Unicode's Burmese code points
 
-# The bytes of the Burmese block that tell the two encodings apart.
+# Code points of the Burmese block that distinguish the two encodings.
 SHAN_FIRST, SHAN_LAST = 0x1075, 0x1081
 SIGN_E, ASAT, VIRAMA, FIRST_CONSONANT, LAST_CONSONANT = 0x1031, 0x103A, 0x1039, 0x1000, 0x102A
 
@@ -64,7 +64,7 @@ def _count_scripts(
 
 @njit(cache=True)
 def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
-    """Return the number of Burmese signs that occur only in Zawgyi text, and only in Unicode text.
+    """Return the counts of Burmese signs that only Zawgyi text has, and that only Unicode text has.
 
     In Zawgyi the vowel E stands before its consonant, in visual order, and U+1039 kills a vowel; in Unicode E follows a consonant or
     a medial, U+1039 stacks two consonants, and U+103A kills a vowel, which in Zawgyi is a medial before a vowel or at the end.
@@ -78,7 +78,7 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
         if code == SIGN_E and SHAN_FIRST <= before <= SHAN_LAST:
             plain += 1
         elif code == SIGN_E:
-            # After a medial consonant (U+103B to U+103E) or a consonant that another is stacked under it is Unicode's.
+            # After U+1039 to U+103E (virama, asat, medials) the vowel proves neither encoding.
             if of_consonant and not FIRST_CONSONANT <= after <= LAST_CONSONANT:
                 plain += 1
             elif not of_consonant and not 0x1039 <= before <= 0x103E:

@@ -1,9 +1,9 @@
 """Vote on the language of a text: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
 
-Each knows languages that the others do not, and errs where they do not: a language's score is the sum of the three log-probabilities. Each
-has a fixed value for the languages that it does not know. A script of only one language decides by itself. So does CLD2 if it is sure of a
-language that it never confuses with another; where the first two agree, lid.176, the slowest, is not asked. The weights were chosen on news
-text in 122 languages (NTREX-128's first half).
+The voters know different languages and make different errors, so a language's score is the sum of the three log-probabilities. A fixed
+value stands for a language that a voter does not know. A script of only one language decides alone. So does CLD2 if it is sure of a
+language that it never confuses with another. If CLD2 and the n-grams agree, lid.176, the slowest, is not asked. The weights were chosen on
+news text in 122 languages (NTREX-128's first half).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from puna.models.languages.registry import shipped, shipped_names
 from puna.models.languages.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_shares
 
 NO_LANGUAGE = "zxx"  # ISO 639-2: no linguistic content
-NO_SCRIPT = "Zyyy"  # ISO 15924: characters of no script of their own
-# CLD2 refuses what Unicode keeps for control and for no character.
+NO_SCRIPT = "Zyyy"  # ISO 15924: characters common to all scripts
+# CLD2 rejects control characters, surrogates and noncharacters.
 REFUSED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
-# Identifiers' codes for languages that ISO 639 has other codes for: lid.176's `als` is Alemannic, CLD2's `blu` is Hmong.
+# Identifiers' own codes → ISO 639: lid.176's `als` is Alemannic, CLD2's `blu` is Hmong.
 OWN_CODES = {"iw": "he", "jw": "jv", "mo": "ro", "blu": "hmn", "als": "gsw"}
 SINITIC = ("zh", "yue")
 SORANI = "ckb"  # Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish
 SURE = 0.9
 ALONE_FROM, ENOUGH = 0.97, 300
-ABSORBING = frozenset(  # ISO 639; xx: CLD2's for scripts of which it knows no language
+ABSORBING = frozenset(  # ISO 639; xx: CLD2's code for a script whose languages it does not know
     re.findall(
         "[a-z]+",
         "aa ak ar az bh bi bs ceb da en es et fi gl gn hi hr ht id it kk ko ku ky ln mi mn ms my ne nn no pl pt qu ro rw sd so sr st sw "
         "syr tl to tr tt ur wo xh xx yo zh zu",
     )
 )
-"""Languages that CLD2 is sure of for texts in others: for pieces of the Declaration in 448 languages, or of NTREX-128's first half."""
+"""Languages that CLD2 wrongly reports as sure for texts in others (the Declaration in 448 languages, NTREX-128's first half)."""
 SCRIPT_FROM = 0.8
-SHOWN, PIECES = 700, 2  # characters of a text that are looked at, and of how many places
+SHOWN, PIECES = 700, 2  # characters of a text that are read, and the number of pieces they come from
 CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"  # written in one, seldom in the other
 
 
@@ -62,9 +62,9 @@ class Weights(NamedTuple):
 
 CLD2, LID = Weights(2.0, 0.01, 0.05), Weights(1.5, 0.005, 0.1)
 GRAMS_WEIGHT, GRAMS_LEAST, GRAMS_UNKNOWN = 0.7, -13.5, -7.0
-ALONE = 3.0  # what a language costs that neither CLD2 nor lid.176 knows: little of the web is in it
+ALONE = 3.0  # cost of a language that neither CLD2 nor lid.176 knows: such languages are rare on the web
 ASKED = 20
-TOGETHER = 256  # texts that are looked at together: what is said of them stays in the processor's second cache
+TOGETHER = 256  # texts of a batch, whose arrays fit into the processor's second-level cache
 
 
 class Found(NamedTuple):
@@ -118,7 +118,7 @@ def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArra
 
 
 def _alone(known: set[str]) -> dict[int, str]:
-    """Return the scripts with a single language among the identifier's languages."""
+    """Return script number → language, for scripts that only one language of the identifiers or the n-grams uses."""
     model = grams()
     writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
     for row in shipped().values():
@@ -134,13 +134,12 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text with letters, in one line or many. A long text is sampled. `group`: group numbers of the voters'
-    languages, if the groups of confusable languages differ from the shipped table."""
+    """Return the language of a text; a long one is sampled. `group`: group numbers of the voters' languages, if not the shipped groups."""
     return votes([text], group)[0]
 
 
 def votes(texts: Sequence[str], group: NDArray[np.int64] | None = None) -> list[Found]:
-    """Return the language of each text, as `vote` does, in batches."""
+    """Return the language of each text, as `vote` does."""
     result: list[Found] = []
     for first in range(0, len(texts), TOGETHER):
         result += _votes([_sample(text) for text in texts[first : first + TOGETHER]], voters().group if group is None else group)
@@ -192,9 +191,9 @@ def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
 def _totals(
     texts: list[str], codes: NDArray[np.uint32], bounds: NDArray[np.int64], numbers: NDArray[np.int64], by_cld2: dict[int, dict[int, float]]
 ) -> NDArray[np.float64]:
-    """Return the joint log-probability of each language for the texts whose answers of CLD2 are `by_cld2`, float64[texts, languages]."""
+    """Return each language's joint log-probability for the texts in `by_cld2` (row → CLD2's shares), float64[texts, languages]."""
     panel, rows = voters(), np.array(list(by_cld2))
-    # Of Han characters there are so many that n-grams of a short text tell its subject, not its language.
+    # Han has so many characters that the n-grams of a short text show its subject, not its language.
     results = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
     total = np.full((len(rows), len(panel.languages)), GRAMS_UNKNOWN)
     order, starts = panel.by_language
@@ -216,7 +215,7 @@ def _totals(
 
 
 def _sample(text: str) -> str:
-    """Return the text, or evenly spaced pieces of a long one, from its beginning to its end: more text does not help."""
+    """Return the text, or evenly spaced pieces of a long one: more text does not improve the vote."""
     if len(text) <= SHOWN:
         return text
     size = SHOWN // PIECES
@@ -232,7 +231,7 @@ def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
 
 
 def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
-    """Return True if CLD2 (Sites 2013) is sure, and languages with their shares of the text."""
+    """Return whether CLD2 (Sites 2013) is sure, and its languages with their shares of the text."""
     import pycld2
 
     reliable, _, details = pycld2.detect(REFUSED.sub(" ", text).encode(), isPlainText=True, bestEffort=True)

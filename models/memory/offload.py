@@ -56,7 +56,7 @@ class Source:
         self.layouts = [Layout.of(tensors) for tensors in own]
         first, layer = self.weights({name: torch.empty(one.shape, device="meta") for name, one in own[0].items()}), own[0]
         self.as_it_lies = first.keys() == layer.keys() and all(one.dtype == dtype for tensors in own for one in tensors.values())
-        # Bytes of a layer's weights as they are computed with, of what belongs to no layer, and of what is read for a layer at most.
+        # Bytes: a layer's weights in the compute dtype, all weights outside the layers, the most that is read for a layer.
         whole, one_layer = (sum(p.numel() for p in part.parameters()) for part in (self._empty, self._empty.model.layers[0]))
         self.layer_bytes = one_layer * dtype.itemsize
         self.rest_bytes = whole * dtype.itemsize - self.config.num_hidden_layers * self.layer_bytes
@@ -64,7 +64,7 @@ class Source:
         self.reader = Reader(sorted({one.path for one in by_name.values()}))
 
     def take_empty(self) -> Transformer:
-        """Return the model without weights, once: the readers of its layers must not hold it."""
+        """Return the model without weights, and forget it: the readers of its layers must not hold it."""
         model, self._empty = self._empty, None
         assert model is not None
         return model
@@ -79,7 +79,7 @@ class Source:
         return {name: self._read(Layout.of({name: one}), device)[name] for name, one in self._rest.items()}
 
     def layer(self, number: int, device: torch.device) -> dict[str, Tensor]:
-        """Return a layer's weights by their names in a block, in memory of their own."""
+        """Return a layer's weights by their names in a block, in newly allocated memory."""
         return self.weights(self._read(self.layouts[number], device))
 
     def _read(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -92,14 +92,13 @@ class Shelf(Protocol):
     """The store that streamed layers are loaded from."""
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Return a layer's weights by their names in a block, until it is given back."""
-        ...
+        """Return a layer's weights by their names in a block; they are valid until `give`."""
 
     def give(self) -> None: ...
 
 
 class Disk:
-    """Layers on disk, read ahead by a thread into `buffers`; pinned where they go on to a GPU."""
+    """Layers on disk, read ahead by a thread into `buffers`; pinned if a GPU copies them."""
 
     def __init__(self, source: Source, numbers: Sequence[int], buffers: int = 2, pinned: bool = False) -> None:
         self.source, self._held = source, list[Buffer]()
@@ -166,7 +165,7 @@ Compute = Callable[[int, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor |
 
 
 def in_turn(shelf: Shelf, source: Source) -> Compute:
-    """Compute layers on a CPU, with the weights in the buffers they were read into, or unpacked in the compute dtype."""
+    """Return a function that computes layers on a CPU, with the weights in their read buffers or converted to the compute dtype."""
     shell = Shell(source.config)
 
     def compute(number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
@@ -199,7 +198,7 @@ class Copies:
         self._next = dict(zip(numbers, [*numbers[1:], *numbers[:1]], strict=True))
         self._slots = [Slot(source.config) for _ in range(2)]
         self._stream = torch.cuda.Stream(device)
-        self._taken: list[Slot] = []  # slots whose weights are on their way from the shelf
+        self._taken: list[Slot] = []  # slots whose weights are still being copied from the shelf
 
     def __call__(self, number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         slot = next((slot for slot in self._slots if slot.number == number), None) or self._fetch(number)
@@ -241,11 +240,10 @@ class Streamed(nn.Module):
 
 
 class ExactPass:
-    """The generation pass of an offloaded model on a CPU: operators in exact passes. They give the same bits as the compiled loops that
-    would compute the model in memory."""
+    """The generation pass of an offloaded model on a CPU: exact operators, bit-identical to the compiled loops for models in memory."""
 
     def __init__(self, model: Transformer) -> None:
-        self._decoder = weakref.ref(model.model)  # which holds this
+        self._decoder = weakref.ref(model.model)  # weak, as the decoder holds this object
 
     def __call__(self, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
         """Return hidden states of embedded tokens; their keys and values go into each layer's pages."""
@@ -261,7 +259,7 @@ def spread(streamed: int, layers: int) -> list[int]:
 
 
 def offloaded(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
-    """Return the model with all but `streamed` of its layers on the device, and their shelf."""
+    """Return the model with all but `streamed` of its layers on the device, and the shelf of the others (None if there are none)."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)

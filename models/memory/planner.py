@@ -2,8 +2,7 @@
 
 In a pass, loading the streamed layers overlaps with computing all layers: it takes the longer of both times, plus a quarter of the shorter.
 Loading does not depend on the number of tokens. Computing a layer takes the longer of reading its weights from memory and multiplying.
-Answers and weights compete for memory, so every split is rated by its tokens per second.
-The rates are measured at start, with the model's own first layer.
+Answers and weights compete for memory, so each split is rated by its tokens per second. Rates are measured on the model's first layer.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from puna.models.transformer import rotary_table
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROBE_TOKENS = 256
 PROBE_LAYERS = 5
-OWN = 8_000_000  # bytes of the interpreter's own objects and of what its allocators hold back: 3 to 7 MB were seen beside the rest
-EXPOSED = 0.25  # of the shorter of bringing and computing: .09 to .46 of the reading was waited for in tests/benchmarks/offload.py
+OWN = 8_000_000  # bytes of the interpreter's objects and its allocators' reserves: 3 to 7 MB were measured
+EXPOSED = 0.25  # share of the shorter of loading and computing that does not overlap: .09 to .46 in tests/benchmarks/offload.py
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, in bytes, that decide its memory and time; `brought`: read for a streamed layer; `beside`: taken by the buffers
-    of streamed layers."""
+    """A model's sizes in bytes. `brought`: bytes read for a streamed layer; `beside`: bytes of the buffers for streamed layers."""
 
     config: ModelConfig
     element: int
@@ -54,7 +52,7 @@ class Shape:
     rest: int
     brought: int
     beside: int
-    token: int  # keys and values of a token, those of a draft with them
+    token: int  # keys and values of a token, with the draft's
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
@@ -97,7 +95,7 @@ class Plan:
     bound: str
 
     def line(self, level: Level) -> str:
-        """Return the choice in one line."""
+        """Return the plan in one line."""
         where = f"{self.layers - self.streamed} of {self.layers} layers stay in memory, {self.streamed} come from {level} for each pass"
         return (
             f"{where if self.streamed else f'all {self.layers} layers fit into memory'}; {self.sequences} answers at once, "
@@ -108,10 +106,7 @@ class Plan:
 
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
     """Return the plan that fits with the most tokens per second; among those within a hundredth of it, the one with the fewest answers.
-
-    `step_tokens`: the least tokens of a pass, if scoring needs more than generation. Raise ValueError, with the memory needed, if nothing
-    fits.
-    """
+    `step_tokens`: tokens of a pass (None: chosen here). Raise ValueError, with the memory needed, if nothing fits."""
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
@@ -149,7 +144,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 
 
 def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
-    """Return the seconds of a pass over `tokens` tokens, each after `context` others, with logits for `drawn`; and its bound."""
+    """Return the seconds of a pass over `tokens` tokens, each after `context` others, with logits for `drawn`; and its bottleneck."""
     config = shape.config
     bringing = streamed * shape.brought / rates.bringing
     head = config.vocab_size * config.hidden_size
@@ -163,7 +158,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
-    """Return the rates of this machine with this model's first layer; a few seconds."""
+    """Return the rates of this machine with this model's first layer. It takes a few seconds."""
     shell = Shell(source.config)
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]
@@ -179,8 +174,7 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
 
 
 def _disk_rate(source: Source) -> float:
-    """Return the rate at which layers are read, in bytes per second: the median of some readings, since other programs use the disk,
-    too."""
+    """Return the disk's rate for layers, in bytes per second: the median of several reads, as other programs use the disk too."""
     buffer, rates = Buffer(source.read_bytes), []
     for layout in source.layouts[:PROBE_LAYERS]:
         before = time.perf_counter()
@@ -203,7 +197,7 @@ def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.de
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest call, until the device has done its work."""
+    """Return the seconds of the fastest call, including the device's work."""
 
     def call() -> None:
         function()

@@ -23,12 +23,11 @@ PROBE_PARAMETERS = 100_000_000
 
 @cache
 def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter) -> Machine:
-    """Return this CPU's rates at a model's shapes in documents of `context` tokens, fp32, on torch's threads: each the
-    best of several tries, a few seconds in all.
+    """Return this CPU's fp32 rates at a model's shapes, in documents of `context` tokens, on torch's threads. It takes a few seconds.
 
-    Attention and SwiGLU are timed alone, then forward and backward of the model with two of its layers: the remaining time is that of the
-    matrix products. `clock` may be `time.process_time` on one thread, which other work on
-    the machine disturbs less.
+    Each rate is the best of several tries. Attention and SwiGLU are timed alone, then forward and backward of the model with two of its
+    layers: the remaining time is that of the matrix products. `clock` may be `time.process_time` on one thread, which other work on the
+    machine disturbs less.
     """
     generator = torch.Generator().manual_seed(0)
     context = min(context, 1024)

@@ -1,8 +1,7 @@
 """A checkpoint's tensors read from disk layer by layer, ahead of need, into memory of their own.
 
-Reads bypass the system's page cache if the file system allows (O_DIRECT): they are several times faster than page faults of a memory map,
-and take no memory beyond their buffers. Pages in the page cache are copied from there (RWF_NOWAIT). Without
-O_DIRECT, read pages are dropped from the cache.
+Reads bypass the page cache if the file system allows (O_DIRECT): this is several times faster than the page faults of a memory map, and
+takes no memory beyond the buffers. Cached pages are copied (RWF_NOWAIT). Without O_DIRECT, pages are dropped from the cache after reading.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from puna.models.formats.checkpoint import Entry
 
-ALIGN = 4096  # bytes at whose multiples direct reads begin
+ALIGN = 4096  # alignment of direct reads, in bytes
 CHUNK = 16 << 20  # bytes of one read
-GAP = 1 << 20  # bytes between two tensors that are read with them, rather than apart
+GAP = 1 << 20  # two tensors are read together if at most this many bytes lie between them
 
 
 class Place(NamedTuple):
@@ -93,12 +92,12 @@ class Buffer:
 
 
 class Reader:
-    """A reader of files that it keeps open. Raise OSError if one cannot be opened."""
+    """A reader that keeps its files open. Raise OSError if one cannot be opened."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.direct = True
         self._files: dict[Path, int] = {}
-        self._cached: dict[Path, int] = {}  # the same, read by way of the page cache
+        self._cached: dict[Path, int] = {}  # the same files, opened without O_DIRECT
         self.close = weakref.finalize(self, _close, self._files, self._cached)
         for path in paths:
             self._files[path] = self._open(path)
@@ -113,7 +112,7 @@ class Reader:
                 return file
             except OSError:
                 os.close(file)
-        except (OSError, AttributeError):  # of the file system; of the operating system
+        except (OSError, AttributeError):  # the file system or the operating system has no O_DIRECT
             pass
         self.direct = False
         return os.open(path, os.O_RDONLY)
@@ -136,12 +135,12 @@ class Reader:
         return total
 
     def _at_hand(self, path: Path, some: memoryview, offset: int) -> int:
-        """Copy the pages in the page cache; return their bytes, in whole pages, after which direct reads continue."""
+        """Copy the pages that are in the page cache; return their bytes, in whole pages so that direct reads can continue."""
         if path not in self._cached:
             return 0
         try:
             got = os.preadv(self._cached[path], [some], offset, os.RWF_NOWAIT)
-        except (OSError, AttributeError):  # none of it; not of this file system, or operating system
+        except (OSError, AttributeError):  # nothing is cached, or the system has no RWF_NOWAIT
             return 0
         return got if got == len(some) else got // ALIGN * ALIGN
 
@@ -153,7 +152,7 @@ def _close(*files: dict[Path, int]) -> None:
 
 @dataclass
 class Counts:
-    """The work of a loader: bytes read, seconds that it read, and seconds that others waited for it."""
+    """The work of a loader: bytes read, seconds of reading, and seconds that others waited for it."""
 
     bytes: int = 0
     reading: float = 0.0
@@ -166,10 +165,7 @@ class Counts:
 
 
 class Loader:
-    """A thread that reads layouts in their order, over and over, one ahead of the one in use.
-
-    It starts at the first `take`, and ends with this object.
-    """
+    """A thread that reads layouts in a cycle, ahead of their use. It starts at the first `take` and ends with this object."""
 
     def __init__(self, reader: Reader, layouts: Mapping[int, Layout], buffers: int = 2, pinned: bool = False) -> None:
         self.layouts, self.counts = dict(layouts), Counts()

@@ -1,8 +1,8 @@
 """Conversations as token ids with their loss mask, by the model's own chat template.
 
-Each answer is rendered as serving would meet it: P is the conversation before it with the generation prompt, F the conversation
-with it. F has to begin with P; what follows, up to the first stop token, is the answer, and only it is trained. An answer that cannot be
-separated this way is refused with its turn and the reason (`ChatError`).
+Each answer is rendered as in serving: P is the conversation before it with the generation prompt, F the conversation with it. F must begin
+with P. The text after P up to the first stop token is the answer, and only it is trained. An answer that cannot be separated this way is
+refused with its turn and the reason (`ChatError`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PROBE: tuple[Message, ...] = (
     {"role": "assistant", "content": "Turquoise."},
     {"role": "user", "content": "Another one."},
 )
-"""A conversation that every chat template should write."""
+"""A conversation that every chat template should render."""
 MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-"""Variables of the template that are tried in turn until the prompt begins the conversation."""
+"""Variables of the template, tried in turn until the conversation begins with the prompt."""
 
 
 class ChatError(ValueError):
@@ -72,8 +72,8 @@ class ChatFormat(Vocabulary):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: those that the model's configuration names. If the template ends answers with none of them, the
-        special token that ends one in mid-dialogue is added."""
+        """Return the tokens that end an answer: the configuration's. If the template writes none of them after an answer, add the special
+        token that it writes there."""
         if self.template is None:
             return self._stops
         for dialogue in (PROBE[:2], PROBE):
@@ -115,8 +115,8 @@ class ChatFormat(Vocabulary):
         return prompt_ids, ids, [i in self.special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
     def reply(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, list[int]]:
-        """Return the stop token that ends an answer in mid-dialogue, and the ids behind it up to where the next answer begins, after these
-        messages. Special tokens in their text are read as text. Raise ChatError if the template refuses them there."""
+        """Return the stop token of an answer, and the ids after it: these messages, up to where the next answer begins. Special tokens in
+        their text are read as text. Raise ChatError if the template refuses them there."""
         (turns, guarded), mark = self.guard(([*PROBE[:2], *(dict(message) for message in messages)], tools))
         behind = self._render(turns, True, guarded, {}).partition(PROBE[1]["content"])[2]
         stop = self.find_special(behind, self.stop_ids)
@@ -149,7 +149,7 @@ class ChatFormat(Vocabulary):
         return rows
 
     def _continued(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
-        """Extend the row to the next prompt if that begins with the row; return whether it does."""
+        """Extend the row to the next prompt if the prompt begins with the row; return whether it does."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
         elif stop in self.special and next_prompt.startswith(text):
@@ -172,7 +172,7 @@ class ChatFormat(Vocabulary):
         return prompt_ids, answer_ids, spans
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
-        """Return the answer of a turn as text. Raise ChatError if it cannot be told apart."""
+        """Return the answer of a turn as text. Raise ChatError if it cannot be separated."""
         for mode in MODES:
             prompt = self._render(messages[:turn], True, tools, mode)
             whole = self._render(messages[: turn + 1], False, tools, mode)
@@ -212,7 +212,7 @@ class ChatFormat(Vocabulary):
         program = self._program
         try:
             return program.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **mode)
-        except TemplateLimitError as error:  # tried again on parts, it would take as long once more
+        except TemplateLimitError as error:  # trying shorter conversations would take as long again
             raise ChatError(max(len(messages) - 1, 0), str(error)) from error
         except TemplateError as error:
             for count in range(1, len(messages)):
@@ -252,7 +252,7 @@ class ChatFormat(Vocabulary):
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """Return the parts of an answer that must be written, by name: reasoning, content, names of called functions."""
+    """Yield the parts of an answer that must be written, by name: reasoning, content, names of called functions."""
     reasoning = next((message[key] for key in REASONING if message.get(key)), None)
     if isinstance(reasoning, str):
         yield "reasoning", reasoning
@@ -267,15 +267,14 @@ def _content(message: Message, body: str) -> tuple[int, int]:
     """Return the range of the body that comes from the message: from its first part to its last; tool calls extend it to the end."""
     spans = []
     for name, part in _parts(message):
-        # As the message has it, or trimmed as most templates write it.
+        # Most templates trim the content.
         text = part if part in body else part.strip()
         if name != "tool call" and text and text in body:
             spans.append((body.rindex(text), body.rindex(text) + len(text)))
     if message.get("tool_calls"):
         spans.append((spans[0][0] if spans else 0, len(body.rstrip())))
     if not spans:
-        empty = not any(part.strip() for _, part in _parts(message))
-        return (len(body.rstrip()), len(body.rstrip())) if empty else (0, len(body.rstrip()))
+        return (0 if any(part.strip() for _, part in _parts(message)) else len(body.rstrip())), len(body.rstrip())
     return min(a for a, _ in spans), max(b for _, b in spans)
 
 

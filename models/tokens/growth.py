@@ -19,7 +19,7 @@ SIGN = 0x10000
 
 
 def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
-    """Return the tokenizer with up to `count` further tokens, numbered from its `vocab_size` on. TokenizerError if it is no BPE of words.
+    """Return the tokenizer with up to `count` further tokens, numbered from `vocab_size` on. Raise TokenizerError unless byte-level BPE.
 
     New tokens merge the token pairs that are most frequent within words of the texts. The old merges come first, so a text's ids are the
     old ones, some of them merged.
@@ -29,13 +29,13 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
     unfit = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
     if model["type"] != "BPE" or content["pre_tokenizer"] is None or any(model.get(name) for name in unfit):
         raise TokenizerError("further tokens are learned for byte-level BPE only, as GPT-2, Llama 3, Qwen and SmolLM have it")
-    # A token beside the vocabulary would be numbered anew, behind the new ones.
+    # Added tokens join the vocabulary: else they would be renumbered after the new ones.
     vocabulary = model["vocab"] = {**{token["content"]: token["id"] for token in content["added_tokens"]}, **model["vocab"]}
     pieces = {id_: text for text, id_ in vocabulary.items()}
     learned = tokenizers.Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     signs = (" ".join("".join(chr(SIGN + id_) for id_ in word) for word in tokenizer.words(text)) for text in texts)
-    # Some more, as pairs whose text is a token already are left out.
+    # Extra merges, as pairs whose text is already a token are skipped.
     size = len(pieces) + count + count // 8 + 64
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=[chr(SIGN + id_) for id_ in pieces], min_frequency=2, show_progress=False

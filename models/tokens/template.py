@@ -1,8 +1,7 @@
 """Chat templates: the Jinja program that travels with a model and writes its conversations as text.
 
-The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, `raise_exception`,
-`strftime_now`, `tojson` without HTML escapes, and the tag `generation`. One thing differs: the date is fixed, so that the
-same conversation gives the same tokens on every day.
+The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson`
+without HTML escapes, and the tag `generation`. Only the date is fixed, so that a conversation gives the same tokens on every day.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from puna.models.bounded_process import LimitError, Process
 Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions
 Message = Mapping[str, Any]  # one turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)
 
-TODAY = datetime(2024, 7, 26)  # what `strftime_now` tells: the date that Llama 3.1's template falls back to
+TODAY = datetime(2024, 7, 26)  # the date of `strftime_now`: the fallback of Llama 3.1's template
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys under which data sets keep an answer's reasoning
 
 
@@ -69,7 +68,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that begin with an underscore: these lead out of the sandbox."""
+    """Jinja's namespace, without names that begin with an underscore, which would lead out of the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
@@ -120,7 +119,7 @@ def _environment() -> jinja2.Environment:
 
 class Template:
     """A chat template; `source` is its text, or the texts by name if a model has several. Puna's own templates are rendered here. Any
-    other is a stranger's program: it is compiled and rendered in a process of its own, within bounds of time and memory."""
+    other is untrusted: it is compiled and rendered in a separate process with limits on time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
         """`special`: the special tokens that the template may name (`bos_token`, …). Raise TemplateError if it does not compile."""
@@ -134,9 +133,8 @@ class Template:
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = None, **options: Any) -> str:
         """Return the conversation as text; with `add_generation_prompt` up to where the model's answer begins.
 
-        `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`.
-        Arguments of tool calls may be objects or their JSON text: the template gets the form that it can write.
-        Raise TemplateLimitError if a stranger's template takes too much time or memory.
+        `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`. Arguments of tool calls may be
+        objects or JSON text. Raise TemplateLimitError if an untrusted template takes too much time or memory.
         """
         variables = {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}
         if self._programs is not None:
@@ -157,7 +155,7 @@ _process = Process(__name__)
 
 
 def serve() -> None:
-    """Render the requests on standard input (`bounded_process.py`)."""
+    """Answer the requests on standard input (`bounded_process.py`)."""
     compiled: dict[bytes, _Programs] = {}
 
     def answer(key: bytes, definition: Any, request: Any) -> dict[str, Any]:
@@ -188,7 +186,6 @@ class _Programs:
             raise TemplateError(f"none of the chat templates {', '.join(sorted(sources))} is named default")
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """Render as `Template.render` says."""
         name = "tool_use" if variables["tools"] and "tool_use" in self._programs else "default"
         program = self._programs.get(name) or next(iter(self._programs.values()))
 

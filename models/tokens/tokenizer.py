@@ -1,9 +1,7 @@
 """The tokenizer that travels with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
 
-Text never turns into a special token: a page or a user that writes ``<|eot_id|>`` gets the bytes of those characters, in
-documents, prompts and answers alike. `render` refuses a training conversation whose text holds a special token.
-
-The tokenizers that are trained here are byte-level BPE with Llama 3's special tokens and chat format.
+Text never becomes a special token: ``<|eot_id|>`` in a document, prompt or answer is encoded as its characters. `render` refuses a training
+conversation whose text holds a special token. Tokenizers trained here are byte-level BPE with Llama 3's special tokens and chat format.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ class Tokenizer(ChatFormat):
         self, backend: tokenizers.Tokenizer, named: Mapping[str, str], template: str | Mapping[str, str] | None = None,
         stops: Sequence[int] = (), generation: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`. TokenizerError
-        for a special token that the vocabulary lacks; raise TemplateError for a template that does not compile."""
+        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`. Raise
+        TokenizerError if the vocabulary lacks a special token, TemplateError if the template does not compile."""
         super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.id_of(token) is None]:
@@ -126,8 +124,7 @@ class Tokenizer(ChatFormat):
 
     @property
     def begin(self) -> int:
-        """The token that begins each packed document: `bos`, or `eos` if the model has no `bos` (as Qwen packs
-        them). Raise TokenizerError if there is neither."""
+        """Return the first token of each packed document: `bos`, else `eos` (as Qwen does). Raise TokenizerError if there is neither."""
         if not self.lead:
             raise TokenizerError("the tokenizer names neither bos_token nor eos_token, by which packed documents are told apart")
         return self.lead[0]
@@ -150,8 +147,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
-        self._read = 0  # of these tokens, as context: decoded first, a token may lose its leading blank
-        self._held, self._given = "", 0  # text that was decoded and not returned; characters of the current text that were returned
+        self._read = 0  # leading tokens that serve as context: a token decoded alone may lose its leading blank
+        self._held, self._given = "", 0  # decoded text that is not returned yet; characters of the current text that are
 
     def add(self, token: int, last: bool = False) -> str:
         """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""

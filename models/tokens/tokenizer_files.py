@@ -18,8 +18,8 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 TOKENS = 1 << 22  # most tokens, and the bound of their ids
 ADDED = 1 << 16  # most tokens that are added to a vocabulary
 LONGEST = 1 << 12  # most characters of a token
-REPEATS = 16  # most places of a post-processor that stand for the text
-WORD = 256  # most characters of a token or word where a vocabulary is searched at every character, as Unigram and WordPiece do
+REPEATS = 16  # most copies of the text in a post-processor
+WORD = 256  # most characters of a token or word for Unigram and WordPiece, which search the vocabulary at every character
 
 
 class TokenizerError(ValueError):
@@ -56,8 +56,7 @@ def read_files(folder: Path) -> TokenizerFiles:
 
 
 def check_content(content: Mapping[str, Any], more: int) -> None:
-    """Raise ValueError if a tokenizer.json has more or longer tokens than are read, or steps that cost too much. `more`: tokens that are
-    added to its own."""
+    """Raise ValueError if a tokenizer.json has too many or too long tokens, or too costly steps. `more`: tokens that other files add."""
     model, added_tokens = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
     ids = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
@@ -120,11 +119,11 @@ def _stop_ids(folder: Path) -> list[int]:
 
 
 NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
-"""Fields of generation_config.json that do not say how to sample."""
+"""Fields of generation_config.json that do not affect sampling."""
 SAMPLING = {
     "temperature": (0.0, 10.0), "top_p": (1e-9, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 10.0),
 }  # fmt: skip
-"""Fields of generation_config.json that are sampled by, and what they may be."""
+"""Sampling fields of generation_config.json and their bounds."""
 
 
 def _generation(folder: Path) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""Patterns and rewritings of a stranger's tokenizer: known ones run directly, others are first tried on each text with limits on time and
-memory.
+"""Safety of untrusted tokenizers: known steps run directly; others are first tried on each text, with limits on time and memory.
 
-A backtracking regular expression may take time that is polynomial or exponential in a text's length. A chain of replacements may multiply
-the text. The pattern itself does not show this in general. So each text is tried: a separate process cuts it as the tokenizer would,
-without the vocabulary.
+A backtracking regular expression may take time that is polynomial or exponential in a text's length, and replacements may multiply the
+text; the pattern does not show this in general. So a separate process first cuts each text as the tokenizer would, without the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,16 +34,15 @@ KNOWN = {
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "[一-龥\u3040-ゟ゠-ヿ]+", r"\p{N}{1,3}", r"\p{N}", r"\d", "[0-9][0-9][0-9]", "[\r\n]", r"\s+", " {2,}",
 }  # fmt: skip
-"""Patterns of published tokenizers that look at each character a bounded number of times: GPT-2, Qwen, Llama 3, GPT-4 and 4o, Tekken,
-DeepSeek V3."""
+"""Patterns of published tokenizers that run in linear time: GPT-2, Qwen, Llama 3, GPT-4 and 4o, Tekken, DeepSeek V3."""
 PLAIN = {
     "Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "ByteLevel", "Split", "Digits",
     "Metaspace", "Whitespace", "WhitespaceSplit", "Punctuation", "BertNormalizer", "BertPreTokenizer", "UnicodeScripts", "Fuse",
     "ByteFallback", "BPEDecoder", "WordPiece",
 }  # fmt: skip
-"""Steps that take time in proportion to the text, but for their patterns."""
+"""Steps that take linear time, apart from their patterns."""
 MEMORY = 1 << 30  # bytes of memory that a trial may take
-GROWTH, LITERAL = 64, 256  # how many times longer known steps may make a text, and the most characters of a text that one of them looks for
+GROWTH, LITERAL = 64, 256  # most growth of a text by known steps, and most characters of a literal pattern
 
 
 def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def _steps(part: object) -> Iterator[Mapping[str, Any]]:
 
 
 class Trial:
-    """The steps of a stranger's tokenizer in the process that tries them."""
+    """A check of an untrusted tokenizer's steps in a separate process."""
 
     def __init__(self, steps: Mapping[str, Any], why: str) -> None:
         """`why`: the step that is not known to be safe."""
@@ -125,7 +122,7 @@ def serve() -> None:
             ready[key].encode(text, add_special_tokens=False)
         except MemoryError:
             raise
-        except BaseException as error:  # noqa: BLE001  what its regular expressions raise is no Exception
+        except BaseException as error:  # noqa: BLE001  panics of its regular expressions are no Exception
             return {"error": f"{type(error).__name__}: {error}"[:300], "known": key in ready}
         return {"known": True}
 

@@ -1,7 +1,6 @@
 """Text to token ids and back: a Hugging Face fast tokenizer, and which of its tokens are special.
 
-Text never turns into a special token: `encode` gives the bytes of its characters. Only `encode_markup` reads special tokens,
-from text that a chat template wrote.
+`encode` never gives a special token. Only `encode_markup` reads special tokens, from text that a chat template wrote.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import tokenizers
 
 from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
-MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # code points that no text is meant to hold
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode's noncharacters, which no text should hold
 Span = tuple[int, int]
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
-"""GPT-2's characters of bytes, in which byte-level tokenizers write their tokens."""
+"""GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
 LONG = 1 << 14
-"""Characters of a text that is encoded beside other threads."""
+"""Characters above which a text is encoded without blocking other threads."""
 
 
 class Vocabulary:
@@ -94,14 +93,14 @@ class Vocabulary:
 
     @cached_property
     def _reader(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, which finds special tokens in text."""
+        """Return a copy of the tokenizer that reads special tokens in text."""
         reader = tokenizers.Tokenizer.from_str(self.backend.to_str())
         reader.encode_special_tokens = False
         return reader
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Return a pattern of a special token with the blanks that it takes in; group 1 is the token."""
+        """Return a pattern of any special token with the blanks that it absorbs; the matching group is the token."""
         parts = []
         for text, (_, token) in sorted(self._special_tokens.items(), key=lambda item: -len(item[0])):
             before, behind = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
@@ -207,7 +206,7 @@ class Vocabulary:
 
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Return the tokenizer with these special tokens and further tokens, if it lacks them; as transformers completes it."""
+    """Add these special tokens and further tokens where the tokenizer lacks them, as transformers does; return the tokenizer."""
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in present])
     backend.add_special_tokens(

@@ -25,11 +25,8 @@ def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """Return the average of models or state dictionaries with the same names and shapes.
-
-    `weights` need not add up to 1; None weighs all the same. It is computed in fp64 and does not depend on the order of the states; each
-    tensor has the widest of its dtypes.
-    """
+    """Return the average of models or state dictionaries with the same names and shapes. `weights` need not add up to 1; None: all equal.
+    The fp64 mean does not depend on the states' order; a tensor gets its widest dtype."""
     tables = [_table(state) for state in states]
     shares = _shares(len(tables), weights)
     for number, table in enumerate(tables[1:], 2):
@@ -38,11 +35,8 @@ def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequenc
 
 
 def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None) -> None:
-    """Write the average of Hugging Face model folders, as `average` has it, to `target`, one tensor in memory at a time
-    per checkpoint; configuration and tokenizer are copied from the first folder. Each tensor has the widest of its dtypes.
-
-    ValueError when the folders' config.json or tensors differ in shape or name.
-    """
+    """Write the `average` of Hugging Face model folders to `target`, with the configuration and tokenizer of the first folder. Raise
+    ValueError if config.json, or the names or shapes of tensors, differ."""
     shares = _shares(len(folders), weights)
     shapes = [json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) for folder in folders]
     formats = {str(shape.pop("torch_dtype", None)) for shape in shapes}

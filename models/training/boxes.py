@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 TENSORS = "state.safetensors"
 """The file of a checkpoint that one process wrote: all tensors, whole."""
 WHOLE = "rollout."
-"""Beginning of the names of tensors that every rank reads whole: numbers of a rollout in progress."""
+"""Prefix of the tensors that every rank reads whole: the numbers of a rollout in progress."""
 Box = tuple[tuple[int, int], ...]
 Index = dict[str, dict[str, Any]]
-"""By file: by tensor `shape` and `box`."""
+"""File → tensor name → its `shape` and `box`."""
 
 
 def names(path: Path, index: Index | None) -> set[str]:
@@ -35,10 +35,8 @@ def names(path: Path, index: Index | None) -> set[str]:
 
 
 def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
-    """Return boxes of the tensors of a checkpoint, by (whole shape, box); None: all tensors, whole. Only overlapping boxes are read.
-
-    index: the boxes in each file; None: one file has all tensors whole.
-    """
+    """Return boxes of a checkpoint's tensors. `wanted`: name → (whole shape, box); None: all tensors, whole. `index`: the boxes in each
+    file; None: one file has all tensors whole. Only boxes that overlap wanted ones are read."""
     import torch
     from safetensors import safe_open
 
@@ -77,10 +75,8 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
 
 
 def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
-    """Return a copy of a piece of a weight, fp32, on a device. Of a weight that is mapped from a file only the piece's pages are read.
-
-    Read-ahead of the disk is turned off: with it each rank would read the whole weight.
-    """
+    """Return an fp32 copy of a piece of a weight on a device. Of a weight mapped from a file, only the piece's pages are read: the disk's
+    read-ahead is turned off."""
     import torch
 
     piece, advise = weight.detach()[slices], getattr(ctypes.CDLL(None), "madvise", None)

@@ -28,7 +28,7 @@ __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "tra
 TrainLog = list[Row]
 Batches = Callable[[int], Any]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes."""
+"""Integer dtypes by size in bytes."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -82,7 +82,7 @@ def train(
             _average(average, trainer.weights, config, row)
             if watched(step):
                 trainer.publish_whole()
-            if on_step is not None:  # before the step is saved: after a crash none is left without its call
+            if on_step is not None:  # before the step is saved, so that a crash skips no call
                 on_step(row)
             saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             saver.end_if_asked()
@@ -102,10 +102,8 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces.
-
-    It sums each element's bits, plus one, times factors of its name and of its place along each dimension, modulo 2^64.
-    """
+    """Return a hash of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces. It sums each
+    element's bits, plus one, times factors of its name and of its place along each dimension, modulo 2^64."""
     total = np.zeros(1, np.int64)
     for name, tensor in tensors.items():
         piece = parallel.piece_of(name, tensor)
@@ -135,10 +133,8 @@ def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dic
 
 
 def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
-    """Return `compute` in the precision of the checkpoint under `folder`, if there is one.
-
-    `fastest` is measured where a process starts: without this a training that was killed could go on in another precision.
-    """
+    """Return `compute` in the precision of the checkpoint under `folder`, if there is one: `fastest` is measured at each start, so a
+    resumed training could otherwise change its precision."""
     record = None if folder is None else load_record(folder)
     if record is None or "precision" not in record:
         return compute

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Margin = Annotated[float, Field(ge=0, description="Margin between the rewards of two answers")]
 Weight = Annotated[float, Field(ge=0, description="Weight of these answers; raise it where they are rare")]
-Flips = Annotated[float, Field(ge=0, lt=0.5, description="Share of pairs whose label is taken to be the wrong way around")]
-LengthWeight = Annotated[float, Field(ge=0, description="Reward, in nats, that a token more is taken to have earned by its length")]
+Flips = Annotated[float, Field(ge=0, lt=0.5, description="Assumed share of pairs with swapped labels")]
+LengthWeight = Annotated[float, Field(ge=0, description="Reward, in nats, that each further token is assumed to earn by length alone")]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PreferenceLoss:
     function for pairs: (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; for answers: (log-ratios of policy over
                      reference [A], good answers [A], the distance to the reference, beta, own parameters) -> losses [A]. Differentiable.
                      Its keyword-only parameters are the loss's own, checked by their annotations.
-    of               pairs of a better and a worse answer, or answers that are called good or bad one by one
+    of               pairs of a better and a worse answer, or single answers labelled good or bad
     needs_reference  False: no pass of the reference model
     """
 
@@ -144,7 +144,7 @@ def sigmoid_norm(pairs: PairLogprobs, beta: float) -> PairLosses:
 def apo_zero(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``1 - sigmoid(beta * chosen_ratio) + sigmoid(beta * rejected_ratio)`` (APO-zero, D'Oosterlinck et al. 2024, equation 7).
 
-    For better answers above the model's own: they become likelier, worse ones less likely.
+    For chosen answers that are better than the model's own: they become likelier, rejected ones less likely.
     """
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return PairLosses((-chosen).sigmoid() + rejected.sigmoid(), chosen, rejected)
@@ -154,7 +154,7 @@ def apo_zero(pairs: PairLogprobs, beta: float) -> PairLosses:
 def apo_down(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``sigmoid(beta * chosen_ratio) + 1 - sigmoid(beta * (chosen_ratio - rejected_ratio))`` (APO-down, the same, equation 8).
 
-    For better answers below the model's own: they become less likely, worse ones still less.
+    For chosen answers that are worse than the model's own: they become less likely, rejected ones still less.
     """
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return PairLosses(chosen.sigmoid() + (rejected - chosen).sigmoid(), chosen, rejected)

@@ -22,11 +22,8 @@ def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[n
 
 
 def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
-    """Return the examples of a step, counted from 1: the next `batch_size` of an endless sequence of epochs.
-
-    Every example comes exactly once per epoch, also where a step spans two of them, so a resumed run
-    neither skips nor repeats one.
-    """
+    """Return the examples of a step, counted from 1: the next `batch_size` of an endless sequence of epochs. Every example comes exactly
+    once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats one."""
     ramp = Ramp((batch_size,)) if isinstance(batch_size, int) else batch_size
     if count < 1 or step < 1:
         raise ValueError(f"step and count must be positive: {step}, {count}")
@@ -62,7 +59,7 @@ def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Later(Generic[BatchT]):
-    """A micro-batch of `size` tokens that only the computing rank builds: other ranks never read its rows."""
+    """A micro-batch of `size` tokens that is built only on the rank that computes it."""
 
     size: int
     make: Callable[[], BatchT]
@@ -86,7 +83,7 @@ def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterato
 
 
 class Sampler(Generic[ExampleT, BatchT]):
-    """Batches of a list of examples as the training loop wants them: step -> micro-batches.
+    """A function from a step to its micro-batches, for the training loop.
 
     A step takes `batch_size` examples (a `Ramp`: more as training goes on), packs them into rows of at most
     `micro_batch_tokens` tokens by `length` of an example, and calls `collate` on the examples of each row.
@@ -102,7 +99,7 @@ class Sampler(Generic[ExampleT, BatchT]):
         self.length, self.micro_batch_tokens, self.seed = length, micro_batch_tokens, seed
 
     def steps(self, epochs: float) -> int:
-        """Return the steps in that many epochs, the last one full."""
+        """Return the number of steps in `epochs` epochs, rounded up."""
         total = epochs * len(self.examples)
         if isinstance(self.batch_size, int):
             return max(1, int(np.ceil(total / self.batch_size)))

@@ -1,8 +1,7 @@
-"""The driver of PPO and GRPO: roll out, score, estimate advantages, update the policy (and PPO's critic); again.
+"""The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
-Rollout k draws prompts, samples and minibatches from (seed, k). So weights, moments and a few numbers after rollout k are the whole state.
-Within a rollout, each wave of answers is saved once scored; and after an update, the common input of the rollout's updates. A resumed run
-is bit-identical.
+Rollout k draws prompts, samples and minibatches from (seed, k), so weights, moments and a few numbers after it are the whole state. Within
+a rollout, scored waves of answers are saved, and after an update the input of all its updates. A resumed run is bit-identical.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ Estimate = tuple[Tensor, Tensor, Tensor]
 """Values, advantages and returns, [N] each."""
 Estimator = Callable[[Sampled, dict[str, float], Mapping[str, Trainer]], Estimate]
 Parts = dict[str, tuple[nn.Module, Ppo | Value, float | None, Mapping[str, float] | None]]
-"""The models that are trained, each with its objective, its learning rate, and factors of it by parameter."""
+"""The models that are trained, each with its objective, its learning rate, and factors of that rate by parameter."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's answers with the rollout's results; [n] are its answer tokens, answer by answer; `mask`: those that teach."""
+    """One prompt's answers with the rollout's results; [n] are its answer tokens, answer by answer; `mask`: the trained ones."""
 
     prompt: list[int]
     answers: list[list[int]]
@@ -63,13 +62,12 @@ def train_ppo(
     rollouts: Rollouts[PpoSettings], critic: Transformer, checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None, rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise the policy (lm head) and the critic (scalar head) in place; one row per rollout.
+    """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
-    Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
-    reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
-    computed), gold (where a reward model rewards, the mean of the verifiers' scores beside it), clip_fraction,
-    approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished.
+    Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates), score (raw
+    mean), unequal_prompts (share whose answers differ in reward), kl (nats per answer to the reference; without a KL penalty only in about
+    `WATCHED` rollouts), gold (the verifiers' mean score if a reward model gives the reward), clip_fraction, approximate_kl, entropy,
+    value_loss, value_error, explained_variance, answer_tokens, finished.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
     `rate_scales`: factors of the policy's learning rate by parameter name.
@@ -102,7 +100,7 @@ def train_grpo(
     rollouts: Rollouts[GrpoSettings], checkpoint_dir: Path | None = None, on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise the policy in place, each answer against the others to its prompt, without a critic; otherwise as `train_ppo`.
+    """Optimise the policy in place, without a critic: each answer is compared with the others to its prompt. Otherwise as `train_ppo`.
 
     The reward is the score, less `unfinished_penalty` if the answer was cut off, less the KL penalty of the whole answer
     (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`), or their own (`step_advantages`). Groups whose
@@ -157,7 +155,7 @@ def _train(
 
     def write() -> None:
         assert checkpoint_dir is not None
-        # Between the updates of a rollout, the weights that sample the next one are gone: then the state of its start stays.
+        # Between a rollout's updates, the weights that sampled the next one are gone: then the state of its start stays.
         if not (stale and state.begun):
             _save(checkpoint_dir, trainers, identity, config, state)
 
@@ -166,7 +164,7 @@ def _train(
             stack.enter_context(trainer)
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
-        if ranks.processes == 1:  # the critic's updates end: the policy's before them are done
+        if ranks.processes == 1:  # not between the critic's layers, as the policy is updated by then
             stack.enter_context(between_layers((parts["policy"][0], reference.model), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             start = time.perf_counter()
@@ -220,7 +218,7 @@ class Begun:
 
 @dataclass
 class State:
-    """The state of a training besides weights and moments: numbers, log, the rollout in training, and the next, already sampled one."""
+    """The state of a training besides weights and moments: numbers, log, the rollout in training, and the next one if it is sampled."""
 
     numbers: dict[str, float]
     log: TrainLog
@@ -262,7 +260,6 @@ def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dic
 
 
 def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout: int, saver: Saver) -> None:
-    """Run the remaining updates of a rollout."""
     config, seed = source.rollouts.config, source.rollouts.seed
     for update in range(len(begun.rows["policy"]), updates := config.updates):
         _update(trainers, begun, config, seed, rollout, update)

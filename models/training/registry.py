@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Entries by name.
-
-    what: an entry in words, for messages. group: the entry points by which packages offer modules that register their own.
-    """
+    """Entries by name. `what`: an entry in words, for messages; `group`: the entry points of packages that register their own."""
 
     def __init__(self, what: str, group: str) -> None:
         super().__init__()
@@ -56,7 +53,7 @@ def own_parameters(function: Callable[..., Any], given: Mapping[str, float], nam
 
 
 def parameters_help(entries: Mapping[str, Callable[..., Any]]) -> str:
-    """Return a text about the keyword-only parameters of functions by name: descriptions and defaults."""
+    """Return the descriptions and defaults of functions' keyword-only parameters, as text."""
     fields = [(name, own, field) for name, function in entries.items() for own, field in _declared(function).model_fields.items()]
     return "; ".join(f"{own} of {name} ({field.default}): {field.description}" for name, own, field in fields)
 

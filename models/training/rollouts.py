@@ -36,26 +36,25 @@ from puna.models.transformer import Transformer
 Config = TypeVar("Config", bound=RolloutSettings)
 Scores = Sequence[Sequence[Any]]
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
-"""Gives the reward of each answer to each prompt; or by name: the reward as `score`, its parts, and of `steps` (end, reward) each."""
+"""Function that returns each answer's reward; or by name: the reward as `score`, its parts, and the `steps` as (end, reward)."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
-"""Keeps the rows of a rollout's answers; None: a run that goes on has them from before."""
+"""Function that stores the rows of a rollout's answers; None: a resumed run has stored them before."""
 Remember = Callable[[str, Callable[[], Any]], Any]
-"""Gives the JSON value of a name, made by the function given where it was not made before."""
+"""Function that returns the JSON value of a name, and computes it with the given function the first time."""
 WAVE_FLOPS = 3e11
-"""Operations of the answers that are sampled on a CPU before they are saved: some seconds of a core."""
+"""Operations of a wave of answers on a CPU, after which it is saved: some seconds of a core."""
 WATCHED = 8
-"""Rollouts of a run whose KL divergence is measured where it costs the reward nothing, beside the last one."""
+"""Rollouts of a run, besides the last one, whose KL divergence is measured although the reward does not need it."""
 
 
 @dataclass(frozen=True)
 class Sampled:
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
-    `mask`: True at the policy's own tokens; `logprobs` and those of the `reference` are 0 elsewhere. `kl`: nats per answer to the
-    reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and `unequal`: the mean score, and the
-    share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from. `version`: the rollouts on which
-    the weights that answered had been trained. `parts` of the scores, [A] each, by name, and the answers' `steps`: where each ends, in
-    tokens, and its reward.
+    `mask`: True at the policy's own tokens; `logprobs` and `reference` are 0 elsewhere. `kl`: nats per answer to the reference; if it is
+    None, `reference` repeats the policy's log-probs. `score`, `unequal`: the mean score, and the share of prompts whose answers differ in
+    reward, over all that was drawn before `resample` chose. `version`: rollouts on which the sampling weights had been trained. `parts`:
+    parts of the scores by name, [A] each, and the answers' `steps`: where each ends, in tokens, and its reward.
     """
 
     asked: list[list[int]]
@@ -127,14 +126,12 @@ class Rollouts(Generic[Config]):
     between: Scorer | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
-        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
-
-        ValueError if the engine's log-probs of the first prompt's answers are not those of the policy.
-        """
+        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored. Raise
+        ValueError if the engine's log-probs of the first prompt's answers are not those of the policy."""
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         candidates = self._drawn(rollout, remember)
-        # The sort is stable: what differs in reward comes first, and all of it stays in the order of drawing.
+        # A stable sort: prompts with unequal rewards first, each part in the order of drawing.
         best = sorted(sorted(range(len(candidates)), key=lambda i: not candidates[i].unequal)[: config.prompts])
         prompts, completions = [candidates[i].prompt for i in best], [list(candidates[i].completions) for i in best]
         sampled = Sampled(
@@ -155,9 +152,8 @@ class Rollouts(Generic[Config]):
 
     @torch.no_grad()
     def _check(self, rollout: int, sampled: Sampled) -> None:
-        """Raise ValueError if log-probs are not those of a pass of training, where such passes are exact. Those of adapters and of a
-        rank's piece are nearly the same.
-        """
+        """Raise ValueError if log-probs differ from those of a training pass, where such passes are exact; those of adapters and of a
+        rank's piece may differ by 1e-4."""
         held, targets = alone(self.policy), Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
         weight = next(iter(held.parameters.values()))
         if not can_be_exact(weight.dtype, weight.device):
@@ -180,12 +176,12 @@ class Rollouts(Generic[Config]):
         engine = held_engine(held, exact=can_be_exact(weight.dtype, weight.device))
         scorer = self.scorer if rollout in watched_rollouts(config.rollouts) else self.between or self.scorer
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
-            # What is asked again comes from beyond the last rollout.
+            # Further prompts come from beyond the last rollout.
             places = step_indices(rollout + again * config.rollouts, len(self.prompts), config.prompts, self.seed)
             for wave in range(0, len(places), size):
                 prompts = [list(self.prompts[i]) for i in places[wave : wave + size]]
                 seeds = [self.seed, rollout, again, wave]
-                # Without zeros at the end: rollouts of one wave draw what they drew when there were no waves.
+                # No trailing zeros: a rollout of one wave has the seeds that it had before there were waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
                 candidates += self._answered(prompts, remember(f"{again}-{wave}", partial(self._sampled, engine, scorer, prompts, own)))
             if sum(one.unequal for one in candidates) >= config.prompts:
@@ -217,7 +213,7 @@ class Rollouts(Generic[Config]):
         scores = scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(values[i]) for name, values in parts.items()} for i in range(len(asked))]
-        # A judge may tell each rank something else: all train on what it told the first one.
+        # A judge may score differently on each rank: all train on the first rank's scores.
         return list(zip(answers, json.loads(groups.mesh.gather_texts(json.dumps(own))[0]), strict=True))
 
     def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
@@ -230,7 +226,6 @@ class Rollouts(Generic[Config]):
     @torch.no_grad()
     def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
         """Return [N] log-probs of all answer tokens, fp32 on the CPU."""
-
         return torch.cat(by_group(self.reference, self._logprobs, asked, answers, self.config.compute.micro_batch_tokens))
 
     def _logprobs(self, model: Transformer, t: Targets) -> Tensor:
@@ -238,7 +233,7 @@ class Rollouts(Generic[Config]):
 
 
 class Source:
-    """A source of rollouts: the training ranks sample on request, or ranks of their own do so while others train.
+    """A source of rollouts: the training ranks sample on request, or separate ranks do so while others train.
 
     held: this rank's policy. folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: the
     training's. `follow` is called after each wave.
@@ -308,7 +303,7 @@ def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int =
 
 
 def watched_rollouts(rollouts: int) -> frozenset[int]:
-    """Return the rollouts, counted from 1, whose KL divergence is always measured: even steps, first and last."""
+    """Return the rollouts, counted from 1, whose KL divergence is always measured: evenly spaced, with the first and the last."""
     return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
 
 

@@ -11,10 +11,7 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True)
 class Ramp:
-    """A size that grows over the steps: `values[i]` from step `starts[i]` (from 1) on.
-
-    Batch sizes or sequence lengths; Llama 3 405B doubles both on the way (section 3.4.1).
-    """
+    """A batch size or sequence length that grows, as in Llama 3 405B (section 3.4.1): `values[i]` from step `starts[i]` (from 1) on."""
 
     values: tuple[int, ...]
     starts: tuple[int, ...] = (1,)
@@ -48,8 +45,8 @@ def learning_rate(
 ) -> float:  # fmt: skip
     """Return the learning rate of optimisation step `step`, counted from 1 to `steps`.
 
-    Warm-up is linear: step `warmup_steps` is the first at the peak. A falling rate reaches its end value
-    one step after the last, so that no step runs at a rate of 0. After the warm-up
+    Warm-up is linear: step `warmup_steps` is the first at the peak. A falling rate reaches its end value one step after the last, so that
+    no step runs at a rate of 0. After the warm-up:
 
     - ``cosine`` falls along half a cosine to ``final_ratio * peak`` (Loshchilov and Hutter 2017, SGDR);
     - ``linear`` falls to ``final_ratio * peak`` in a straight line;

@@ -17,7 +17,6 @@ from puna.models.training.schedules import Schedule, learning_rate
 
 Steps = float
 """A number of optimization steps; below 1, a share of all steps."""
-"""How weights are averaged: see `puna.models.training.average`."""
 Baseline = Literal["grpo", "mean", "rloo"]
 Surrogate = Literal["clipped", "cispo"]
 Ratio = Literal["token", "sequence"]
@@ -26,14 +25,11 @@ Credit = Literal["answer", "steps"]
 
 
 class OptimizerSettings(Settings):
-    """The optimizer and its limits for skipping steps.
-
-    A step that is not finite, or is a spike, changes nothing.
-    """
+    """The optimizer, and its limits: a step is skipped if its loss or gradient norm is not finite, or is a spike."""
 
     name: str = Field(
-        "adamw", description="; ".join(f"{name}: {kind.description}" for name, kind in OPTIMIZERS.items()) + ". Weights that an optimizer "
-        "cannot update have AdamW, at the same learning rate", json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)),
+        "adamw", description="; ".join(f"{name}: {kind.description}" for name, kind in OPTIMIZERS.items()) + ". AdamW updates weights that "
+        "an optimizer cannot, at the same learning rate", json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)),
     )  # fmt: skip
     parameters: dict[str, float] = Field(
         {}, description=f"The optimizer's own parameters. {parameters_help({name: kind.__init__ for name, kind in OPTIMIZERS.items()})}"
@@ -43,7 +39,7 @@ class OptimizerSettings(Settings):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
     embedding_scale: float = Field(
-        1.0, gt=0, le=100, description="Learning rate of the token embeddings, of which a step moves few rows, over that of all else"
+        1.0, gt=0, le=100, description="Factor of the learning rate of the token embeddings, of which a step moves few rows"
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
     spike_window: int = Field(
@@ -55,8 +51,8 @@ class OptimizerSettings(Settings):
     max_skipped: int = Field(5, ge=1, description="Refused steps in a row that stop the run")
 
     state_in: Literal["memory", "file"] = Field(
-        "memory", description="Where the optimizer's state is: the device's memory; or files without a name in TMPDIR, mapped into the "
-        "host's memory, where the processor updates the weights: as much memory as is free is used, and the disk for the rest",
+        "memory", description="Place of the optimizer's state: the device's memory; or unnamed files in TMPDIR, mapped into the host's "
+        "memory, where the CPU updates the weights: free memory is used first, and the disk for the rest",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
 
@@ -100,7 +96,7 @@ class ScheduleSettings(Settings):
     )
     average: int = Field(0, ge=0, description="Checkpoints of the annealing that are averaged into the model; 0: the last one is the model")
     ema: float = Field(
-        0.0, ge=0, lt=1, description="Decay per step of a moving average of the weights that becomes the model; 0: none; not beside average"
+        0.0, ge=0, lt=1, description="Decay per step of a moving average of the weights that becomes the model; 0: none; not with average"
     )
 
     @model_validator(mode="after")
@@ -142,15 +138,15 @@ class ComputeSettings(Settings):
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
         "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
-        "auto: bf16 on a GPU, fp32 on a CPU; fastest: bf16 on a CPU, too, where a measurement at start says that it pays",
+        "auto: bf16 on a GPU, fp32 on a CPU; fastest: bf16 on a CPU too if a measurement at start finds it faster",
     )  # fmt: skip
     activation_checkpointing: bool = Field(
         False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
     )
     deterministic: bool = Field(
         False,
-        description="Sums on a GPU in the same order in every run, so that a resumed run ends with the same bits: torch's operators then "
-        "take slower versions. On a CPU it is so always",
+        description="Add on a GPU in the same order in every run, so that a resumed run ends with the same bits; torch's operators are "
+        "then slower. A CPU always does so",
     )
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"
@@ -161,8 +157,8 @@ class ComputeSettings(Settings):
     )  # fmt: skip
     save_seconds: float = Field(
         10.0, gt=0,
-        description="Seconds after which a training's state is saved, to go on from after a crash; more where saving would take more than "
-        "2 % of the time. It changes no result", json_schema_extra=NO_RESULT,
+        description="Seconds between saves of a training's state, from which it continues after a crash; longer if saving would take more "
+        "than 2 % of the time. It changes no result", json_schema_extra=NO_RESULT,
     )  # fmt: skip
 
     def precision_on(self, device: str) -> Literal["fp32", "bf16"]:
@@ -225,7 +221,7 @@ class TrainingSettings(Settings):
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
 
     def train_config(self, examples: int) -> TrainConfig:
-        """Return the loop's settings for that many examples; the last step is full."""
+        """Return the loop's settings for a number of examples; the last step is full."""
         steps = self.steps or max(1, math.ceil(self.epochs * examples / self.batch_size))
         return TrainConfig(steps=steps, schedule=self.schedule, optimizer=self.optimizer, compute=self.compute)
 
@@ -250,11 +246,11 @@ class LoraSettings(Settings):
     loraplus_ratio: float = Field(1.0, ge=1, description="Learning rate of B over that of A (LoRA+, Hayou et al. 2024)")
     quantization: Literal["none", "nf4"] = Field(
         "none",
-        description="The layers' matrices beside which the adapters are trained: as they are, or in 4 bits, NF4 with double quantization "
-        "(QLoRA, Dettmers et al. 2023; needs bitsandbytes). The trained model is made of what they are in 4 bits",
+        description="Format of the layers' matrices beside the adapters: as stored, or 4 bits, NF4 with double quantization (QLoRA, "
+        "Dettmers et al. 2023; needs bitsandbytes). The trained model then has their 4-bit values",
     )
     keep: bool = Field(
-        True, description="Keep the adapters beside the merged model, in PEFT's layout (`puna export --format adapter`); pissa's have none"
+        True, description="Keep the adapters beside the merged model, in PEFT's layout (`puna export --format adapter`); not with pissa"
     )
 
     @model_validator(mode="after")
@@ -273,7 +269,7 @@ class LoraSettings(Settings):
 class RolloutSettings(Settings):
     """Common settings of reinforcement learning of a policy on its own samples."""
 
-    rollouts: int = Field(8, ge=1, description="Times that answers are sampled")
+    rollouts: int = Field(8, ge=1, description="Number of rollouts")
     prompts: int = Field(64, ge=1, description="Prompts per rollout")
     answers: int = Field(4, ge=1, description="Answers to each prompt of a rollout")
     epochs: int = Field(2, ge=1, description="Passes over a rollout")
@@ -294,12 +290,12 @@ class RolloutSettings(Settings):
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
     generate_tensor: int = Field(
-        1, ge=1, le=64, description="With `generate`: of these processes, how many hold the policy and its reference between them, each of "
-        "them some heads and columns of every matrix; 1: each has them whole", json_schema_extra=NO_RESULT,
+        1, ge=1, le=64, description="With `generate`: number of these processes that share one policy and its reference, each with some "
+        "heads and columns of every matrix; 1: each has them whole", json_schema_extra=NO_RESULT,
     )  # fmt: skip
     max_stale: int = Field(
-        0, ge=0, le=1, description="1: sample a rollout before the updates of the one before it, with `generate` at the same time; its "
-        "answers are of weights one rollout older, and its ratios count from these. 0: after them"
+        0, ge=0, le=1, description="1: sample a rollout before the updates of the previous one (with `generate`, during them), with "
+        "weights one rollout older, to which its ratios refer. 0: after them"
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -326,7 +322,7 @@ class RolloutSettings(Settings):
         return self.epochs * self.minibatches
 
     def training(self, rate: float | None) -> TrainConfig:
-        """Return the loop's settings of a model, at its learning rate."""
+        """Return the loop's settings for a model with this peak learning rate."""
         return TrainConfig(
             steps=self.rollouts * self.updates, schedule=self.schedule.replace(learning_rate=rate), optimizer=self.optimizer,
             compute=self.compute,
@@ -353,31 +349,31 @@ class GrpoSettings(RolloutSettings):
         "(mean, Dr. GRPO); or less the mean of the others (rloo)"
     )  # fmt: skip
     credit: Credit = Field(
-        "answer", description="What a token is rewarded by: its answer; or steps: those that end behind it, and its answer, each compared "
-        "with all of the group (process supervision, Shao et al. 2024); the verifier must reward steps, as chain does"
+        "answer", description="Reward of a token: its answer's; or steps: those of the steps that end after it and of its answer, each "
+        "compared with all of the group (process supervision, Shao et al. 2024); the verifier must reward steps, as chain does"
     )  # fmt: skip
     surrogate: Surrogate = Field(
-        "clipped", description="A token's loss: PPO's, which stops to teach where the ratio leaves its range; or cispo (MiniMax 2025): the "
-        "log-probability, times a ratio that is bounded at 1 + clip_high and passes no gradient, so that every token teaches"
+        "clipped", description="A token's loss: PPO's, without a gradient once the ratio leaves its range; or cispo (MiniMax 2025): the "
+        "log-probability, times a ratio that is bounded at 1 + clip_high and passes no gradient, so that every token has one"
     )  # fmt: skip
     ratio: Ratio = Field(
         "token", description="Probability ratio to the policy that sampled: of each token; or sequence (GSPO, Zheng et al. 2025): the "
         "geometric mean over the answer, far nearer to 1, for which its authors take clip 0.0003 and clip_high 0.0004"
     )  # fmt: skip
     normalizer: Normalizer = Field(
-        "tokens", description="What the loss is divided by: the update's tokens (DAPO); each answer's tokens, then the answers (GRPO, Shao "
+        "tokens", description="Divisor of the loss: the update's tokens (DAPO); each answer's tokens, then the answers (GRPO, Shao "
         "et al. 2024); or constant, the answers times max_tokens, which favours no length (Dr. GRPO, Liu et al. 2025)"
     )  # fmt: skip
     clip_high: float | None = Field(
-        None, gt=0, description="Clip range of the probability ratio above 1, where that is another (DAPO takes 0.28); null: clip"
+        None, gt=0, description="Clip range of the probability ratio above 1, if it differs (DAPO: 0.28); null: clip"
     )
     turns: int = Field(
-        1, ge=1, le=64, description="Turns of the policy in an answer at most. Between them the prompt's verifier replies, if it is an "
-        "environment, and tools do; only the policy's own tokens teach, and max_tokens is for all turns and replies together"
+        1, ge=1, le=64, description="Most turns of the policy in an answer. Between them the prompt's verifier replies, if it is an "
+        "environment, and tools do; only the policy's tokens are trained, and max_tokens is for all turns and replies together"
     )  # fmt: skip
     resample: int = Field(
-        0, ge=0, le=20, description="Times at most that a rollout asks as many further prompts, until so many have answers of different "
-        "rewards: only these teach (DAPO's dynamic sampling); 0: never"
+        0, ge=0, le=20, description="Most times that a rollout draws as many further prompts, until enough have answers of different "
+        "rewards: only these are trained (DAPO's dynamic sampling); 0: never"
     )  # fmt: skip
 
     @model_validator(mode="after")

@@ -13,9 +13,9 @@ NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite numbe
 def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) -> Limits:
     """Return the loss and gradient norm above which the next step is a spike.
 
-    Each is the median over the last `window` steps that were not skipped, plus `limit` standard deviations,
-    estimated from the median absolute deviation, so that a spike that slipped in widens nothing; a deviation
-    counts as at least 1 % of the median. Before there are `window` such steps nothing finite is a spike.
+    Each is the median over the last `window` steps that were not skipped, plus `limit` standard deviations, estimated from the median
+    absolute deviation, which an accepted spike hardly widens. A deviation counts as at least 1 % of the median. Before there are `window`
+    such steps, no finite value is a spike.
     """
     recent: list[Mapping[str, float]] = []
     for row in reversed(log if window else ()):

@@ -26,14 +26,12 @@ if TYPE_CHECKING:  # a classifier's training needs no torch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 announce: Callable[[], object] | None = None
-"""Called when a signal has to wait for a step. It runs in the signal's handler, in the middle of anything."""
+"""Function that is called when a signal has to wait for a step; it runs in the signal handler, at any point of the program."""
 
 
 class Stop:
-    """Ctrl-C and SIGTERM during a training: the first one of each waits for `act`, a second one acts at once.
-
-    Only a process's main thread receives signals. In other threads this does nothing.
-    """
+    """Handling of Ctrl-C and SIGTERM during a training: the first of each waits for `act`, a second one acts at once. Outside the main
+    thread, which alone receives signals, it does nothing."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -82,21 +80,21 @@ Result = TypeVar("Result")
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
-    """Return the result of a long call of a library, which runs in a thread of its own: this one handles signals meanwhile."""
+    """Return the result of a library's long call, which runs in another thread so that this one handles signals meanwhile."""
     with ThreadPool(1) as pool:
         return pool.apply_async(call).get()
 
 
 RECORD = "state.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a damaged checkpoint raises."""
+"""Errors of reading a damaged checkpoint."""
 
 SAVE_SHARE = 0.02
-"""Largest share of a training's time that saving by time may take (0 to 1)."""
+"""Largest share of a training's time that periodic saving may take (0 to 1)."""
 
 
 class Saver:
-    """The saving of a training's state: when a step asks for it, by time, and before a signal ends the training.
+    """The saving of a training's state: when a step asks for it, periodically, and before a signal ends the training.
 
     seconds: time after which the state is saved. Where the last write was slow, the wait grows until writing takes at most `SAVE_SHARE`
     of the time. write: writes the state; None: it is not saved. agree: true if any of the ranks that train together wants to save.
@@ -121,7 +119,7 @@ class Saver:
             self._save()
 
     def leave_if_asked(self) -> None:
-        """End the training in the middle of a step where a signal waits for that, with the state before the step saved."""
+        """If a signal is waiting, save the state before the current step and end the training within the step."""
         if self._stop.asked:
             self.stepped()
             self.end_if_asked()
@@ -144,10 +142,8 @@ class Saver:
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy.
-
-    It is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
-    """
+    """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy. It is written
+    under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"
     temporary = folder / f".{final.name}.{os.getpid()}"
@@ -176,17 +172,15 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the newest complete checkpoint under `folder`: its tensors and its record; None if there is none.
-
-    A checkpoint with wrong checksums is removed with a warning: training restarts rather than continue from damaged weights.
-    """
+    """Return the newest complete checkpoint under `folder`: its tensors and its record; None if there is none. A checkpoint with wrong
+    checksums is removed with a warning: training restarts rather than continue from damaged weights."""
     from safetensors.torch import load
 
     return _newest(folder, load)
 
 
 def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
-    """Return the result of `load_state` for a checkpoint of numpy arrays."""
+    """Return `load_state` of a checkpoint of numpy arrays."""
     from safetensors.numpy import load
 
     return _newest(folder, load)

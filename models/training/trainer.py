@@ -33,7 +33,7 @@ TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 
 
 def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights in that dtype; weights packed in bytes stay."""
+    """Return weights in `dtype`; weights packed in bytes stay unchanged."""
     return data.to(dtype) if data.is_floating_point() else data
 
 
@@ -71,8 +71,8 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 class Trainer:
     """A model, its objective and its optimisers, one optimisation step at a time.
 
-    `weights` are the trained tensors by name, fp32: the model's own parameters, or, in bf16, the
-    originals that the optimiser works on while the model holds rounded copies. Leaving its context restores a bf16 model's fp32 weights.
+    `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser works on while
+    the model holds rounded copies. Leaving its context restores a bf16 model's fp32 weights.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class Trainer:
         loss, metrics = self._accumulate(micro, _step_seed(seed, step))
         self.parallel.add_gradients(self.weights)
         norm = self.parallel.norm(self.weights).to(self.device)
-        names = list(metrics)
         # One transfer for everything that is logged.
         values = torch.stack([loss, norm, *metrics.values()]).tolist()
         # A value that is not a number is within no limit.
@@ -158,7 +157,7 @@ class Trainer:
         return {
             "step": step, "loss": values[0], "learning_rate": rate, "gradient_norm": values[1], "tokens": tokens, "seconds": seconds,
             "skipped": int(skipped), "tokens_per_second": tokens / seconds, "precision_bits": torch.finfo(DTYPES[self.precision]).bits,
-            **self._utilization(seconds), **dict(zip(names, values[2:], strict=True)),
+            **self._utilization(seconds), **dict(zip(metrics, values[2:], strict=True)),
         }  # fmt: skip
 
     def _accumulate(self, micro: Sequence[Sized], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -206,8 +205,8 @@ class Trainer:
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
     def _utilization(self, seconds: float) -> dict[str, float]:
-        """Return the model FLOPs of this rank's micro-batches of the step over its device's peak in the same time, if both are known: for a
-        whole `Transformer` on a device in `accounting.peak_flops`."""
+        """Return the share of the device's peak that the model FLOPs of this rank's step reach, if both are known: for a `Transformer`
+        whose weights are all trained, on a device in `accounting.peak_flops`."""
         config = getattr(self.model, "config", None)
         parts, readers = [part for part, counted in self._parts if counted], self.parallel.mesh.layout.readers
         forests = [one for part in parts if isinstance(one := getattr(getattr(part, "targets", part), "forest", None), Forest)]
@@ -278,10 +277,8 @@ class Trainer:
 
 
 def optimizers(model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]) -> list[Optimizer]:
-    """Return the configured optimiser and, if that takes only whole matrices, AdamW for the other weights.
-
-    Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
-    """
+    """Return the configured optimiser and, if that takes only whole matrices, AdamW for the other weights. Each group's `scale` multiplies
+    its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top."""
     settings = config.optimizer
     if unknown := sorted(scales.keys() - weights.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")

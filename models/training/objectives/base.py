@@ -1,9 +1,8 @@
 """The common part of objectives: the tokens that they predict, and the sums of a step.
 
-A step may be split into micro-batches in any way. So that the split cannot change the gradient, each
-objective first counts its denominators (`totals`: tokens, answers, pairs) without the model; the loop
-adds those counts over the whole step, and every micro-batch divides its sums by the step's totals.
-Losses, gradients and metrics of the micro-batches then simply add up.
+A step may be split into micro-batches in any way without changing the gradient. Each objective first counts its denominators (`totals`:
+tokens, answers, pairs) without the model. The loop adds those counts over the step, and every micro-batch divides its sums by the totals,
+so losses, gradients and metrics of the micro-batches simply add up.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Metrics = dict[str, Tensor]
 
 
 class Model(Protocol):
-    """The methods that objectives need of a model: those of `Transformer`, which PEFT's models pass on."""
+    """The methods of a model that objectives call: `Transformer` has them, and PEFT's models forward them."""
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the weights."""
@@ -58,7 +57,7 @@ class Targets:
     mask       [N] bool, False if a target does not count in the loss
     lengths    [A] int64, targets per answer; they sum to N and an answer's targets are contiguous
     last       [A] int64, index in the row of each answer's last token
-    prompt     [A] int64, which prompt an answer belongs to
+    prompt     [A] int64, index of each answer's prompt
     """
 
     forest: Forest
@@ -96,10 +95,8 @@ class Targets:
         prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]],
         masks: Sequence[Sequence[Sequence[bool]]] | None = None,
     ) -> Targets:  # fmt: skip
-        """Return prompts with their answers as branches; every answer token is a target.
-
-        `masks[p][a]` holds one flag per answer token, False if the token does not count.
-        """
+        """Return prompts with their answers as branches; every answer token is a target. `masks[p][a]` holds one flag per answer token,
+        False if the token does not count."""
         forests: list[Forest] = []
         positions: list[np.ndarray[Any, Any]] = []
         last: list[int] = []
@@ -131,7 +128,7 @@ class Targets:
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Return the tokens of the row, the cost of a step."""
+        """Return the number of tokens of the row, the cost of a step."""
         return len(self.forest)
 
     @property
@@ -171,10 +168,8 @@ def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any
 
 
 def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A].
-
-    A segmented reduction and not `index_add`, whose atomics on a GPU add in a different order each time.
-    """
+    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A]. A segmented reduction and not
+    `index_add`, whose atomics on a GPU add in a different order each time."""
     if not len(lengths):
         return values.new_zeros(0)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
@@ -183,9 +178,8 @@ def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
 class Objective(Generic[BatchT]):
     """A loss of a model on a batch.
 
-    `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss,
-    a differentiable scalar, and its share of each metric (detached scalars). Without `totals` the batch
-    is the whole step.
+    `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss, a differentiable scalar, and of
+    each metric (detached scalars). Without `totals` the batch is the whole step.
     """
 
     def totals(self, batch: BatchT) -> dict[str, float]:

@@ -29,11 +29,10 @@ from puna.models.training.objectives.base import (
 class DpoBatch(Batch):
     """Preference pairs over the answers of a forest.
 
-    targets    prompts once, answers as branches; its mask is False at format tokens (headers,
-               terminations), which leaves them out of the preference term of both answers
+    targets    prompts once, answers as branches; its mask is False at format tokens (headers, terminations), which leaves them out of the
+               preference term of both answers
     chosen     [M] int64, rejected [M] int64: indices of answers
-    reference  [A] float32: summed unmasked log-probabilities under the reference (`reference_logprobs`),
-               computed once and kept; None until then
+    reference  [A] float32: summed unmasked log-probabilities under the reference (`reference_logprobs`); None until they are computed
     """
 
     chosen: Tensor
@@ -68,8 +67,8 @@ class PreferenceObjective(Objective[BatchT]):
 class Dpo(PreferenceObjective[DpoBatch]):
     """A preference loss of pairs, with format tokens masked.
 
-    The NLL term covers every token of the chosen answer, its termination included: it is what keeps the
-    model ending its answers once the preference term no longer sees that token.
+    The NLL term covers every token of the chosen answer, its termination included. The preference term does not see the termination, so
+    the NLL term is what keeps the model ending its answers.
 
     Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
     ``chosen_logprob``, ``rejected_logprob``, ``nll``.
@@ -98,7 +97,7 @@ class Dpo(PreferenceObjective[DpoBatch]):
         return loss, metrics
 
     def _pairs(self, answers: Tensor, batch: DpoBatch) -> PairLogprobs:
-        """Return the log-probabilities of each pair, of answers [A] float."""
+        """Return the pairs' log-probabilities from those of the answers [A]."""
         reference = batch.reference
         if reference is None:
             if self.preference.needs_reference:
@@ -131,7 +130,7 @@ def reference_logprobs(model: Model, targets: Targets) -> Tensor:
 
 @dataclass(frozen=True)
 class KtoBatch(Batch):
-    """Labelled answers, and answers to other prompts by which the distance to the reference is estimated.
+    """Labelled answers, and answers to other prompts, which estimate the distance to the reference.
 
     targets              prompts once, answers as branches; its mask leaves tokens out of the preference term
     desirable            [A] bool, True for a good answer
@@ -153,10 +152,8 @@ class KtoBatch(Batch):
 
 
 class Kto(PreferenceObjective[KtoBatch]):
-    """A loss of single answers: the mean over a step's answers, at the step's distance to the reference.
-
-    Metrics: ``kl``, ``chosen_reward``, ``rejected_reward``, ``margin`` (of their means), ``nll``.
-    """
+    """A loss of single answers: the mean over a step's answers, at the step's distance to the reference. Metrics: ``kl``,
+    ``chosen_reward``, ``rejected_reward``, ``margin`` (of their means), ``nll``."""
 
     def totals(self, batch: KtoBatch) -> dict[str, float]:
         good = batch.desirable

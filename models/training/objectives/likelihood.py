@@ -12,7 +12,7 @@ from puna.models.training.objectives.base import Metrics, Model, Objective, Targ
 from puna.models.transformer import by_rows
 
 POSITIONS = 512
-"""Positions whose distributions over the whole vocabulary are held at a time."""
+"""Positions whose distributions over the vocabulary are in memory at one time."""
 
 
 def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
@@ -25,8 +25,8 @@ def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
 class LanguageModeling(Objective[Targets]):
     """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``.
 
-    With `z_loss` that share of the mean squared log-normaliser of the logits comes on top, which holds them near 0 (PaLM, Chowdhery et al.
-    2022, section 5; OLMo: 1e-5). Metric: ``z_loss``, this term.
+    `z_loss` times the mean squared log-normaliser of the logits is added, to hold the log-normaliser near 0 (PaLM, Chowdhery et al. 2022,
+    section 5; OLMo: 1e-5). Metric: ``z_loss``, this term.
     """
 
     def __init__(self, z_loss: float = 0.0) -> None:
@@ -48,8 +48,8 @@ class LanguageModeling(Objective[Targets]):
 class Sft(Objective[Targets]):
     """Mean cross-entropy over the step's answer tokens. Each token weighs the same, not each answer: TRL's convention.
 
-    Batches come from `Targets.from_answers`: the prompt holds no target, which is its mask. Metric:
-    ``answer_nll``, the mean negative log-likelihood of a whole answer, in nats.
+    Batches come from `Targets.from_answers`, in which no prompt token is a target. Metric: ``answer_nll``, the mean negative log-likelihood
+    of a whole answer, in nats.
     """
 
     def totals(self, batch: Targets) -> dict[str, float]:
@@ -81,8 +81,8 @@ def _kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
 class Distill(Objective[Targets]):
     """Mean divergence over the step's answer tokens between the model and a frozen teacher, both at `temperature`.
 
-    No gradient passes through the choice of the answers (Agarwal et al., section 3), whoever sampled them. Each token of the step
-    weighs the same: nats per token. Logits that only one of the two has, which pad its vocabulary, are left out.
+    No gradient passes through the sampling of the answers (Agarwal et al., section 3). Each token of the step weighs the same. Logits that
+    only one of the two models has, as padding of its vocabulary, are left out.
     """
 
     def __init__(self, teacher: Model, beta: float = 1.0, temperature: float = 1.0) -> None:

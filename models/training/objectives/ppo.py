@@ -18,7 +18,7 @@ from puna.models.training.settings import Baseline, Normalizer, Ratio, Surrogate
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Return [N] values shifted and scaled to mean 0 and variance 1 over the mask; 0 outside of it.
 
-    The variance is the sample's, over one less than the values, as in TRL's `masked_whiten`; with fewer than two, all are 0.
+    The sample variance (over count - 1) is used, as in TRL's `masked_whiten`; with fewer than two values, all are 0.
     """
     weight = mask.to(values.dtype)
     count = weight.sum()
@@ -42,11 +42,10 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
 
 
 def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Baseline) -> Tensor:
-    """Return the advantages of all tokens of a prompt's answers, [n] answer by answer, whose steps have rewards of their own.
+    """Return the advantages [n] of all tokens of a prompt's answers, answer by answer, from rewards of their steps.
 
-    steps: of each answer, the tokens before a step's end, and its reward; the last step ends the answer. A token's advantage is the sum
-    over the steps that end behind it of their rewards, compared as by `group_advantages` with all of the group (Shao et al. 2024, section
-    4.1.3).
+    steps: for each answer, (tokens up to a step's end, the step's reward); the last step ends the answer. Rewards are compared over the
+    group as by `group_advantages`; a token's advantage is their sum over the steps that end after it (Shao et al. 2024, section 4.1.3).
     """
     flat = group_advantages(torch.tensor([[reward for some in steps for _, reward in some]]), baseline)[0]
     parts = zip(flat.split([len(some) for some in steps]), steps, strict=True)
@@ -57,7 +56,7 @@ def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Base
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """Return [N] ``min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)`` with ``ratio = exp(log_ratio)``.
 
-    log_ratio, advantages [N] float. With `clip_high` that is the range above 1 (DAPO, Yu et al. 2025).
+    log_ratio, advantages [N] float. `clip_high`: the range above 1, if it differs (DAPO, Yu et al. 2025).
     """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
@@ -83,7 +82,7 @@ def sequence_log_ratio(log_ratio: Tensor, targets: Targets) -> Tensor:
 
 
 def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float) -> Tensor:
-    """Return half the mean squared error to the returns: per target the larger one, with or without clipping around the old value.
+    """Return half the mean squared error to the returns; per target, the larger of the plain error and the clipped one.
 
     values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
     ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
@@ -95,11 +94,8 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 
 @dataclass(frozen=True)
 class PpoBatch(Batch):
-    """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
-
-    `left_out`: number of the update's answer tokens that are in no batch, as they have no gradient; `answers_left_out`: number of their
-    answers. Means count them, too.
-    """
+    """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets. `left_out`: number of the update's
+    answer tokens that are in no batch, as they have no gradient; `answers_left_out`: number of their answers. Means count them, too."""
 
     logprobs: Tensor
     advantages: Tensor
@@ -115,12 +111,12 @@ class PpoBatch(Batch):
 
 
 class Ppo(Objective[PpoBatch]):
-    """The policy's objective: a surrogate of the reward, less `entropy_weight` times the mean entropy.
+    """The policy's loss: the negative surrogate of the reward, less `entropy_weight` times the mean entropy.
 
-    `temperature` is the one the answers were sampled at: old and new log-probs are of the same
-    distribution. `surrogate`, `ratio`, `normalizer`: see `GrpoSettings`; `max_tokens` is the longest answer, by which the
-    constant normalizer divides. Metrics, means over the tokens of the batches: ``clip_fraction`` (tokens whose ratio left the clip
-    range), ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the policy that sampled), ``entropy``.
+    `temperature`: that of the sampling, so that old and new log-probs are of one distribution. `surrogate`, `ratio`, `normalizer`: see
+    `GrpoSettings`; `max_tokens`: the longest answer, by which the constant normalizer divides. Metrics, means over the tokens of the
+    batches: ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the
+    policy that sampled), ``entropy``.
     """
 
     def __init__(
@@ -166,11 +162,8 @@ class Ppo(Objective[PpoBatch]):
 
 
 class Value(Objective[PpoBatch]):
-    """The critic's objective: clipped value loss of a model with a scalar head.
-
-    A state's value is read at the position that predicts its next token, so it depends on the answer before that token only. Metric:
-    ``value_error``, the unclipped mean squared error.
-    """
+    """The critic's objective: clipped value loss of a model with a scalar head. A state's value is read at the position that predicts its
+    next token, so it depends on the answer before that token only. Metric: ``value_error``, the unclipped mean squared error."""
 
     def __init__(self, clip: float = 0.2) -> None:
         if clip <= 0:

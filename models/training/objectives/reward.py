@@ -30,9 +30,8 @@ def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> Tensor:
     """Return ``-sum(weight * log sigmoid(better - worse)) / total``, without a margin (Llama 3, section 4.1.2).
 
-    better, worse [M] float: rewards of the two answers of each pair; weight [M] float; total: prompts of
-    the whole step that have a pair -> scalar. With ``weight = 1 / pairs of the prompt`` each *prompt*
-    counts the same whether it has two ranked answers or five (Ouyang et al. 2022, InstructGPT).
+    better, worse [M] float: rewards of each pair's answers; weight [M] float; total: prompts of the step that have a pair -> scalar. With
+    ``weight = 1 / pairs of the prompt`` each *prompt* counts the same, with two ranked answers or five (Ouyang et al. 2022, InstructGPT).
     """
     return divide(-(weight * F.logsigmoid(better - worse)).sum(), total)
 
@@ -51,9 +50,9 @@ class RewardBatch(Batch):
 class Reward(Objective[RewardBatch]):
     """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
 
-    With `nll_weight`, the hidden states must also go on predicting the best answers of each prompt through `head`, the policy's
-    language-model head [V, D] with its `softcap`, which itself stays as it is: the mean over those answers of each answer's mean -log p
-    (the SFT regularisation of Yang et al. 2024, GRM). This keeps the policy's knowledge while the reward head learns to read it.
+    `nll_weight` adds a term by which the hidden states still predict each prompt's best answers through `head`, the policy's frozen
+    language-model head [V, D] with its `softcap`: the mean over those answers of each answer's mean -log p (the SFT regularisation of
+    Yang et al. 2024, GRM). It keeps the policy's knowledge while the reward head learns to read it.
 
     Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same),
     ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats a token).

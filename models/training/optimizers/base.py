@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]
 """A weight, its gradient and its state."""
 SMALL = 1024
-"""Numbers of a state that is not worth a file."""
+"""Elements below which a state tensor is not worth a file."""
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "puna.optimizers")
 
 
@@ -40,9 +40,9 @@ class Optimizer(ABC):
     """A rule by which weights follow their gradients. A subclass is registered by its `name`.
 
     name            the value of `optimizer.name`
-    description     a clause of the form's help
+    description     a clause for the form's help
     state_bytes     memory of the state in bytes per parameter, at least
-    learning_rate   peak of a schedule that names none
+    learning_rate   the default peak of a schedule
     whole_matrices True if an update needs a whole matrix of a layer: AdamW then updates all other weights
 
     Keyword-only parameters of `__init__` are the optimiser's own: `optimizer.parameters` of a recipe, checked by their annotations.
@@ -77,7 +77,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
-        """Update weights and their states in place; each gradient counts times the scalar `factor`."""
+        """Update weights and their states in place; each gradient is multiplied by the scalar `factor`."""
 
     def step(self, rate: float, factor: Tensor | None = None) -> None:
         """Update all weights with a gradient, at this learning rate of the run."""
@@ -91,7 +91,7 @@ class Optimizer(ABC):
                 if self.settings.state_in == "memory" or weights[0][0].device.type == "cpu":
                     self.update(weights, rate * group.scale, group.weight_decay, factor)
                     continue
-                for weight, gradient, state in weights:  # the processor updates what is in files, a weight at a time
+                for weight, gradient, state in weights:  # the CPU updates states in files, one weight at a time
                     own = weight.cpu()
                     cut = None if factor is None else factor.cpu()
                     self.update([(own, gradient.cpu(), state)], rate * group.scale, group.weight_decay, cut)
@@ -99,10 +99,8 @@ class Optimizer(ABC):
 
 
 def _mapped(tensor: Tensor) -> Tensor:
-    """Return a CPU copy that is mapped to an unnamed temporary file; raise ValueError if the disk has no room for it.
-
-    ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache.
-    """
+    """Return a CPU copy that is mapped to an unnamed temporary file; raise ValueError if the disk has no room for it. ZeRO-Infinity's
+    offloading (Rajbhandari et al. 2021), left to the system's page cache."""
     import torch
 
     if tensor.numel() < SMALL:

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from puna.models.training.settings import OptimizerSettings
 
-Rank = Annotated[int, Field(ge=1, description="Directions of a matrix's shorter side that moments are kept of; a smaller matrix has AdamW")]
+Rank = Annotated[int, Field(ge=1, description="Directions of a matrix's shorter side that have moments; AdamW updates a smaller matrix")]
 Every = Annotated[int, Field(ge=1, description="Steps after which the directions are chosen anew")]
-Scale = Annotated[float, Field(gt=0, le=10, description="Learning rate over that of the other weights")]
+Scale = Annotated[float, Field(gt=0, le=10, description="Factor of the learning rate, relative to the other weights")]
 
 
 class GaLore(Optimizer):
     """AdamW in a space of `rank` directions of each matrix's shorter side, which its gradient chooses anew every `every` steps.
 
     With the left singular vectors P [M, r] of a gradient G [M, N], M <= N (of its transpose otherwise): w <- (1 - lr decay) w -
-    lr scale P adam(P^T G). The moments go on when P changes. State: `step`, `projection` P, and of r x N the moments `exp_avg` and
+    lr scale P adam(P^T G). The moments go on when P changes. State: `step`, `projection` P, and the moments [r, N] `exp_avg` and
     `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights are matrices or stacks of them [E, M, N], M and N above the rank.
     """
 

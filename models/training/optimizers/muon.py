@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from puna.models.training.settings import OptimizerSettings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial a x + b x^3 + c x^5 that takes singular values in (0, 1] close to 1, by repetition."""
-Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of a gradient's sum that a step keeps")]
+"""Coefficients of the odd polynomial a x + b x^3 + c x^5, whose iteration takes singular values in (0, 1] close to 1."""
+Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of the momentum that a step keeps")]
 
 
 def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:

@@ -21,12 +21,12 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
 from puna.models.training.state import load_state, save_state
 
 Part = tuple[Any, bool]
-"""A micro-batch, and whether it counts: a reader with fewer than others runs one again, which counts for nothing."""
+"""A micro-batch, and whether it counts: a reader with fewer than the others repeats one that does not count."""
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
-"""Gives loss and metrics of a model on a micro-batch, as shares of the step's."""
+"""Function that returns loss and metrics of a model on a micro-batch, as shares of the step's."""
 BUCKET = 1 << 23
-"""Numbers of one sum over ranks at least: many small ones would wait for each other."""
+"""Minimum elements of one all-reduce: many small ones would wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Piece:
 class Parallel:
     """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
-    whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
-    trained parameters by name. pieces: each local tensor's part of the whole tensor. beside: other models in the same state, by the prefix
-    of their tensors' names. device: where the pieces of weights are; None: where the whole model is.
+    whole: the trained model. model: the computing module, with the methods that objectives call. parameters: this rank's trained parameters
+    by name. pieces: each local tensor's part of the whole tensor. beside: other models in the same state, by the prefix of their tensors'
+    names. device: place of the pieces of weights; None: the whole model's device.
     """
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
@@ -162,14 +162,14 @@ class Parallel:
         return norm if self.processes == 1 else self.mesh.add_everywhere(norm.double().square()).sqrt().float()
 
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
-        """Return `compute` of the model and a part, without training it. All ranks of a model that is in pieces ask it together."""
+        """Return `compute(model, part)`, without training. With a model in pieces, all ranks must call it together."""
         return compute(self.model, part)
 
     # --- whole weights ---
 
     @torch.no_grad()
     def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
-        """Return the whole tensor of the ranks' pieces, bit-identical. own: which one is this rank's; `piece` is None if it has none."""
+        """Return the whole tensor from the ranks' pieces, bit-identical. `own`: this rank's piece; `piece`: its values or None."""
         if not own.cut and piece is not None:
             return piece
         out = torch.zeros(own.shape)
@@ -186,7 +186,7 @@ class Parallel:
         for name, parameter in self.whole.named_parameters():
             if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
                 value = self.gather(self.pieces[name], values.get(name))
-                if fresh:  # to copy into weights that are mapped from a file would read all of it
+                if fresh:  # copying into weights that are mapped from a file would read all of them
                     parameter.data = value.to(self.device, copy=True)
                 else:
                     parameter.copy_(value)
@@ -195,7 +195,7 @@ class Parallel:
     # --- the state of a training ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return which piece of the whole a state's tensor is: a tensor `…NAME` of a weight's size is cut like the weight NAME."""
+        """Return the piece that a state's tensor is: a tensor `…NAME` of the size of the weight NAME is cut like that weight."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
             return self.beside[owner].piece_of(rest, tensor)

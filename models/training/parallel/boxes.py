@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], record: dict[str, Any], mesh: Mesh) -> None:
-    """Write the checkpoint of `step` under `folder`, each piece by the first rank that holds it. All ranks must call it.
-
-    As in `state.save_state`, the folder gets its final name once it is complete on disk.
-    """
+    """Write the checkpoint of `step` under `folder`, each piece by the first rank that holds it. All ranks must call it. As in
+    `state.save_state`, the folder gets its final name once it is complete on disk."""
     from safetensors.torch import save_file
 
     final, temporary = folder / f"step-{step:09d}", folder / f".step-{step:09d}.ranks"
@@ -59,8 +57,8 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
 
-    Each rank checks the checksums of its share of the files, and reads from any file the boxes that it needs. ValueError, on all ranks, if
-    a file is damaged, or a tensor is missing or has another shape.
+    Each rank checks the checksums of its share of the files, and reads from any file the boxes that it needs. Raise ValueError on all ranks
+    if a file is damaged, or a tensor is missing or has another shape.
     """
     import torch
 
@@ -70,7 +68,7 @@ def load(
     text, checksums = read_record(paths[0])
     record = json.loads(text)
     damaged = torch.zeros(1)
-    files = sorted(checksums.keys() - {RECORD}, key=lambda name: (len(name), name))  # a rank of the same layout checks what it reads
+    files = sorted(checksums.keys() - {RECORD}, key=lambda name: (len(name), name))  # in the same layout, a rank checks what it reads
     for name in files[mesh.index :: mesh.layout.processes]:
         damaged += file_checksum(paths[0] / name) != checksums[name]
     if float(mesh.add_everywhere(damaged)):

@@ -19,10 +19,10 @@ from puna.models.forest import Forest
 from puna.models.training.parallel.collectives import add_parts, gather_rows, scale_gradient
 from puna.models.training.parallel.cut_model import CutTransformer
 from puna.models.training.parallel.mesh import Mesh, by_load
-from puna.models.transformer import Attend, Transformer
+from puna.models.transformer import Transformer
 
 CHUNKS = 16
-"""Chunks of rows per rank at least, where the rows are enough."""
+"""Minimum chunks per rank, if there are enough rows."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Deal:
 
 
 def deal(depths: Tensor, ranks: int) -> Deal:
-    """Deal rows [T], whose depths are given, to ranks by cost."""
+    """Return the rows dealt to ranks by cost; `depths` [T]: each row's depth in the forest."""
     count = len(depths)
     step = max(1, min(TILE_ROWS, count // (ranks * CHUNKS)))
     cuts = [(start, min(start + step, count)) for start in range(0, count, step)]
@@ -75,8 +75,7 @@ class ContextTransformer(CutTransformer):
             k_TGK, v_TGV = (self._all_rows_of(x, dealt, partial=True).contiguous() for x in (k_nGK, v_nGV))
             return attention_of_rows(q_nHK, k_TGK, v_TGV, masks[self.config.windows[layer]])
 
-        attending: Attend = attend
-        x_nD = self.model(self.model.embed_tokens(forest.tokens[own]), forest.positions[own], attending)
+        x_nD = self.model(self.model.embed_tokens(forest.tokens[own]), forest.positions[own], attend)
         return x_nD, dealt
 
     def _all_rows_of(self, x: Tensor, dealt: Deal, *, partial: bool) -> Tensor:

@@ -28,7 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism cuts by outputs, or by tokens."""
 INPUTS = ("o_proj", "down_proj")
-"""Modules whose weights it cuts by inputs."""
+"""Modules whose weights tensor parallelism cuts by inputs."""
 
 
 class RowParallel(Linear):
@@ -51,7 +51,7 @@ class VocabularyEmbedding(Embedding):
         return scatter_rows(self.part(tokens), self.group)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return the vectors [T, D] of this rank's tokens, and zeros for those of others."""
+        """Return the vectors [T, D] of this rank's tokens, and zeros for other tokens."""
         own = tokens - self.start
         inside = (own >= 0) & (own < len(self.weight))
         vectors = nn.functional.embedding(own.clamp(0, len(self.weight) - 1), self.weight)
@@ -59,10 +59,8 @@ class VocabularyEmbedding(Embedding):
 
 
 class CutExperts(Experts):
-    """The matrices of E / p experts, which compute the rows of all ranks along `expert`.
-
-    All-to-all exchanges precede and follow the products, as in GShard (Lepikhin et al. 2020), without its capacity: no row is dropped.
-    """
+    """The matrices of E / p experts, which compute the rows of all ranks along `expert`. All-to-all exchanges precede and follow the
+    products, as in GShard (Lepikhin et al. 2020), without its capacity: no row is dropped."""
 
     def __init__(self, whole: Experts, group: Any) -> None:
         nn.Module.__init__(self)
@@ -85,7 +83,7 @@ class CutExperts(Experts):
 
 
 class CutTransformer(Transformer):
-    """This rank's piece of a model, with the methods that objectives ask for."""
+    """This rank's piece of a model, with the methods that objectives call."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         with torch.device("meta"):

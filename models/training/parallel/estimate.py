@@ -18,13 +18,13 @@ from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, PROVED, Layout
 
 REACHED = 0.7
-"""Share of a device's rates that a whole step reaches beside what is modelled: fitted to the 43 % of Llama 3 405B on 8,192 H100."""
+"""Factor on a device's rates for losses that are not modelled, fitted to the 43 % of Llama 3 405B on 8,192 H100."""
 HIDDEN = 0.9
-"""Share of the computing behind which the gathering of sharded weights hides."""
+"""Share of the computing time that can hide the gathering of sharded weights."""
 FULL = 0.9
 """Share of a device's memory that a plan fills."""
 NODE = 8
-"""Devices of a machine, between which the fast links are."""
+"""Devices of a machine, which fast links connect."""
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -78,10 +78,8 @@ class Estimate:
 
 
 def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
-    """Return time and memory of a step. `whole`: count the whole model that each process of Puna holds beside its part.
-
-    Raise ValueError if a reader would have less than a row.
-    """
+    """Return time and memory of a step; raise ValueError if a reader would have less than a row. `whole`: count the whole model that each
+    process of Puna holds beside its part."""
     machine, readers = Machine.of(sheet), layout.readers
     if work.rows < readers:
         raise ValueError(f"{work.rows} rows a step are too few for {readers} readers")
@@ -119,7 +117,7 @@ def _speed(layout: Layout, axis: str, sheet: DataSheet) -> float:
 
 
 def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, tokens: int) -> float:
-    """Return the seconds of one micro-batch's exchanges of rows, in all layers: nothing is computed meanwhile."""
+    """Return the seconds of one micro-batch's exchanges of rows, in all layers; computing waits for them."""
     element, seconds = BYTES[work.precision], 0.0
     passes = 3 if work.checkpointing else 2
     if layout.tensor > 1:  # two gatherings and two scatterings of the rows in each pass through a layer

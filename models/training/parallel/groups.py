@@ -1,7 +1,7 @@
 """The ranks of a reinforcement-learning run in two groups: the first ones train, the last ones sample answers.
 
-The groups meet once a rollout. Received weights are copied from a buffer in place, so that engines notice the change and drop what they
-cached. Answers travel as text.
+The groups meet once a rollout. Received weights are copied from a buffer in place, so that engines notice the change and drop their
+caches. Answers travel as text.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, l
 
 ONE = Layout()
 POLL, BEATS = 0.01, 20
-"""Seconds between two looks for what another rank writes, and looks between two for signs of life."""
+"""Seconds between polls for another rank's text, and polls between two checks of heartbeats."""
 _numbers = itertools.count()
 
 
 class Groups:
     """The two groups, as one of their ranks sees them.
 
-    generate: number of ranks that only sample; 0: all ranks do both. tensor: how many of those hold one model between them. members: the
-    processes, by their rank in the default group; None: all that train together. `mesh` has the ranks of this one's group, `sampling` those
-    that share out prompts; `trains` is True in the first group.
+    generate: number of ranks that only sample; 0: all ranks do both. tensor: how many of them share one model. members: the processes, by
+    their rank in the default group; None: all that train together. `mesh`: the ranks of this rank's group; `sampling`: the ranks that share
+    the prompts; `trains`: True in the first group.
     """
 
     def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None, tensor: int = 1) -> None:
@@ -59,11 +59,11 @@ class Groups:
             meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
 
     def sampler(self, text: str) -> str:
-        """Return the text of the first rank that samples; of this one if all ranks do both."""
+        """Return the text of the first rank that samples; this rank's text if all ranks do both."""
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
     def answering(self, held: Parallel) -> Parallel:
-        """Return what this rank samples from: its pieces, where ranks answer from pieces, or else the whole model, gathered anew."""
+        """Return the model that this rank samples from: its pieces if ranks answer from pieces, else the whole model, gathered again."""
         if not self.trains or _in_pieces(held.mesh.layout):
             return held
         held.publish(held.parameters)
@@ -84,7 +84,7 @@ class Groups:
         self._asked += 1
 
     def take(self, follow: Callable[[], object]) -> str:
-        """Return the answers to the last order, as text; `follow` is called after each wave of them, the same waves on all ranks."""
+        """Return the answers to the last order, as text; call `follow` after each wave of them, the same waves on all ranks."""
         while self._wait(f"answers-{self._taken}", self._sampling) != "all":
             self._taken += 1
             follow()
@@ -98,7 +98,7 @@ class Groups:
 
     @torch.no_grad()
     def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
-        """Yield the orders to a rank that samples, their weights in its pieces; at last one whose `end` is the trainers' last text."""
+        """Yield each order to a sampling rank, after copying its weights; the last one has the trainers' final text as `end`."""
         while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
             digests, arrived = dict[str, str](), True
             for name, weight in sorted(held.parameters.items()):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
 """Axes of a layout, the outermost first: ranks that differ in the last one are neighbours."""
 READERS = ("data", "shard", "expert")
-"""Axes along which ranks have micro-batches of their own."""
+"""Axes along which ranks have different micro-batches."""
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
         *AXES, "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context", "data expert", "shard expert",
@@ -60,7 +60,7 @@ class Layout(Settings):
         return math.prod(self.size(axis) for axis in READERS)
 
     def parts(self, config: ModelConfig) -> Layout | None:
-        """Return this layout if ranks have parts of a model that is only asked; None: each has all of it, as where it does not fit."""
+        """Return this layout if it cuts a model for inference; None if each rank has the whole model or the layout does not fit."""
         try:
             self.check(config)
         except ValueError:

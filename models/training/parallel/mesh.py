@@ -22,7 +22,7 @@ together = False
 TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another one fails."""
 JOINING = timedelta(minutes=10)
-"""Time within which all processes have to be there."""
+"""Time within which all processes must join."""
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
@@ -30,7 +30,7 @@ _store: Any = None
 
 
 def store() -> Any:
-    """Return the store that all processes have joined at."""
+    """Return the key-value store that all processes share."""
     return _store
 
 
@@ -112,7 +112,7 @@ class Mesh:
         return self.layout.size(axis)
 
     def group(self, axis: str) -> Any:
-        """Return the process group along an axis of this rank; None if it is alone."""
+        """Return this rank's process group along an axis; None if it is alone."""
         return self._groups.get(axis)
 
     def rank(self, axis: str, place: int) -> int:
@@ -167,7 +167,7 @@ class Mesh:
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
 
     def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
-        """Return `compute` of items, one JSON value each, on all ranks. The readers share the work; items of one key go to one of them."""
+        """Return `compute` of items, one JSON value each, on all ranks. The readers share the work; items of one key go to one reader."""
         if self.everyone is None:
             return compute(list(items))
         count, owners = self.layout.readers, dict[Hashable, int]()
@@ -179,7 +179,7 @@ class Mesh:
 
 
 def layout_of(layout: Layout) -> Layout:
-    """Return `layout`; if it asks for one process and several train together, one copy of the model per process."""
+    """Return `layout`, or one copy of the model per process if it asks for one process and several train together."""
     if together and layout.processes == 1:
         return Layout(data=dist.get_world_size())
     return layout
@@ -207,10 +207,8 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def back_group() -> Any:
-    """Return a second group of all processes, for what a pipeline sends back.
-
-    NCCL exchanges of two ranks in one group follow each other: if both send first, each waits for the other to receive.
-    """
+    """Return a second group of all processes, for a pipeline's backward messages. NCCL exchanges of two ranks in one group follow each
+    other: if both send first, each waits for the other to receive."""
     if () not in _GROUPS:
         _GROUPS[()] = dist.new_group(timeout=TIMEOUT)
     return _GROUPS[()]

@@ -1,4 +1,4 @@
-"""The entry to all layouts."""
+"""Construction of a model under any layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from puna.models.transformer import Transformer
 
 
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
-    """Return the model under a layout. `mesh`: the ranks; None: all processes. `device`: of its pieces; None: the model's.
-
-    Raise ValueError if the model does not fit the layout.
-    """
+    """Return the model under a layout; raise ValueError if it does not fit. `mesh`: the ranks; None: all processes. `device`: place of
+    the pieces; None: the model's device."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
     for name, module in model.named_modules():
-        if layout.axes and isinstance(module, nn.Dropout) and module.p:  # each layout would draw other numbers
+        if layout.axes and isinstance(module, nn.Dropout) and module.p:  # each layout would draw different numbers
             raise ValueError(f"{name} draws random numbers in each pass: set dropout to 0, or train in one process")
     if layout.axes <= {"data"}:
         return Parallel(model, mesh, device)
@@ -43,7 +41,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
 def asked(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Parallel:
-    """Return this rank's part of a model that all ranks ask and none trains. Where it stays whole: the model, or a copy of that type."""
+    """Return this rank's part of a model for inference by all ranks; if the layout does not cut it, the model, or a copy in `dtype`."""
     if layout.parts(model.config) is None:
         return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
     held = parallel(model.requires_grad_(True), layout, mesh, device)
@@ -52,5 +50,5 @@ def asked(
 
 
 def alone(model: Transformer | Parallel) -> Parallel:
-    """Return a whole model as that of one process."""
+    """Return a model as one process holds it; a `Parallel` is returned as it is."""
     return model if isinstance(model, Parallel) else Parallel(model, Mesh(Layout()))

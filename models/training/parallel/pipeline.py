@@ -52,7 +52,7 @@ class StageTransformer(Transformer):
         return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask))
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Return the final hidden states [T, D] of the rows that the last stage was given; once for each micro-batch."""
+        """Return the final hidden states [T, D] from the last stage's input, once for each micro-batch."""
         inputs, self.given = self.given, None
         if inputs is None:
             raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")

@@ -38,7 +38,7 @@ class Sharded(Cut):
         for method in METHODS:
             register_fsdp_forward_method(model, method)
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # what the root is told does not reach its layers
+            if isinstance(module, FSDPModule):  # settings of the root do not reach its layers
                 module.set_gradient_divide_factor(1)
                 module.set_force_sum_reduction_for_comms(True)
         self.pieces = {name: _rows(piece, mesh) for name, piece in self.pieces.items()}

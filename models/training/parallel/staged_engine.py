@@ -1,8 +1,8 @@
 """Answers by stages of layers: each rank holds the layers, keys and values of one stage, and plans the same steps as the others.
 
 Prompts are dealt to as many waves as there are stages, each with pages and steps of its own: while one stage computes a step of one wave,
-the next stage computes one of another. The last stage draws the tokens and sends them to the others. One prompt passes the stages one
-after the other, which no wave can hide.
+the next stage computes one of another. The last stage draws the tokens and sends them to the others. A single prompt passes the stages in
+turn, which no wave can hide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from puna.models.transformer import Transformer
 
 
 class Wave(Engine):
-    """The steps of some prompts on one stage."""
+    """An engine that computes the steps of some prompts on one stage."""
 
     def __init__(self, held: Pipelined, tokenizer: Tokenizer | None, *limits: Any) -> None:
         self._mesh, self._stage, self._part = held.mesh, held.mesh.at["pipeline"], held.held
@@ -83,10 +83,8 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """An engine of one stage's rank, itself the first of its waves; `limits` are an `Engine`'s, shared by the waves.
-
-    All ranks are asked for the same answers at the same time.
-    """
+    """An engine on one stage's rank, itself the first of its waves, which share the limits. All ranks must be asked for the same answers at
+    the same time."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,
@@ -94,7 +92,7 @@ class StagedEngine(Wave):
     ) -> None:  # fmt: skip
         stages, layers = held.mesh.size("pipeline"), held.held.config.num_hidden_layers
         room = generation_room(held.device, sequences, step_tokens, memory)
-        # As many pages on each stage, whatever its number of layers.
+        # The same number of pages on each stage, whatever its number of layers.
         own = room.memory // stages * len(held.held.blocks) // cut(layers, stages)
         limits = cut(room.sequences, stages), room.step_tokens, own, exact
         super().__init__(held, tokenizer, *limits)
@@ -118,7 +116,7 @@ class StagedEngine(Wave):
                         with torch.inference_mode():
                             steps[wave] = wave._begin()
         finally:
-            for wave in self._waves:  # what is on its way arrives
+            for wave in self._waves:  # finish the steps under way
                 self._ended(wave, steps)
                 for request in requests if left else ():
                     wave.cancel(request)

@@ -28,7 +28,7 @@ class Share(NamedTuple):
     group: Any
 
     def chunks(self, rows: int, w_VD: Tensor) -> Iterator[slice]:
-        """Return the slices of the rows that all ranks compute together: the same on each, however many tokens it has."""
+        """Return the slices of rows that all ranks compute together, the same on each rank whatever its number of tokens."""
         return chunks(rows, w_VD[:1].expand(self.most, -1))
 
 
