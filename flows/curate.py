@@ -37,7 +37,7 @@ BY_MODELS = SelectConfig.model_validate(
     {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
     | {"code_reasoning": {}, "quality": {}}
 )
-"""The rules once all models have judged, which spare pages with code: the others were applied before."""
+"""The rules of `select_model`, after all classifiers: only those on their scores, since the others were applied before."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def curate(
 ) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 
-    `documents` are extracted already: imported ones, for example. No document may contain the recipe's `prompts` or `evaluations`;
+    `documents`: extracted already, for example imported. Documents that contain `evaluations` or the recipe's `prompts` are removed.
     `classifiers` replace the ones that would be trained.
     """
     models = _by_purpose(classifiers or [])
@@ -84,7 +84,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """Return all documents that the flow begins with: those extracted from pages, then those given."""
+    """Return the flow's input documents: first extracted from pages, then given as documents."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
@@ -100,7 +100,7 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
-    """Return the classifiers that were given, by the step that applies each."""
+    """Return the classifiers by the step that applies each. Raise PunaError for an unknown or repeated purpose."""
     by_purpose: dict[str, Output] = {}
     for output in classifiers:
         for item in output.items:

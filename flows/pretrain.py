@@ -29,12 +29,12 @@ def pretrain(
     tasks: list[Files] | None = None,
 ) -> Output:  # fmt: skip
     """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
-    their data, whose scores the training log records. `domains` are the signals of the types, and those that `split.kinds` reads.
+    their data, whose scores the training log records. `domains`: signals of the types, and the signals that `split.kinds` reads.
 
     Training starts from scratch or continues from any `model`, with its tokenizer. Phases may read their own tokens and mixtures, made by
-    `tokenize_fresh`, `tokenize_long` and `tokenize_best`. The mixture of `mix_best` is the one that `anneal_experiment` accepts, if the
-    recipe names it. A `ladder` of small runs on the initial tokens forecasts the loss of the budget in `choose_size`, whose size is trained
-    where `train_chosen_size` is set.
+    `tokenize_fresh`, `tokenize_long` and `tokenize_best`. If the recipe names `anneal_experiment`, `mix_best` takes the mixture that it
+    accepts. A `ladder` of small runs on the initial tokens forecasts the loss of a budget; `train_chosen_size` trains the size that
+    `choose_size` then chooses.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
@@ -63,7 +63,7 @@ def pretrain(
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:
-    """Return the size to train that small runs choose; None if the recipe has its own."""
+    """Return the model size that small runs choose; None if the recipe sets its own."""
     size: Output | None = None
     if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
         surface = publish("law", step(law, ladders=[rungs]))

@@ -1,4 +1,4 @@
-"""The flow `round`: one more round of alignment, from `policy@latest` and only through a gate back to it."""
+"""The flow `round`: one more round of alignment, from `policy@latest` through a gate to a new `policy@latest`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def round(
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[Files] | None = None,
 ) -> None:  # fmt: skip
-    """Run one more round of alignment: prompts never used, a candidate, a gate, and only through it `policy@latest`.
+    """Run one more round of alignment: unused prompts, a candidate, and a gate, which alone moves `policy@latest`.
 
     The round continues from `policy@latest` or, if there is none, from any model given as `policy`. `pretrained`: the model that the reward
     model starts from; by default the one that the lineage begins with. `pool`: your own prompts, with held-out ones to evaluate on; by
@@ -59,7 +59,7 @@ def _round(
     policy = _as_output(history.policy) if history.policy else model
     anew = setting(
         "from_pretrained", 1, minimum=0, maximum=1,
-        description="What reward model and SFT of the flow `round` start from: 1, the pretrained checkpoint; 0, the last policy",
+        description="Start of the reward model and SFT in the flow `round`: 1, the pretrained checkpoint; 0, the last policy",
     )  # fmt: skip
     if anew and not pretrained and len(history.roots) > 1:
         several = ", ".join(root.id for root in history.roots)
@@ -74,7 +74,7 @@ def _round(
     preferences, new = _preferences(history.preferences, judged)
     wait = setting(
         "min_new_preferences", 0, minimum=0, maximum=10_000_000,
-        description="Preferences given as `judged` that no round has learned from, for which a run of the flow `round` waits",
+        description="Minimum number of unused preferences in `judged` for a run of the flow `round`",
     )  # fmt: skip
     if store and new < wait:
         tell(f"waits for preferences: {new} of {wait} are new; no round is made")
@@ -84,7 +84,7 @@ def _round(
         return False
     development = step(new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh])
     evaluation = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
-    # What an earlier policy wrote teaches a model that was never taught; the last policy has learned it, and writes better by now.
+    # Earlier policies' answers teach only a pretrained model: the last policy has learned from them and writes better ones.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
     before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
@@ -121,7 +121,7 @@ def _all(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[Ou
 
 
 def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
-    """Return all preferences, and the number of new pairs. A set whose pairs are all in a given set is replaced by that one."""
+    """Return all preferences, and the number of new pairs. An earlier set is left out if a new set has all its pairs."""
     items = [item for output in new_outputs for item in output.items if isinstance(item, Artifact)]
     ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*earlier, *items]}
     learned = set[str]().union(*(ids[item.key] for item in earlier))

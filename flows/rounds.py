@@ -33,7 +33,7 @@ from puna.stages.training.settings import SftConfig
 from puna.storage import Artifact, PunaError
 
 ITERATIONS = 3
-"""Times that an arm samples and is finetuned, with a part of the checks and updates each."""
+"""Number of parts in which an arm is sampled and finetuned, each with an equal share of checks and updates."""
 AGAIN = Step("sft_again", "sft_again", sft, off=True)
 """A round's finetuning on its own right answers."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
@@ -42,11 +42,10 @@ DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 
 @dataclass(frozen=True)
 class State:
-    """The state between rounds: the policy with its evaluation, the second model that answers beside it (false: none), and all data so
-    far.
+    """The state between rounds: the policy with its evaluation, a second model that answers beside it (false: none), and all data so far.
 
-    `instructions`: demonstrations, which every round learns from. `preferences`: those of all rounds. `start`: the model that reward
-    model and SFT start from; none: the policy. `made`: the outputs of the round's steps, by stage.
+    `instructions`: demonstrations, which every round learns from. `preferences`: of all rounds. `start`: the model that the reward model
+    and SFT start from; None: the policy. `made`: the outputs of the round's steps, by stage.
     """
 
     policy: Output
@@ -73,9 +72,7 @@ def learned_from(judged: Sequence[Output]) -> None:
 
 
 def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
-    """Return the student after on-policy distillation, where the recipe has that step. `compared`: also train and evaluate a model on gold
-    answers and the teacher's samples, as the recipe's `sft_teacher` says.
-    """
+    """Return the student after on-policy distillation, if the recipe has it. `compared`: also evaluate SFT on the teacher's samples."""
     if teacher is None:
         return student
     configs = current_walk().configs(Step("distill", "distill", distill, off=True))
@@ -94,18 +91,16 @@ def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequ
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
-    """Run one round: answers, preferences, reward model, SFT on demonstrations and chosen, picked and synthetic answers, DPO, RL,
-    averaging, evaluation.
+    """Run one round: answers, preferences, reward model, SFT on demonstrations and the round's answers, DPO, RL, averaging, evaluation.
 
-    Steps are labelled with `number`, which also seeds the round. The reward model's alias is the only one set. `development`: prompts for
-    the search of the average's weights, which are neither learned from nor evaluated on. The average is of the policy at the start of the
-    round and the trained one, which undoes some overtraining.
+    Steps are labelled with `number`, which also seeds the round. The only alias set is the reward model's. `development`: prompts for the
+    search of the average's weights, not used for training or evaluation. Averaging with the round's start undoes some overtraining.
     """
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
-    # Without pairs of its own (no verifier judges its answers) a round learns from those that it was given.
+    # Without pairs of its own (no verifier judges its answers), a round learns from earlier pairs.
     last_pairs = [newest] if newest else list(before.preferences)
     reward = publish("reward", step(reward_model, number=number, model=start, preferences=pairs))
     better = step(chosen, number=number, off=True, preferences=last_pairs)
@@ -131,7 +126,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def stopped(number: int, before: State, after: State, heldout: Output) -> str:
-    """Return why a round's gate does not let its candidate take the policy's place; empty where it does, or where no gate is made yet."""
+    """Return the reason why a round's gate holds its candidate back; empty if it passes, or if the walk has no verdict yet."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
     )
@@ -202,9 +197,9 @@ def controls(
 
     trains = made["policy"].labels != made["dpo"].labels
     arms = _equal(number, made, gold, tasks, heldout, arm) if trains else []
-    if not switch("ablations", True, description="Also control arms of a smaller budget: what a part of the round, or its data, adds"):
+    if not switch("ablations", True, description="Also run control arms with smaller budgets, which show the gain of parts of the round"):
         return arms
-    # Made at once, for two arms that may be made at one time learn from it.
+    # Made now, since two arms that may run in parallel learn from it.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
     arms += [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
@@ -220,7 +215,7 @@ def _equal(
 
     The policy after DPO is finetuned by `_taught` on the right answers with the highest reward, or trained by RL where the recipe names
     `grpo_equal`. `more_controls` adds finetuning on all distinct right answers; on ranked ones in `ITERATIONS` parts; on half of these,
-    then half of RL, unless the round is that. Where the recipe names `evaluate_best`, the first also answers held-out prompts by best of n.
+    then half of RL, unless the round is so. Where the recipe names `evaluate_best`, the first also answers held-out prompts by best of n.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
@@ -236,7 +231,7 @@ def _equal(
             arm(name, trained)
 
     def finetuned() -> None:
-        # In turn, for both learn from the same samples.
+        # In turn, since both learn from the same samples.
         if reward:
             arm("ranked", lessons("ranked", model=start, ranked=True, samples="equal"))
         if more or not reward:
@@ -323,9 +318,7 @@ def new_prompts(number: int) -> Output:
 
 
 def development_prompts() -> Output | None:
-    """Return prompts for the search of an average's weights. They are taken after those of the first finetuning and before those of the
-    rounds. None if the recipe has no such prompts or no average.
-    """
+    """Return prompts for the search of an average's weights, from between the first finetuning's and the rounds'; None if not needed."""
     if not _development():
         return None
     pool = _slice("development_pool", 0, _set_aside())
@@ -358,5 +351,5 @@ def prompts_taken(configs: Sequence[StageConfig | None]) -> int:
 
 
 def new_prompts_per_round() -> int:
-    """Return new training prompts of each task in each round."""
+    """Return the number of new training prompts of each task in each round."""
     return setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="New training prompts of each task in each round")

@@ -1,4 +1,4 @@
-"""The flow `safety`: a model that refuses what harms, and answers what only looks harmful."""
+"""The flow `safety`: a model that refuses harmful prompts and answers prompts that only look harmful."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RATES = {"harmful": "violations", "borderline": "false refusals"}
 def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Output, Kind("preferences")]]) -> Output:
     """Train a model by DPO on preferences between refusals and other answers, and measure both mistakes beside control arms.
 
-    Of the held-out prompts, violations are harmful ones that are answered, false refusals are borderline ones that are refused. An answer
-    that was cut off counts as a mistake. Arms: the given model; the given model and the policy with a system message, where the recipe
-    names `told`; the given model finetuned on the better answers, where the recipe names `sft`.
+    Violations are answers to harmful held-out prompts, false refusals are refusals of borderline ones. An answer that was cut off counts as
+    a mistake. Arms: the given model; the given model and the policy with a system message, if the recipe names `told`; the given model
+    finetuned on the better answers, if the recipe names `sft`.
     """
     tasks = step(refusal_prompts, preferences=judged)
     told = step(refusal_prompts, "told", off=True, preferences=judged)

@@ -1,4 +1,4 @@
-"""Numbers and names that a seed and a text decide, whatever the order of rows or the number of workers."""
+"""Numbers and names that depend only on a seed and a text, not on the order of rows or the number of workers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def fraction(*parts: object) -> float:
 
 
 def place(*parts: object) -> int:
-    """Return a 64-bit hash of the parts to order rows by; quicker than `hashed`, with other values."""
+    """Return a 64-bit hash of the parts for the order of rows; faster than `hashed`, with other values."""
     return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 
 def _sha256(parts: tuple[object, ...]) -> bytes:
-    # Texts of other people's files may hold halves of surrogate pairs.
+    # Texts of users' files may hold lone surrogates.
     return hashlib.sha256("\0".join(map(str, parts)).encode("utf-8", "surrogatepass")).digest()

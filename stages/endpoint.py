@@ -1,4 +1,4 @@
-"""Models behind OpenAI-compatible endpoints, local or remote: bounded requests with retries, each answer kept with what was asked."""
+"""Models behind OpenAI-compatible endpoints, local or remote: bounded requests with retries, stored with their answers."""
 
 from __future__ import annotations
 
@@ -25,32 +25,28 @@ from puna.storage import PunaError
 
 EXCHANGES = "exchanges"
 REFUSED = frozenset((400, 413, 422))
-"""Statuses by which a server refuses one request for its content."""
+"""HTTP statuses with which a server refuses a request for its content."""
 PASSING = frozenset((408, 409, 425, 429))
-"""Statuses, beside those of the server's own failures, after which a request is tried again."""
+"""HTTP statuses, besides 5xx, after which a request is tried again."""
 LONGEST_WAIT = 120.0  # seconds between two tries
 REPLY_BYTES = 16 << 20
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class EndpointConfig(StageConfig):
-    """A model that is asked over HTTP, by OpenAI's chat completions."""
+    """A model behind an HTTP server with OpenAI's chat completions."""
 
     base_url: str = Field(pattern=r"^https?://[^\s?#@]+$", description="Address of the server, up to /v1")
-    model: str = Field(min_length=1, description="Name of the model there")
+    model: str = Field(min_length=1, description="Name of the model on the server")
     key: str | None = Field(
         None, pattern="^[A-Z][A-Z0-9_]*$", description="NAME of the environment variable that holds the key; null: no key is sent",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
-    fields: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Further fields of each request, by the server's names; null leaves a field out"
-    )
+    fields: dict[str, JsonValue] = Field(default_factory=dict, description="Further fields of each request; null leaves a field out")
     seconds: float = Field(120.0, gt=0, le=3600, description="Longest wait for one answer, seconds", json_schema_extra=NO_RESULT)
-    retries: int = Field(6, ge=0, le=100, description="Tries after a failed one", json_schema_extra=NO_RESULT)
-    pause: float = Field(
-        1.0, gt=0, le=60, description="Wait before the second try, doubled for each further one, seconds", json_schema_extra=NO_RESULT
-    )
-    at_once: int = Field(4, ge=1, le=256, description="Requests at one time", json_schema_extra=NO_RESULT)
+    retries: int = Field(6, ge=0, le=100, description="Maximum further tries after a failed one", json_schema_extra=NO_RESULT)
+    pause: float = Field(1.0, gt=0, le=60, description="First wait, doubled for each further one, seconds", json_schema_extra=NO_RESULT)
+    at_once: int = Field(4, ge=1, le=256, description="Maximum requests at the same time", json_schema_extra=NO_RESULT)
 
     @property
     def name(self) -> str:
@@ -58,13 +54,13 @@ class EndpointConfig(StageConfig):
         return f"{self.model} at {urlsplit(self.base_url).netloc}"
 
     def unmet(self, where: str) -> list[str]:
-        """Return what is missing on this machine."""
+        """Return the unmet need, if the environment lacks the key's variable."""
         missing = self.key is not None and not os.environ.get(self.key)
         return [f"{where}.key: the environment has no variable {self.key}; set it to the key of {self.base_url}"] if missing else []
 
 
 class Reply(NamedTuple):
-    """An answer; `refused`: the reason why the server does not take the request, with an empty text."""
+    """An answer; `refused`: the server's reason to refuse the request, with an empty text."""
 
     text: str
     finished: bool
@@ -72,12 +68,12 @@ class Reply(NamedTuple):
 
     @property
     def final(self) -> str:
-        """Return the text behind a model's written thoughts."""
+        """Return the text after the model's reasoning, which ends with `</think>`."""
         return THOUGHT.sub("", self.text).strip()
 
 
 class _Unmoved(urllib.request.HTTPRedirectHandler):
-    """A refusal to follow redirects, which would carry the key to another host."""
+    """A handler that refuses redirects, which would send the key to another host."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -119,7 +115,7 @@ class Endpoint:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
     def _answer(self, request: dict[str, Any]) -> Reply:
-        """Ask until there is an answer or no try is left."""
+        """Return the server's answer or refusal, after retries with growing waits; raise PunaError if all tries fail."""
         failure = ""
         for number in range(self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
@@ -157,7 +153,7 @@ class Endpoint:
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
     def _kept(self, id_: str, request: dict[str, Any]) -> Reply:
-        """Return the answer to a request if it is on disk."""
+        """Return the answer to a request once both are on disk."""
         reply = self._answer(request)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
@@ -166,7 +162,7 @@ class Endpoint:
         return reply
 
     def _exchanges(self) -> dict[str, dict[str, Any]]:
-        """Return what was asked so far, by id; a line that was cut off is asked for again."""
+        """Return the exchanges on disk by id, without lines that were cut off."""
         rows: dict[str, dict[str, Any]] = {}
         for line in self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else ():
             try:
@@ -177,7 +173,7 @@ class Endpoint:
         return rows
 
     def write(self) -> None:
-        """Write the table of what this run asked and was answered; the metric counts it."""
+        """Write the table of this run's exchanges, and their number as a metric."""
         rows = list(self._exchanges().values())
         if rows:
             self._run.write_rows(rows, EXCHANGES)

@@ -1,4 +1,4 @@
-"""Commands for authors of recipes and stages: the flows, stages and fields that there are, a sample, and a project of one's own."""
+"""Commands for authors of recipes and stages: lists of flows, stages and fields, a sample of pages, and a new project."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATES = Path(__file__).with_name("new_project")
 
 @app.command()
 def stages(modules: ModuleOption = None) -> None:
-    """List the flows and stages: what they take and what they write."""
+    """List the flows and stages with their inputs and outputs."""
     from puna.flows.engine.declare import described, first_sentence
     from puna.flows.engine.trace import load_flows, load_stages
 

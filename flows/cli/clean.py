@@ -169,7 +169,7 @@ def _choose_topics(texts: list[str], choices: Choices) -> None:
     config = TrainDomainsConfig()
     labels = (seed_label(looked_at(text[: config.max_characters]), config.min_seeds, config.max_second) for text in texts)
     topics = Counter(label for label in labels if label is not None)
-    # Twice as many as are needed: duplicates go before types are given.
+    # Ask for twice `min_labels`: duplicates are removed before the step `domains`.
     if sum(count >= 2 * config.min_labels for count in topics.values()) >= 2:
         choices.changes.append("domains={}")
         choices.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets one (domains)")
@@ -189,14 +189,14 @@ def _target(output: Path) -> tuple[str, Path]:
 
 
 def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
-    """Yield the documents with the signals that describe them: language and, if it is known, topic."""
+    """Yield the documents with their language and, if known, topic."""
     signals = []
     for artifact in (outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")):
         names = artifact.manifest.tables["signals"].columns
         signals.append(artifact.read(columns=["id", *(name for name in ("language", "language_score", "domain") if name in names)]))
     for part in documents.parts(None, None, ROWS):
         table = part.read()
-        # A page without a date counts as fetched in 1970 inside; here it has none.
+        # The store marks a missing date by the epoch; plain files get null.
         at, fetched = table.schema.get_field_index("fetched_at"), table["fetched_at"]
         table = table.set_column(at, "fetched_at", pc.if_else(pc.equal(fetched, EPOCH), pa.scalar(None, fetched.type), fetched))
         for rows in signals:
@@ -246,7 +246,7 @@ def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         write(temporary)

@@ -24,7 +24,7 @@ from puna.storage.catalog import query
 
 app = typer.Typer()
 MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_error": "calibration error"}
-"""Columns of `task_scores` that not every task has, and their names for people."""
+"""Optional columns of `task_scores`, and their labels."""
 
 
 @app.command()
@@ -35,23 +35,21 @@ def evaluate(
         list[str],
         typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of them and data; prompts"),
     ],
-    harness: Annotated[
-        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask, on Puna's engine; --tasks may name its own tasks then")
-    ] = False,
+    harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="First questions of each task")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question (default: the task file's)")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template (default: plain text)")] = False,
     options: Annotated[
-        Literal["task", "letters", "best"], typer.Option(help="Multiple choice: options as the task has them, letters, or the better")
+        Literal["task", "letters", "best"], typer.Option(help="Multiple choice: options as in the task, as letters, or the better of both")
     ] = "task",
     answers: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each question, for pass@k and majority")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=10, help="Sampling temperature (default: the task file's)")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to prompts, tokens; a task file has its own")] = 256,
-    judges: Annotated[list[str] | None, typer.Option("--judge", metavar="MODEL", help="Model that verifiers of tasks name or need")] = None,
+    judges: Annotated[list[str] | None, typer.Option("--judge", metavar="MODEL", help="Model for verifiers that need a judge")] = None,
     contaminated: Annotated[
-        bool, typer.Option("--contamination/--no-contamination", help="Look the questions up in what the model was trained on")
+        bool, typer.Option("--contamination/--no-contamination", help="Look the questions up in the model's training data")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="What the draws follow from")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the results in lm-evaluation-harness's JSON")] = None,
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
@@ -59,7 +57,7 @@ def evaluate(
     processes: ProcessesOption = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a model on benchmarks: multiple choice, perplexity, and answers by verifiers, with intervals; or on held-out prompts.
+    """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
 
     If the store knows the model's training data, also show the share of questions found in it and the scores without them.
     """
@@ -101,7 +99,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Return task files, folders and prompts as inputs of the stage, and the names of tasks that the harness brings."""
+    """Return task files, folders and prompts as inputs of the stage, and the names of the harness's built-in tasks."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -125,7 +123,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with the data files that it names, from its folder or else, like the harness, from the working directory."""
+    """Return a task file with its data files, from its folder or, as the harness does, from the working directory."""
     from puna.stages.evaluation.task_file import read_task
 
     (own,) = External.resolve(str(path))
@@ -143,7 +141,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Run the stage on a model, imported first if it is a path. `own`: if given, the harness runs, with these tasks of its own."""
+    """Run the stage on a model, imported first if it is a path. `own`: the harness's built-in tasks; None runs Puna's own stage."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -182,11 +180,11 @@ def _run(
 @app.command()
 def compare(
     one: Annotated[str, typer.Argument(metavar="A", help="A model, or an evaluation of `puna evaluate`")],
-    other: Annotated[str, typer.Argument(metavar="B", help="The model or evaluation beside it")],
+    other: Annotated[str, typer.Argument(metavar="B", help="The model or evaluation to compare it with")],
     every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare two models question by question on the tasks that both were asked: B minus A, with 95 % intervals and Holm's correction."""
+    """Compare two models question by question on their common tasks: B minus A, with 95 % intervals and Holm's correction."""
     from puna.stages.evaluation.comparison import differences, evaluations_of, measured
 
     opened = Store.existing(store, project)
@@ -216,14 +214,14 @@ def predict(
     flops: Annotated[float | None, typer.Option(help="Budget in floating-point operations")] = None,
     hours: Annotated[float | None, typer.Option(help="Budget in hours of this CPU, or of --gpu")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU of --hours (H100, H200, A100, …), in bf16")] = None,
-    law: Annotated[str, typer.Option(metavar="ID", help="Law of the loss, made by the stage `law` from a ladder")] = "law@latest",
+    law: Annotated[str, typer.Option(metavar="ID", help="Scaling law, fitted by the stage `law` to a ladder")] = "law@latest",
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of a row (default: the ladder's)")] = None,
-    outcomes: Annotated[bool, typer.Option("--outcomes", help="Show earlier forecasts beside what was measured later")] = False,
+    outcomes: Annotated[bool, typer.Option("--outcomes", help="Show earlier forecasts beside the losses measured later")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Forecast the loss that a budget of training buys, with its 95 % interval, and the shape and tokens that reach it.
+    """Forecast the loss of a training budget with its 95 % interval, and the model shape and tokens that reach it.
 
-    The forecast is kept in the store, with a recipe that trains it; --outcomes shows each beside the loss of a pretraining of that size on
+    The forecast is stored with a recipe that trains it. --outcomes shows each forecast beside the loss of a pretraining of that size on
     the same tokens.
     """
     opened = Store.existing(store, project)

@@ -35,14 +35,14 @@ def import_(
     ] = None,
     verifier: Annotated[
         str | None,
-        typer.Option("--verifier", metavar="NAME|JSON", help='Of prompts: verifier of rows without one: numeric, exact or {"name": …}'),
+        typer.Option("--verifier", metavar="NAME|JSON", help='For prompts that name no verifier: numeric, exact or {"name": …}'),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     modules: ModuleOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
-    """Bring in a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets) from outside."""
+    """Import a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets)."""
     from puna.flows.engine.inputs import alias_of
 
     plugins = import_modules(modules)
@@ -73,7 +73,7 @@ def import_(
 
 
 def mapped(texts: list[str]) -> dict[str, str]:
-    """Return the mapping that `FIELD=COLUMN[,FIELD=COLUMN]` texts describe."""
+    """Return the column of each field, parsed from texts `FIELD=COLUMN[,FIELD=COLUMN]`."""
     columns: dict[str, str] = {}
     for text in texts:
         for pair in text.split(","):
@@ -91,15 +91,11 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of a model: hf (default), gguf, awq (4 bits) or adapter. Of data: parquet (default) or jsonl; datasketch: the "
-            "signatures of near-duplicates",
+            help="Models: hf (default), gguf, awq (4 bits) or adapter. Data: parquet (default) or jsonl; datasketch: MinHash signatures",
             metavar="FORMAT",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With awq: plain text like what the model will read, 8,192 tokens"),
-    ] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="With awq: calibration text of 8,192 tokens")] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,

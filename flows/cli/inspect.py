@@ -1,4 +1,4 @@
-"""Commands that show the content of a store."""
+"""Commands that show, check and clean a store, and options that other commands share."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _project(name: str | None) -> str | None:
 
 ProjectOption = Annotated[
     str | None,
-    typer.Option("--project", metavar="NAME", help="Project of the store, whose aliases are meant (default: `default`)", callback=_project),
+    typer.Option("--project", metavar="NAME", help="Project whose aliases are used (default: `default`)", callback=_project),
 ]
 NameArgument = Annotated[
-    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME where a flow has the name too")
+    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME if a flow has the same name")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
@@ -242,7 +242,7 @@ def lineage(
 def explain(
     name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
 ) -> None:  # fmt: skip
-    """Say why an artifact was made again: which field, which code, which input differs from before."""
+    """Explain why an artifact was recomputed: the fields, code and inputs that changed."""
     opened = Store.existing(store, project)
     artifact = opened.resolve(name)
     before, changes = explaining.explain(opened, artifact)
@@ -263,7 +263,7 @@ def why(
     document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")], store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Tell what became of a document: each stage that kept, changed or dropped it, and by which rule."""
+    """Show each stage that kept, changed or dropped a document, and the rule."""
     rows = fate(Store.existing(store), document)
     if as_json:
         return print_rows(rows, True)
@@ -325,11 +325,11 @@ def _text_of(file: str) -> str:
 @app.command()
 def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Take the content of the suspect artifact ID as right, on your word")] = False,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are made again")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Accept the content of the suspect artifact ID")] = False,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are recomputed")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare every file with its checksum; also name suspects, which were made from damaged artifacts, and lost aliases."""
+    """Compare every file with its checksum; also list suspects (made from damaged artifacts) and lost aliases."""
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you take as right")
@@ -361,9 +361,9 @@ def verify(
 
 @app.command()
 def gc(
-    keep_runs: Annotated[int, typer.Option(min=0, help="So many last runs keep what they made or reused")] = 5,
-    work_days: Annotated[float, typer.Option(min=0, help="Unfinished work younger than this stays, days")] = 7.0,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go")] = False,
+    keep_runs: Annotated[int, typer.Option(min=0, help="Number of newest runs whose artifacts stay")] = 5,
+    work_days: Annotated[float, typer.Option(min=0, help="Days that unfinished work stays")] = 7.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list")] = False,
     store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; artifacts in use stay."""

@@ -89,12 +89,12 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, operations, memory and time; for the
-    stage sample, memory of keys and values and the minimum time.
+    stage sample, KV cache memory and minimum time.
 
     Time, disk and memory of a step are estimated from its earlier runs in the store. A step after a running step is computed again only if
     the content of its input is new. Pretraining is computed from the model's shape: the recipe's, the input model's, or the chosen one.
-    Each row counts as one document, which costs the most attention. Times follow from this CPU's measured rates or a GPU's data sheet. For
-    several GPUs the three fastest layouts that fit are listed, of those that a test proves equal to one process.
+    Each row counts as one document, the most attention that it can cost. Times follow from this CPU's measured rates or a GPU's data sheet.
+    For several GPUs, the three fastest layouts that fit are listed, among the tested ones.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
@@ -156,7 +156,7 @@ def clean(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
-    recipe: Annotated[str, typer.Option("--recipe", help="A recipe, or a YAML file with what differs from the recipe clean")] = "clean",
+    recipe: Annotated[str, typer.Option("--recipe", help="A recipe, or a YAML file of changes to the recipe clean")] = "clean",
     changes: SetOption = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
@@ -191,11 +191,11 @@ def clean(
 
 @app.command()
 def accept(
-    old: Annotated[str, typer.Argument(help="The artifact made by the code before")],
-    new: Annotated[str | None, typer.Argument(help="The artifact made by the code after (default: what today's code would make)")] = None,
+    old: Annotated[str, typer.Argument(help="The artifact made by the old code")],
+    new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what today's code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would make it again."""
+    """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would recompute it."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)
@@ -228,10 +228,10 @@ def accept(
 def report(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
     output: Annotated[Path | None, typer.Option(help="HTML file to write (default: runs/RUN.html in the store)")] = None,
-    compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run to set beside it, in place of its own page")] = None,
+    compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run to compare it with, in place of its own page")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write one self-contained HTML page about a run, or about two of them side by side."""
+    """Write one self-contained HTML page about a run, or a comparison of two."""
     from puna.flows.report import write
 
     typer.echo(str(write(Store.open(store), run_name, output, compare)))

@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SERVED_AT_ONCE = 128
-"""Tokens of prompts in a step of the server on a CPU: a prompt of 3,000 stops other answers for 12 s if it is one step, for 1 s so."""
+"""Prompt tokens per step of the server on a CPU: a prompt of 3,000 tokens holds up other answers for 1 s, not 12 s as in one step."""
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]
 TopOption = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability (default: the model's)")]
 SERVING = ServingSettings()
 CHAT = {"temperature": 0.7, "top_p": 0.95}
-"""Default sampling of a talk, if neither the model nor the command sets it."""
+"""Default sampling of `chat`, if neither the model nor the command sets it."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
-SeedOption = Annotated[int, typer.Option(min=0, help="What the draws follow from")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the draws")]
 DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller model with the same tokenizer that guesses ahead")]
 DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; the model itself in int8 helps a single prompt")]
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters from options. Those that are None come from the model, then from `default`."""
+    """Return sampling parameters from options. An option of None has the model's own value, or else that of `default`."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -64,12 +64,12 @@ def parameters(engine: Engine, default: dict[str, float], **options: Any) -> Sam
 @app.command()
 @serving_options
 def chat(
-    model: ModelArgument, system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
+    model: ModelArgument, system: Annotated[str | None, typer.Option(help="System message")] = None,
     temperature: TemperatureOption = None, top_p: TopOption = None, max_tokens: TokensOption = 512, seed: SeedOption = 0,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
-    """Talk with a model; it keeps the conversation. /new begins another, Ctrl-C ends an answer, Ctrl-D the talk."""
+    """Chat with a model. /new begins a new conversation, Ctrl-C ends an answer, Ctrl-D the chat."""
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
@@ -97,7 +97,7 @@ def chat(
 
 
 def _talk(context: int, max_tokens: int) -> Work:
-    """Return a conversation of up to 8,192 tokens, where the model's context has room for them."""
+    """Return the workload of a conversation of up to 8,192 tokens, or of the model's context if that is shorter."""
     answer = min(max_tokens, context - 1)
     return Work(min(512, context - answer), answer, 1, min(context, 8192))
 
@@ -158,8 +158,7 @@ def generate(
     def work(tokenizer: Tokenizer, context: int) -> Work:
         return Work(max(len(ids) for ids in _ids(tokenizer, inputs, raw)), max_tokens, len(inputs) * n)
 
-    place = partial(Store.existing, store, project)
-    engine = load_engine(model, place, serving, draft, work, draft_weights)
+    engine = load_engine(model, partial(Store.existing, store, project), serving, draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed, "n": n}
     ahead = guesses(serving.speculate, draft if mask is None else None)
@@ -176,7 +175,7 @@ def generate(
 
 
 def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searching: SearchConfig | None, requests: list[Any]) -> Answers:
-    """Return the answers to each prompt, each with its cost: all that were drawn, or the one that a search chose."""
+    """Return each prompt's answers with their cost: all draws, or the one that the search chose."""
     if searching is None:
         return [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
     answers = searched(engine, ids, params, searching, _values(searching, requests))
@@ -184,7 +183,7 @@ def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searc
 
 
 def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool) -> None:
-    """Print answers; of a search also, on standard error, how many tokens it drew for them."""
+    """Print answers; after a search, also the number of drawn tokens, on standard error."""
     for prompt, ids, row in rows:
         for answer, cost in row:
             text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -215,7 +214,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _searching(method: str | None, n: int, verifier: str | None, temperature: float | None) -> SearchConfig | None:
-    """Return the search that was asked for; raise PunaError if options do not fit."""
+    """Return the configuration of --search, None without it. Raise PunaError if options contradict each other."""
     if method is None:
         if verifier is not None:
             raise PunaError("--verifier chooses among answers: give --search best, too")
@@ -243,7 +242,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
 
 
 def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """Return the prompts, each after passages of documents that fit its last message."""
+    """Return the prompts, with passages that fit the last message put before it."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
@@ -258,7 +257,7 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
 
 
 def _mask(engine: Engine, file: Path) -> Mask:
-    """Return the tokens that spell JSON of the schema in a file."""
+    """Return the mask of tokens that the JSON schema in a file allows."""
     from puna.models.generation.grammar import Grammar
 
     assert engine.tokenizer is not None
@@ -283,7 +282,7 @@ def _parsed(number: int, line: bytes) -> Any:
 
 
 def _unicode(text: str, where: str) -> str:
-    """Return the text; raise PunaError if it holds bytes that are not UTF-8, or halves of surrogate pairs, as JSON may."""
+    """Return the text; raise PunaError if it holds lone surrogates, from bytes that are not UTF-8 or from JSON escapes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -305,10 +304,10 @@ def api(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on")] = 8000,
     key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must bring; none: anybody may ask")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests (default: as given)")] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that wait or are answered at once; more are told to come later")] = 256,
+    queue: Annotated[int, typer.Option(min=1, help="Most requests that wait or run; further ones are refused")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
     sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
-    step_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens a step; streams wait (default: 128; GPU 8192)")] = None,
+    step_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per step of the engine (default: 128; GPU 8192)")] = None,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,

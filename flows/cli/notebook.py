@@ -14,7 +14,7 @@ from puna.flows.engine.inputs import RunInputs, parse_inputs
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.session import session
 from puna.flows.engine.trace import load
-from puna.flows.prefect import task  # noqa: F401 - within a flow of Prefect's, steps are its tasks
+from puna.flows.prefect import task  # noqa: F401 - in a Prefect flow, steps are Prefect tasks
 from puna.stages.contract import External, Stage, parse, perform
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.aliases import DEFAULT
@@ -29,9 +29,9 @@ def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
 
 
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
-    """Return a connection for questions: `connect(store).sql("from newest.documents")` gives a lazy relation of DuckDB.
+    """Return a read-only connection: `connect(store).sql("from newest.documents")` gives a lazy relation of DuckDB.
 
-    `.to_arrow_table()`, `.df()` for pandas and `.pl()` for polars, if they are installed, take its rows. Read-only.
+    `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return its rows.
     """
     return Catalog(store if isinstance(store, Store) else Store.existing(store))
 

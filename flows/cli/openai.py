@@ -1,6 +1,6 @@
-"""An HTTP server in the shape of OpenAI's: completions and chat, whole or as a stream of events.
+"""An HTTP server with OpenAI's API: completions and chat, whole or as a stream of events.
 
-A client that goes away, or whose time is up, has its request cancelled at the next step of the engine (`openai_worker.py`).
+If a client disconnects or its time is up, its request is cancelled at the next step of the engine (`openai_worker.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 PROMPT_TOKENS = 1 << 16
-"""Tokens that the prompts of one request may have together."""
+"""Maximum total of prompt tokens in one request."""
 STOP_TEXTS = 64
-"""Texts that may end an answer: each is looked for at each token."""
-CLIENT_GONE = 499  # as nginx logs it; nobody is told
+"""Maximum number of stop texts: each is searched for at each token."""
+CLIENT_GONE = 499  # nginx's status for it; nobody receives the response
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Answerer:
         return await self._answered(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _alternatives(self, body: CompletionRequest | ChatRequest, field: str, echo: bool = False) -> int | None:
-        """Return the number of likeliest tokens that a request asks for at each place, None without log-probs."""
+        """Return the number of likeliest tokens to report at each position, None without log-probs. Raise ApiError if unsupported."""
         top = body.alternatives
         if body.stream and top:
             raise _refusal(field, "a stream tells the log-probs of its own tokens, without alternatives: leave stream out")
@@ -108,7 +108,7 @@ class Answerer:
         replies = [Reply(kind, self.name, ids, {i: TextStream(self.tokenizer, texts) for i in range(body.n)}, scored) for ids in prompts]
         if not body.stream:
             work = asyncio.ensure_future(self._all(body, replies, params, longest, top or 0))
-            departure = asyncio.ensure_future(request.receive())  # behind the body comes nothing but word that the client has left
+            departure = asyncio.ensure_future(request.receive())  # after the body, only the disconnect comes
             try:
                 await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
@@ -179,7 +179,7 @@ class Answerer:
         return texts
 
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
-        """Return the sampling parameters of a request; a field that it leaves out is the model's own."""
+        """Return the sampling parameters of a request; the model's own settings fill missing fields."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         options = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
         try:

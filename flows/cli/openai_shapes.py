@@ -36,10 +36,10 @@ class JsonSchema(BaseModel):
     """The JSON schema that an answer must follow."""
 
     model_config = ConfigDict(extra="forbid")
-    name: str = Field("answer", description="Of the client; not looked at")
-    description: str | None = Field(None, description="Of the client; not looked at")
+    name: str = Field("answer", description="Ignored")
+    description: str | None = Field(None, description="Ignored")
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="An answer is always held to its schema")
+    strict: bool | None = Field(None, description="Ignored: an answer always follows its schema")
 
 
 class ResponseFormat(BaseModel):
@@ -75,7 +75,7 @@ class Sampled(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-10, le=10)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    user: str | None = Field(None, description="Of the client; not looked at")
+    user: str | None = Field(None, description="Ignored")
 
     @model_validator(mode="before")
     @classmethod
@@ -95,10 +95,10 @@ class CompletionRequest(Sampled):
     """A request to continue texts, or to score them."""
 
     prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_listed)]
-    max_tokens: int = Field(16, ge=0, description="0: nothing is drawn; the prompts are told back (echo)")
-    echo: bool = Field(False, description="Whether the prompts stand before their answers")
+    max_tokens: int = Field(16, ge=0, description="0: generate nothing, only echo the prompts")
+    echo: bool = Field(False, description="Whether each answer repeats its prompt first")
     logprobs: bool | int | None = Field(
-        None, ge=0, le=20, description="Likeliest tokens told at each place; 0 or true: only the log-probs of the tokens themselves"
+        None, ge=0, le=20, description="Likeliest tokens reported at each position; 0 or true: only the log-probs of the tokens themselves"
     )
 
     @property
@@ -134,8 +134,8 @@ class ChatRequest(Sampled):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = Field(False, description="Whether the log-probs of the answer's tokens are told")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="Likeliest tokens told at each place, beside logprobs: true")
+    logprobs: bool = Field(False, description="Whether to report the log-probs of the answer's tokens")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Likeliest tokens reported at each position; needs logprobs: true")
     tools: list[dict[str, Any]] | None = None
 
     @property
@@ -184,7 +184,7 @@ class Reply:
             self.offsets = {number: replace(prompt, places=[*prompt.places]) for number in texts}
 
     def add(self, event: Event) -> str:
-        """Take in a token; return the text that it adds."""
+        """Add a token; return the text that it completes."""
         new = self.texts[event.number].add(event.token, event.completion is not None)
         self.said[event.number] += new
         self.drawn[event.number].append(event.token)
@@ -217,7 +217,7 @@ class Reply:
         }
 
     def _spelled(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return a token of a chat with its log-prob and bytes; a special token has none."""
+        """Return a token of a chat with its log-prob and bytes; a special token has no bytes."""
         assert self.scored is not None
         spelling = self.scored.token_bytes(token)
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}

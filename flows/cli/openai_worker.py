@@ -119,7 +119,7 @@ class Worker:
                 self._score()
             try:
                 events = self.engine.step()
-            except Exception as error:  # noqa: BLE001  what breaks a step ends the requests that were in it, not the server
+            except Exception as error:  # noqa: BLE001  an error in a step ends its requests, not the server
                 self._fail(error)
                 continue
             for event in events:

@@ -1,4 +1,4 @@
-"""The command `puna rules`: what each rule of a recipe loses of good text and catches of bad text, on annotated pages."""
+"""The command `puna rules`: good text lost and bad text caught by each rule of a recipe, on annotated pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from puna.storage import Artifact, PunaError, Store
 WORD = re.compile(r"\w+")
 WHEN = datetime(2024, 1, 1, tzinfo=UTC)
 MOST_BYTES = 1 << 26
-"""Of a row."""
+"""Maximum size of a row."""
 ALL = "all"
 LINES = "select.lines"
 
@@ -51,7 +51,7 @@ class Page(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Pages, and the words of their texts that are good and bad."""
+    """Counts of pages and of their good and bad words."""
 
     pages: int
     good: int
@@ -60,7 +60,7 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleRow:
-    """A rule, and what it drops by group of pages (`all`, `type=…`, `language=…`): `alone`, and as the `first` rule that fires."""
+    """A rule with its drops per group of pages (`all`, `type=…`, `language=…`): `alone`, and as the `first` rule that fires."""
 
     rule: str
     condition: str
@@ -70,7 +70,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A recipe's rules in their order, all annotated pages by group, and the rules whose signals are not at hand."""
+    """A recipe's rules in order. `whole`: all annotated pages by group; `unjudged`: rules whose signals are missing."""
 
     recipe: str
     rows: Sequence[RuleRow]
@@ -113,7 +113,7 @@ def _page(row: Mapping[str, Any], where: str) -> Page:
 
 
 class Annotations:
-    """Annotated pages as documents of a store, with the words of each that are good and bad (int64[page])."""
+    """Annotated pages as documents of a store, with each page's number of `good` and `bad` words (int64[page])."""
 
     def __init__(self, pages: Sequence[Page], store: Store, config: ExtractConfig) -> None:
         self.pages, self.store = pages, store
@@ -154,7 +154,7 @@ def _text(page: Page, config: ExtractConfig) -> str | None:
 
 
 def _words(text: str | None, page: Page) -> tuple[int, int]:
-    """Return how many words of a text are good and how many bad; all of the truth is good if the page gave no text."""
+    """Return the numbers of good and bad words. If no text was extracted, all words of `truth` are good."""
     words = Counter(WORD.findall(text or ""))
     if page.truth is None:
         return (words.total(), 0) if page.good else (0, words.total())
@@ -169,10 +169,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Judge the documents by every rule of a recipe's selections, each alone and in its order.
-
-    Rules on a classifier that the recipe trains are not judged: its training data is not available.
-    """
+    """Apply every rule of a recipe's selections to the pages, alone and in order, except rules on classifiers that the recipe trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)
@@ -200,11 +197,8 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
                     rows.append(RuleRow(f"{step}.{rule.name}", condition, pages.tally(mask, groups), pages.tally(mask & ~gone, groups)))
                 gone = gone | mask
             if config.lines is not None and step == "select":
-                rows += _lines(
-                    pages,
-                    execute(steps[step].stage, config, {"documents": pages.documents, "signals": [*artifacts.values()]}, pages.store),
-                    groups,
-                )
+                inputs: dict[str, Value] = {"documents": pages.documents, "signals": [*artifacts.values()]}
+                rows += _lines(pages, execute(steps[step].stage, config, inputs, pages.store), groups)
     return Evidence(loaded.name, rows, pages.tally(groups[ALL], groups), unjudged)
 
 
@@ -243,7 +237,7 @@ def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig
 
 
 def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -> list[RuleRow]:
-    """Return the row of the rules on lines: words that the selection took out of documents that it keeps."""
+    """Return the row of the line rules: words removed from documents that the selection keeps."""
     changed = set(selected.read("removed_lines", ["id"])["id"].to_pylist())
     good, bad = np.zeros_like(pages.good), np.zeros_like(pages.bad)
     for row in selected.read(columns=["id", "text"]).to_pylist():
@@ -256,10 +250,7 @@ def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -
 
 
 def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
-    """Return a row for each rule: pages, shares of good and bad words, alone and as the first; lost good words by group `by=…`.
-
-    The last row has all rules together.
-    """
+    """Return a row per rule: pages, shares of good and bad words, lost good words by group `by=…`. The last row totals all rules."""
     whole = result.whole
 
     def share(tally: Mapping[str, Tally], field: str, group: str = ALL) -> float:
@@ -288,7 +279,7 @@ def summary(result: Evidence) -> dict[str, float]:
 @app.command()
 def rules(
     on: Annotated[Path, typer.Option("--on", metavar="FILE", help="Annotated pages: Parquet, JSON lines or CSV (see below)")],
-    recipe: Annotated[str, typer.Option("--recipe", help="Whose rules are judged: a name or a YAML file")] = "clean",
+    recipe: Annotated[str, typer.Option("--recipe", help="Recipe whose rules are judged: a name or a YAML file")] = "clean",
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
     by: Annotated[str, typer.Option("--by", help="Groups of pages that get a column each: type or language")] = "type",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows, summary, rules that could not be judged")] = False,

@@ -16,9 +16,9 @@ from puna.storage import PunaError, Store
 app = typer.Typer()
 HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")]
-AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="What a browser must say to get in")]
-UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by address (http, s3, hf, …), which are then fetched")]
-LimitOption = Annotated[int, typer.Option(min=1, help="Runs at work at once; each uses every core")]
+AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="Login that browsers must give")]
+UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by URL (http, s3, hf, …)")]
+LimitOption = Annotated[int, typer.Option(min=1, help="Most runs at once; each uses every core")]
 
 
 @app.command()
@@ -54,7 +54,7 @@ def serve(
     limit: LimitOption = 2,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
-    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run what is asked for."""
+    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run those that it requests."""
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
     schedules: dict[str, str] = {}
@@ -80,7 +80,7 @@ def serve(
 @app.command()
 def annotate(
     answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Answers to judge: ID or NAME@VERSION; `puna run sample` makes some")],
-    pairs: Annotated[int, typer.Option(min=1, help="Most pairs of a prompt")] = 1, host: HostOption = "127.0.0.1", port: PortOption = 8765,
+    pairs: Annotated[int, typer.Option(min=1, help="Most pairs per prompt")] = 1, host: HostOption = "127.0.0.1", port: PortOption = 8765,
     auth: AuthOption = "", store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
     """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""

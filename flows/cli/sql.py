@@ -20,18 +20,14 @@ from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST
 app = typer.Typer()
 LEAVING = (".exit", ".quit", "exit", "quit")
 HISTORY = 2000
-"""Statements that the history keeps."""
+"""Number of statements in the history."""
 
 
 @app.command()
 def sql(
     text: Annotated[str | None, typer.Argument(metavar="QUERY", help="One SQL statement; without it, a prompt opens")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the result, outside the store: .parquet, .csv, .json or .jsonl")
-    ] = None,
-    file: Annotated[
-        bool, typer.Option("--file", help="Bring puna.duckdb, the views for other clients, up to date and say where it is")
-    ] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Result file: .parquet, .csv, .json or .jsonl")] = None,
+    file: Annotated[bool, typer.Option("--file", help="Update puna.duckdb, the views for other clients, and print its path")] = False,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     as_json: JsonOption = False,
@@ -75,8 +71,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
 
 
 def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
-    """Print the result of a statement, and a warning about bytes without a checksum test; on a terminal also about tables with rows of
-    several artifacts."""
+    """Print a statement's result; warn about bytes without a checksum test and, on a terminal, about tables of several artifacts."""
     table = catalog.run(opened, text)
     print_rows(table.to_pylist(), as_json, table.schema.names)
     if opened.uncompared:
@@ -89,7 +84,7 @@ def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
 
 def _prompt(store: Store, as_json: bool) -> None:
     with catalog.Catalog(store) as connection, contextlib.ExitStack() as stack:
-        # From a pipe come only statements: no greeting goes between the results, and a wrong one fails the command.
+        # With input from a pipe, no greeting is printed among the results, and a wrong statement fails the command.
         interactive = sys.stdin.isatty()
         if interactive:
             stack.enter_context(_typing(connection))
@@ -155,10 +150,7 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
 
 
 def _statements(interactive: bool) -> Iterator[str]:
-    """Yield each statement of the terminal or pipe, up to a line that ends with `;`, to `.exit` or to the end.
-
-    Ctrl-C discards an unfinished statement.
-    """
+    """Yield each statement, up to a line that ends with `;`, `.exit` or the end of input. Ctrl-C discards an unfinished statement."""
     pending: list[str] = []
     while True:
         try:

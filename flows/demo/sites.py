@@ -48,7 +48,7 @@ def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
 
 
 def html_page(url: str, member: Member) -> Page:
-    """Return a page of HTML with the charset its bytes are in."""
+    """Return an HTML page with the charset of its bytes."""
     return Page(url, member.modified, f"text/html; charset={charset(member.body)}", member.body)
 
 
@@ -75,9 +75,7 @@ def _test_addresses(members: list[Member]) -> dict[str, str]:
 def _mock_pages(member: Member) -> dict[str, str]:
     """Return file → address of the literal MOCK_PAGES of a test module, which is parsed, not run."""
     for statement in ast.parse(member.body).body:
-        if isinstance(statement, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "MOCK_PAGES" for target in statement.targets
-        ):
+        if isinstance(statement, ast.Assign) and "MOCK_PAGES" in [getattr(target, "id", None) for target in statement.targets]:
             pages: dict[str, str] = ast.literal_eval(statement.value)
             return {file: url for url, file in sorted(pages.items())}
     return {}
@@ -119,7 +117,7 @@ def _normal(url: str) -> str:
 
 
 LONG = 600  # bytes of UTF-8; every extract from this length on is taken
-SHORT_SHARE = 16  # of the shorter ones, one in this many
+SHORT_SHARE = 16  # one in this many shorter extracts is taken
 
 _LANGUAGES = {"en-us": "en", "fr-fr": "fr", "es-es": "es"}
 
@@ -134,7 +132,7 @@ def articles(members: list[Member]) -> Iterator[Page]:
 
 
 def language_of(path: str) -> str | None:
-    """Return the language whose extracts a member of the wheel holds; None of other members."""
+    """Return the language of a wheel's member with extracts; None for other members."""
     name = path.rsplit("/", 1)[-1]
     return next((short for long, short in _LANGUAGES.items() if name == f"summaries_{long}.json"), None)
 

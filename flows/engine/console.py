@@ -24,7 +24,7 @@ from puna.storage.explain import Change
 
 EVERY_SECONDS = 15.0
 OURS = (" | Flow run ", " | Task run ")
-"""In lines that Prefect wrote itself, which its server has."""
+"""Markers of lines that Prefect wrote, which its server already has."""
 LAST_SECONDS = 1.0
 BITS = {
     "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "with the page's",
@@ -33,9 +33,7 @@ BITS = {
 
 
 class Console:
-    """A listener of stages. On a terminal it draws a bar; elsewhere it prints a line now and then. `json`: print on standard error, since
-    standard output is for JSON objects.
-    """
+    """A listener of stages: a progress bar on a terminal, else lines. `json`: messages go to standard error, JSON to standard output."""
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
@@ -82,7 +80,7 @@ class Console:
             self._bar.remove_task(self._tasks.pop(step))
 
     def broken(self, step: str) -> None:
-        """Announce a stage that an error or a person ended."""
+        """Announce a stage that failed or was stopped."""
         self.remove_bar(step)
         self.say(f"{step:24s} [red]not finished[/]")
 
@@ -139,7 +137,7 @@ def _count(artifact: Artifact, metric: str) -> str:
 
 
 def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Return bits per byte of held-out documents, for the model and for a count-based model of as much text."""
+    """Return a table of bits per byte on held-out documents: of the model, of n-gram models and of zstd."""
     table = _table("held-out pages", *BITS.values(), "documents")
     for step, rows in evaluations:
         if bits := rows.get(("pages", "document_bits_per_byte")):

@@ -1,4 +1,4 @@
-"""Cost estimates: the steps of a flow that would run, pretraining from the model's shape, and answers from the model's and the prompts'."""
+"""Cost estimates: of a flow's steps, of pretraining from the model's shape, and of answers from model and prompts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from puna.stages.training.phase import Phase
 
 CPU_FLOPS = 1e20
-"""Operations beyond which a plan is not for this CPU: a year at 3 TFLOP/s, which is a fast CPU's rate."""
+"""Maximum operations in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
 LARGE, LARGE_BYTES = "H100", 80e9
-"""GPU of a plan that is too large for a CPU, and its memory; half of it may hold the state."""
+"""GPU of plans that are too large for a CPU, and its bytes of memory, half of which may hold the state."""
 MODEL = "times are computed, ± 9 % in the median of 27 runs, published or measured on one H200; in long contexts off by up to 60 %"
 LONGEST = 90 * 86_400
-"""Seconds that such a plan may take."""
+"""Maximum seconds of a plan for GPUs."""
 LOOKED_AT = 256
-"""Prompts whose tokens are counted for a plan."""
+"""Number of prompts whose tokens are counted."""
 
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
-    """Return the flow or stage of a request, and its steps as a run would find them. Raise PunaError as such a run would."""
+    """Return the flow or stage of a request, and its planned steps. Raise PunaError as a run would."""
     target = chosen(request.what)
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
@@ -55,10 +55,10 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 
 
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
-    """Return the least cost of answers of the stage `sample`, for each of its models: memory of keys and values, and roofline time.
+    """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time.
 
-    Each answer counts as long as `max_tokens` allows, which most are not; starting kernels, drawing tokens, and exchanges within a layout
-    are not in the time. Bytes are those of one process.
+    Each answer counts with `max_tokens` tokens. The time leaves out kernel launches, sampling and exchanges within a layout. Bytes are per
+    process.
     """
     config: Any
     config, values, _ = _alone(stage, request, place)
@@ -89,12 +89,12 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     weights = accounting.ELEMENT_BYTES[precision] * accounting.parameters(shape).total / parts
     own = int(config.serving.memory * 1e9) if config.serving.memory and config.serving.offload == "none" else None
     room = own or (int((data_sheet(gpu).memory - weights) / 2) if gpu else CPU_KEYS)
-    each = token * (config.max_tokens + longest / config.answers)  # a prompt's keys and values lie there once for all of its answers
+    each = token * (config.max_tokens + longest / config.answers)  # all answers to a prompt share its keys and values
     at_once = min(USUAL_ANSWERS["cuda" if gpu else "cpu"], math.ceil(len(rows) * config.answers / layout.data), int(room / each))
     if at_once < 1:
         raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) takes {size(each)} "
                         f"of keys and values, and there are {size(max(0, room))}: lower max_tokens")  # fmt: skip
-    # Stages of layers compute as many waves of answers, each of which has the weights read.
+    # n pipeline stages compute n waves of answers, each of which reads the weights.
     step = accounting.decode_time(shape, math.ceil(at_once / layout.pipeline), longest + config.max_tokens, machine, precision)
     seconds, together = step.total / layout.tensor, at_once * layout.data
     reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops / layout.processes
@@ -110,9 +110,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
 
 @dataclass(frozen=True)
 class Total:
-    """The estimated cost of all steps that run: seconds, bytes on disk, peak bytes of memory. `unknown`: steps without an estimate, since
-    no earlier run measured them.
-    """
+    """The estimated cost of all steps that run: seconds, disk bytes, peak memory bytes. `unknown`: steps that no earlier run measured."""
 
     seconds: float
     bytes: float
@@ -150,10 +148,9 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
-    """Return the figures that `puna plan` prints, bytes and seconds as numbers. given: the model that the training continues from.
+    """Return the figures that `puna plan` prints, bytes and seconds as numbers. `given`: the model that the training continues from.
 
-    Without `gpu` the device is this CPU. If the training would take years there, the plan is for `LARGE` GPUs: as many as hold the state
-    and end within `LONGEST`.
+    Without `gpu` the device is this CPU, or, if that would take years, enough `LARGE` GPUs to hold the state and end within `LONGEST`.
     """
     from puna.models import accounting
 
@@ -230,7 +227,7 @@ def _context(recipe: Recipe, phase: Phase, context: int) -> int:
 def _phase(
     training: PretrainConfig, phase: Phase, before: int, row: int, config: ModelConfig, machine: Machine, gpu: str | None, gpus: int
 ) -> dict[str, Any]:
-    """Return the costs of one phase of a model; before: tokens of the run before it; row: tokens of a row."""
+    """Return the costs of one training phase. `before`: tokens trained before it; `row`: tokens per row."""
     from puna.models import accounting
     from puna.models.machine import data_sheet
     from puna.models.training.parallel.estimate import Work, best_layouts
@@ -238,12 +235,12 @@ def _phase(
     precision: Precision = "bf16" if gpu else "fp32"
     phase = phase.counted(row, before)
     step = [row] * phase.full_rows
-    # Steps of the full size: a ramp's first ones count for the rows they read.
+    # In steps of full size: a ramp's smaller first steps count by their rows.
     steps = phase.growth(row, before).before(phase.steps + 1) / phase.full_rows
     at_once = max(1, min(phase.full_rows, training.compute.micro_batch_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
     flops = accounting.training_flops(config, step)
-    # What is sharded is the state; every GPU holds the activations of its own rows.
+    # Only the state is sharded; every GPU holds the activations of its own rows.
     moments, accumulated = training.optimizer.state_bytes, at_once < sum(step)
     resting = accounting.state_bytes(config, precision, moments)
     peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))

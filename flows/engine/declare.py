@@ -35,7 +35,7 @@ class Output:
     """The output of a step, or an input of a flow. It holds artifacts once they are made; in a plan or a trace, only kind and origin.
 
     `labels`: the steps (or inputs of the flow) that it comes from. `left_out`: the step that the recipe leaves out; the output is then
-    false. `source`: the name that rows of an input are to have as their source; empty: their own.
+    false. `source`: a source name for the rows of an input; empty: they keep their own.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Flow:
     doc: str = field(default="", compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the flow as a part of the flow in progress."""
+        """Run the flow as a part of the flow in progress, and return its result."""
         return self.function(*args, **kwargs)
 
     @property
@@ -83,7 +83,7 @@ class Flow:
     ) -> dict[str, Given]:
         """Assign artifacts and files to the inputs of their kind, in order, after those in `named` by input.
 
-        `sources`: the name that an artifact's rows get as their source, by its key.
+        `sources`: new source name of an artifact's rows, by its key.
         """
         inputs: dict[str, Given] = {}
         fitting = assigned(f"flow {self.name}", self.inputs, items, named or {})
@@ -108,7 +108,7 @@ class Flow:
 def assigned(
     what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]
 ) -> dict[str, list[Item]]:
-    """Return the items of each input: those in `named`, else those of its kind, in order. PunaError for one that has no place."""
+    """Return the items of each input: those in `named`, else those of its kind, in order. Raise PunaError for an item without a place."""
     left, result = list(items), dict[str, list[Item]]()
     for spec in specs:
         result[spec.name] = list(named.get(spec.name, ()))
@@ -172,10 +172,9 @@ def step(
     """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
 
     `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names it.
-    `through`: the input that replaces the output if the step is left out (of documents stages: the documents). `number`: of a round; it is
-    added to the default label and to the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that takes
-    the output; if the recipe leaves that out and does not name this one, this one is left out too. The same label and inputs mean the same
-    step.
+    `through`: the input that replaces the output if the step is left out (for documents stages: the documents). `number`: the round, which
+    is added to the default label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that takes
+    the output; if the recipe leaves that step out, this one is left out too unless named. Equal labels and inputs mean one step.
     """
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
@@ -233,7 +232,7 @@ class Walk(ABC):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Make this the walk that steps belong to."""
+        """Make this the current walk."""
         token = _WALK.set(self)
         try:
             yield
@@ -246,10 +245,10 @@ class Walk(ABC):
 
     @abstractmethod
     def publish(self, name: str, output: Output) -> None:
-        """Name an output."""
+        """Point an alias at an output."""
 
     def together(self, parts: Sequence[Callable[[], object]]) -> None:
-        """Run parts that do not need each other."""
+        """Run independent parts."""
         for part in parts:
             part()
 
@@ -292,7 +291,7 @@ class Walk(ABC):
         for label, extra in self.recipe.added("after", step):
             outcome = self._add(label, extra, list(by_input.values()), output)
             output = outcome if outcome.kind == output.kind else output
-        if output or not step.off:  # what is off in one place may be needed in another
+        if output or not step.off:  # a step that is off here may be on elsewhere
             self._done[step.label] = (labels, output)
         return output
 
@@ -318,7 +317,7 @@ class Walk(ABC):
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
             raise PunaError(f"step {label}: stage {stage.name} has no input {sorted(unknown)[0]!r}")
         for spec in stage.inputs:
-            # A step that is left out gives what it was given: that is then one input, not two.
+            # A step that is left out passes its input on, so that one output may arrive twice.
             there = list({output.labels: output for output in given.get(spec.name, []) if output}.values())
             omissions = [output.left_out for output in given.get(spec.name, []) if not output]
             if not there and not spec.optional:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 DEFAULT_STORE = ".puna"
 DEFAULT_RECIPE = "demo"
-"""Of a flow that is given none."""
+"""Recipe of a flow without --recipe."""
 OFFLINE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -21,9 +21,9 @@ OFFLINE = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 ADDRESSES, ALLOWED, REFUSED = "PUNA_FORM_ADDRESSES", "allowed", "refused"
-"""The variable of the environment by which a process knows whether the inputs that forms name may be addresses, and its values."""
+"""The environment variable that says whether forms may name inputs by URL, and its values."""
 SERVED = "PUNA_SERVED_STORE"
-"""The variable that names the store of a server to its worker: forms may always name that one."""
+"""The environment variable that names a server's store to its worker. Forms may always name this store."""
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:

@@ -23,14 +23,12 @@ IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
 ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 """Endings of files that hold rows, never a model."""
 COLUMNS = ("text", "html", "url", "date")
-"""What a field of a row may hold."""
+"""Possible contents of a row's field."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Parsed inputs. `items`: assigned by their kind; `named`: artifacts by the input that they are given to; `sources`: the name that an
-    artifact's rows get as their source, by its key.
-    """
+    """Parsed inputs. `items`: assigned by kind; `named`: artifacts by input; `sources`: new source name of an artifact's rows, by key."""
 
     items: list[Item]
     named: dict[str, list[Artifact]] = field(default_factory=dict)
@@ -57,9 +55,7 @@ def alias_of(name: str) -> str:
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
-    """Parse inputs; `NAME=ARTIFACT` gives an artifact to the input or the source NAME. Raise PunaError if NAME is neither, or for files if
-    the inputs take none.
-    """
+    """Parse inputs; `NAME=ARTIFACT` assigns to the input or source NAME. Raise PunaError for an unknown NAME or files without an input."""
     items: list[Item] = []
     named: dict[str, list[Artifact]] = {}
     sources: dict[str, str] = {}
@@ -141,7 +137,7 @@ def column_changes(texts: Sequence[str], stage: str) -> list[str]:
 
 
 def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
-    """Return the advice how to import the files at `text`."""
+    """Return advice on importing the files at `text`."""
     kinds = [spec.kind for spec in specs if spec.kind in IMPORTED]
     if len(kinds) > 1 and Path(text).suffix in ROWS:
         kinds = [kind for kind in kinds if kind != "model"]

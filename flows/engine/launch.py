@@ -1,4 +1,4 @@
-"""The start of a flow or a single stage from a name, a recipe and inputs, which are checked before."""
+"""The launch of a flow or a single stage by name, with a recipe and checked inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from puna.storage import Artifact, PunaError, Store
 
 PREFIXES = ("flow:", "stage:")
 YOUNG = 20_000
-"""Containers that a run makes before they are looked through for garbage: a part's rows are thousands of them, none in a circle."""
+"""Threshold of the garbage collector during a run: a part's rows are thousands of containers, without reference cycles."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def chosen(what: str) -> Flow | Stage:
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts.
 
-    A server that shows the store, or that PREFECT_API_URL names, gets reports of its progress; the work never waits for them.
+    A server that shows the store, or the one at PREFECT_API_URL, gets progress reports; the work never waits for them.
     """
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
@@ -203,7 +203,7 @@ def sample_pages(store: Store, quiet: bool) -> list[External]:
 
 
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
-    """Build the sample of real pages in `folder`, or find it whole."""
+    """Build the sample of real pages in `folder`, unless it is there already."""
     with Console(json=quiet) as console:
         console.started("sample", None)
         report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)

@@ -51,7 +51,7 @@ class Performer(Walk):
         return current().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Hold a name of the store's project against other processes; False if one of them holds it."""
+        """Take an exclusive lock by name within the store's project; False if another process holds it."""
         store = current().store
         return store.lock(store.own(name), wait=False)
 

@@ -1,4 +1,4 @@
-"""The plan of a flow: which steps are reused, run and why, or wait for others; and what the earlier runs of a stage tell of its cost."""
+"""The plan of a flow: steps that are reused, run or wait for others, with costs estimated from earlier runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BEGINS = ("model", "size")
 """Inputs of a training that its cost depends on."""
 STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}
-"""Exponents of the input's size."""
+"""Exponents by which costs grow with the input's size."""
 LARGEST, FARTHEST = 1e30, 10
-"""Bounds of an estimate, and of the ratio of two counts of a configuration (steps, widths): a run farther off tells nothing."""
+"""Largest estimate, and largest ratio between counts (steps, widths) of two configurations: other runs are no basis for estimates."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Experience:
                 self._past[m.stage].append((came, flat(dict(m.config)), gave))
 
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
-        """Return the estimate for a stage on inputs of these sizes; None if it never ran in this store with counts of this order.
+        """Return the estimate for a stage on inputs of these sizes; None without a comparable run in this store.
 
-        The run whose configuration differs in the fewest fields is scaled, the newest of several. The seed does not count.
+        It scales the newest run among those whose configuration differs in the fewest fields, apart from the seed.
         """
         configuration, now = flat(dict(config)), together(sizes)
         if not (past := [one for one in self._past.get(stage, []) if _near(one[1], configuration)]):
@@ -102,7 +102,7 @@ class PlannedStep:
     """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
 
     `expected`: the cost estimate if it runs; None without an earlier run. `begins`: the ids of a training's initial model and chosen size,
-    by the input's name; an id is empty if an earlier step is yet to make the artifact.
+    by the input's name; an id is empty if an earlier step has not made the artifact yet.
     """
 
     label: str
@@ -142,7 +142,7 @@ class Planner(Walk):
 
     def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
         """Return the estimate for a step that must run, and remember its output size for later steps."""
-        if self._experience is None or inputs.get("size"):  # a chosen size is in no configuration, and decides what the training costs
+        if self._experience is None or inputs.get("size"):  # the training's cost depends on the chosen size, which is in no configuration
             return None
         sizes = [Size.of(item) for estimate in inputs.values() for output in estimate for item in output.items]
         waited = [name for estimate in inputs.values() for output in estimate if not output.items for name in output.labels]
@@ -160,7 +160,7 @@ class Planner(Walk):
 
 
 def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[PlannedStep]:
-    """Return the steps of a flow as a run with these inputs would find them. Without inputs, take what such a run would take."""
+    """Return the planned steps of a flow. Without inputs, plan with the inputs that a run takes by default."""
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
         try:
@@ -176,7 +176,7 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
 
 
 def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> PlannedStep:
-    """Return a single stage as a run with these inputs would find it."""
+    """Return the planned step of a single stage."""
     planner = Planner(Recipe(stage.name), store, Experience(store))
     inputs = {name: [given_as(item, {}) for item in items] for name, items in stage.check(dict(given)).items()}
     planner.make(Step(stage.name, stage.name, stage), stage.name, config, inputs)

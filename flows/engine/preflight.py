@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from puna.stages.reading.pages import Page
 
 PEEK_CHARACTERS = 4000
-"""Read of each page."""
+"""Maximum characters read of each page."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
-"""Device files of NVIDIA's and AMD's drivers: with one, models are in the accelerator's memory, not in the machine's."""
+"""Device files of NVIDIA's and AMD's drivers. If one exists, models are in the accelerator's memory, not in the machine's."""
 STORED_PER_BYTE = 1.5
-"""Bytes of disk that curation needs per byte of its inputs, at least: pages and their text, both compressed."""
+"""Minimum bytes of disk that curation needs per byte of its inputs: pages and their text, both compressed."""
 
 
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with every need of the flow's steps that its recipe and inputs do not meet, each with its remedy.
+    """Raise PunaError with all unmet needs of the flow's steps and their remedies.
 
     A step whose artifact exists needs nothing. If all exist, the inputs are not sampled.
     """
@@ -70,7 +70,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 
 
 def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with every need of a single stage that its inputs do not meet."""
+    """Raise PunaError with all unmet needs of a single stage."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
     complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
@@ -143,7 +143,7 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of pages drawn at random until `seconds` have passed, and their share of all; `share`: that of the given pages."""
+    """Return rough texts of random pages until `seconds` have passed, and their share of all pages. `share`: the share of `pages`."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):

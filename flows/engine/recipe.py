@@ -21,10 +21,10 @@ from puna.storage import PunaError
 C = TypeVar("C", bound=StageConfig)
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BYTES = 1 << 20
-"""Largest recipe that is read."""
+"""Maximum size of a recipe file."""
 ENDINGS = (".yaml", ".yml")
 BASE = "curation"
-"""The rules of curation: the base of the shipped recipes, and of a file that names none. It is no recipe to run."""
+"""The rules of curation: base of the shipped recipes and default base of recipe files. It is not run itself."""
 MAX_BASES = 10
 """Longest chain of recipes that inherit from each other."""
 MAX_NODES = 100_000
@@ -33,7 +33,7 @@ MAX_NODES = 100_000
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a flow. `field`: the recipe's field with its configuration, `label` for all but steps that share one."""
+    """One step of a flow. `field`: the recipe's field with its configuration; equal to `label` unless several steps share it."""
 
     label: str
     field: str
@@ -61,9 +61,9 @@ class Added(StageConfig):
     """A step that the recipe adds, and its place in the flow."""
 
     stage: str | None = Field(None, description="Name of the stage; null: the step's name")
-    after: str | None = Field(None, description="The step whose output it takes, and replaces where it gives the same kind")
-    into: str | None = Field(None, description="The step whose inputs it takes, and which takes what it gives, signals for example")
-    inputs: dict[str, str] = Field(default_factory=dict, description="Input → the earlier step it comes from, where the kind does not tell")
+    after: str | None = Field(None, description="The step whose output it takes, and replaces if it gives the same kind")
+    into: str | None = Field(None, description="The step whose inputs it takes, and which takes its output, signals for example")
+    inputs: dict[str, str] = Field(default_factory=dict, description="Input → the earlier step it comes from, if the kind is ambiguous")
 
     @model_validator(mode="after")
     def _one_place(self) -> Added:
@@ -79,14 +79,14 @@ class General(StageConfig):
     base: str | None = Field(BASE, description="Recipe to inherit from, a name or YAML file; null: none. Groups are merged, lists replaced")
     seed: StrictInt = Field(0, ge=0, lt=2**31, description="Seed of every step that does not set its own")
     project: str = Field("", description="Project of the store, whose aliases a run reads and sets")
-    add: dict[str, Added] = Field(default_factory=dict, description="Steps of one's own")
+    add: dict[str, Added] = Field(default_factory=dict, description="Your own steps")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A recipe's values by field, as YAML gives them; a step turns its values into a configuration.
 
-    `project`: of the store, whose aliases a run reads and sets; empty: the one that the store is opened within.
+    `project`: the store's project, whose aliases a run reads and sets; empty: the opened store's project.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Recipe:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `over` laid on `base`, group by group; a list that repeats a group is laid on it item by item."""
+    """Return `base` updated by `over`, group by group. Where `over` has a list for a group, each item updates a copy of the group."""
     result = dict(base)
     for name, value in over.items():
         inner = result.get(name)
@@ -160,7 +160,7 @@ class Layer:
     values: Mapping[str, Any]
 
     def depth(self, path: list[str]) -> int:
-        """Return how many names of a path lead to a value of the layer."""
+        """Return how many leading names of a path the layer holds."""
         inside: Any = self.values
         for depth, name in enumerate(path):
             if isinstance(inside, list) and name.isdecimal() and int(name) < len(inside):
@@ -199,7 +199,7 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
 
 
 def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
-    """Return the files of a recipe and its bases, the nearest first. `heirs`: the files on the way."""
+    """Return the files of a recipe and its bases, the nearest first. `heirs`: the files that inherit from it."""
     shipped = RECIPES / f"{name}.yaml"
     file = Path(name) if name.endswith(ENDINGS) else shipped
     if heirs and file is not shipped:
@@ -217,7 +217,7 @@ def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
     base = values.get("base", None if is_shipped else default)
     if base is not None and not isinstance(base, str):
         raise PunaError(f"recipe {file}: base: takes the name of a recipe, a YAML file, or null for none (got {base!r})")
-    # What is wrong in a shipped recipe is what --set changed.
+    # Errors in a shipped recipe come from --set, so that its file is not named.
     layer = Layer("" if is_shipped else f"recipe {file if heirs else name}: ", values)
     return [layer, *(_layers(base, default, (*heirs, file)) if base is not None else [])]
 
@@ -244,7 +244,6 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses a field named twice in one group, since the first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a group. Raise YAMLError if it names a field twice."""
         names: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":

@@ -1,4 +1,4 @@
-"""The rounds behind a policy, read from the lineage: their order, their verdicts, their data; and what triggers the next one.
+"""The rounds behind a policy, read from the lineage: order, verdicts and data; and the trigger of the next round.
 
 A round ends with an artifact of the stage `gate`, which names the policy and its candidate; a person's `approval` of it has the last
 word. Nothing else is kept: the artifacts and aliases give the number of the next round, the prompts and preferences already used, and
@@ -49,10 +49,10 @@ class Round:
 
 @dataclass(frozen=True)
 class History:
-    """The lineage of a policy. `rounds`: oldest first, refused ones too, with the data of all and of the start.
+    """The lineage of a policy. `rounds`: oldest first, including refused ones. The data fields cover all rounds and the start.
 
-    `policy`: None if there is no store to look into. `roots`: the models that it began with, pretrained or imported. `demonstrations`:
-    the instructions that no model of the rounds wrote.
+    `policy`: None without a store. `roots`: the pretrained or imported models that it began with. `demonstrations`: instructions that no
+    model of the rounds wrote.
     """
 
     policy: Artifact | None = None
@@ -72,7 +72,7 @@ class History:
 
     @classmethod
     def of(cls, store: Store, model: Artifact) -> History:
-        """Return the history of `policy@latest`, which must descend from the given model; without this alias, of that model."""
+        """Return the history of `policy@latest`, which must descend from `model`; without this alias, the history of `model`."""
         lineage = _Lineage(store)
         policy = store.alias(POLICY) if POLICY in store.aliases() else model
         rounds = lineage.rounds(policy)
@@ -130,7 +130,7 @@ class _Lineage:
         return roots
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return the artifacts learned from, by kind: preferences and instructions of models, prompts of models and answers."""
+        """Return the training data by kind: preferences and instructions of models, prompts of models and answers."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -181,7 +181,7 @@ def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
 def settle(store: Store, done: Round) -> str:
     """Carry out the verdict of a round and return a sentence on it. Repeating it changes nothing.
 
-    Where the round passed, the policy's aliases move to the candidate. Raise PunaError if somebody moved them meanwhile.
+    If the round passed, the policy's aliases move to the candidate. Raise PunaError if somebody moved them meanwhile.
     """
     message = str(done)
     if done.verdict == "passed":
@@ -201,7 +201,7 @@ def settle(store: Store, done: Round) -> str:
 
 @dataclass(frozen=True)
 class Trigger:
-    """Settings of automatic rounds. `preferences`: number of new ones that starts a round, 0 for never. `recipe`: of that round."""
+    """Settings of automatic rounds. `preferences`: number of new ones that starts a round, 0 for never. `recipe`: the round's recipe."""
 
     preferences: int = 0
     recipe: str = DEFAULT_RECIPE
@@ -237,12 +237,12 @@ def new_preferences(store: Store) -> int:
 
 
 def due(store: Store) -> tuple[str, Trigger] | None:
-    """Return a name for the round that should start now, unchanged until somebody judges again; None if none is due."""
+    """Return the name of the round that should start now, and its trigger; None if none is due. New judgements change the name."""
     trigger, preferences = load_trigger(store), judged(store)
     if not trigger.preferences or preferences is None:
         return None
     try:
         enough = new_preferences(store) >= trigger.preferences
-    except PunaError:  # the policy's past is no longer whole: the flow itself says so to who starts it
+    except PunaError:  # the policy's lineage is incomplete, which the flow reports when it is started
         return None
     return (f"{store.own('round')}-{preferences.data_digest[:24]}-{trigger.preferences}", trigger) if enough else None

@@ -37,13 +37,13 @@ from puna.storage.explain import against
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILES = {"extract": 70, "heuristics": 52}
-"""Stage → CPU seconds that compiling its loops takes, on a processor that never did."""
+"""Stage → CPU seconds to compile its loops for a new processor."""
 
 
 StepRunner = Callable[[Stage, StageConfig, Mapping[str, list[Artifact]], str, Callable[[str], Outcome]], Outcome]
-"""A function that runs steps in a form of their own, such as Prefect tasks: it calls the last argument with the step's id there."""
+"""A function that runs a step, for example as a Prefect task: it calls its last argument with the task's id."""
 step_runners: list[Callable[[], StepRunner | None]] = []
-"""Functions that each session asks for its step runner; where none has one, steps run directly."""
+"""Functions that return a session's step runner or None. If all return None, steps run directly."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Session:
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     step_runner: StepRunner | None = field(default_factory=lambda: next((runner for one in step_runners if (runner := one())), None))
     unfinished: dict[str, str] = field(default_factory=dict)
-    """Steps that were begun and have no artifact yet, each with the key of the one it makes."""
+    """Begun steps without an artifact, each with the key of its future artifact."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -133,7 +133,7 @@ class Session:
         return outcome
 
     def _hear(self) -> None:
-        """Log what other processes that run stages wrote."""
+        """Log the lines that other ranks wrote."""
         for line in ranks.heard():
             self.reporter.log(line, logging.WARNING)
             self.store.record(self.run, runs.line(line))
@@ -173,7 +173,7 @@ def session(
     made nothing and an earlier run has the same artifacts, name that run's page.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
-    # A process that Prefect started for a run: the run is there already, and its end is Prefect's to tell.
+    # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
     flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
     server = from_environment() if flow_run else server_of(store)
     engine = connected(executor, workers)
@@ -327,7 +327,7 @@ def saved(store: Store, key: str) -> str:
 
 
 def _trainings(scratch: Path) -> list[str]:
-    """Return how far each training is whose state lies below the scratch folder."""
+    """Return the progress of each training with saved state below the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
     if not folders:
         return []

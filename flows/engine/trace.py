@@ -17,7 +17,7 @@ from puna.storage import PunaError
 from puna.storage.aliases import checked_project
 
 SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety")
-"""The flows of Puna, in the order in which people meet them."""
+"""The flows of Puna, in the order of lists."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Tracer(Walk):
         self._everything = everything
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Record the step as regular if any place of the flow has it on: it may be off in another."""
+        """Record the step's field as regular unless the step is off; it may be off in other places."""
         if not step.off:
             self.trace.regular.add(step.field)
         return super().step(step, inputs)
@@ -165,7 +165,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         settings = {**everything(other).settings, **settings}
     changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
     for label, step in steps.items():
-        # The recipe's settings of a training go with the step that it is for, where a change leaves that out.
+        # If a change leaves out a step, the recipe's training for this step goes with it.
         if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
             values.pop(label, None)
     complaints: list[str] = []
@@ -201,7 +201,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
 
 
 def complaints_of(ask: Any) -> list[str]:
-    """Return the lines of the PunaError that a call raises, none where it raises none."""
+    """Return the lines of the PunaError that a call raises, if any."""
     try:
         ask()
     except PunaError as error:
@@ -210,7 +210,7 @@ def complaints_of(ask: Any) -> list[str]:
 
 
 def schema(flow: Flow) -> dict[str, Any]:
-    """Return the JSON schema of the flow's recipes: the form of a recipe, and what editors complete."""
+    """Return the JSON schema of the flow's recipes, for forms and editors."""
     outline = everything(flow)
     general = General.model_json_schema(ref_template="#/$defs/{model}")
     definitions: dict[str, Any] = general["$defs"]

@@ -1,4 +1,4 @@
-"""HTML by construction: whatever is not `Html` is escaped, so text from the web cannot become markup."""
+"""Functions that build HTML. All text that is not `Html` is escaped, so that text from the web cannot become markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from puna.storage import Artifact
 
-# What XML and HTML forbid in text; such characters of raw pages are shown as the replacement character.
+# Characters that XML and HTML forbid in text; they are shown as the replacement character.
 FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 VOID = frozenset(("br", "hr", "meta", "link", "input", "col", "wbr"))
 
@@ -41,7 +41,7 @@ def join(content: Content) -> Html:
 
 
 def tag(name: str, /, *content: Content, **attributes: object) -> Html:
-    """Return an element. A trailing `_` of an attribute's name is dropped, other `_` are `-`; None and False leave it out."""
+    """Return an element. In attribute names, a trailing `_` is dropped and other `_` become `-`; None and False drop the attribute."""
     attributes_text = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -161,7 +161,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes for people, in powers of 1000."""
+    """Return a number of bytes as text, in powers of 1000."""
     for bound, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= bound:
             return f"{count / bound:.3g} {unit}"

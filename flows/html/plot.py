@@ -13,7 +13,7 @@ from puna.flows.html.scale import Axis, Point, is_curve, thinned
 
 WIDTH, HEIGHT = 380, 236
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 40
-ENDS = 4  # so many curves have their last value written at their end, in a margin of ROOM or more
+ENDS = 4  # maximum number of curves with their last value at their end, in a margin of ROOM or more
 ROOM = 40
 VALUE = 11.0  # least height of a bar with its value beside it, so that values of neighbours do not touch
 COLOURS = 8
@@ -23,9 +23,7 @@ LETTER = 6.6  # mean width of a letter at the plots' font size, in units of the 
 
 @dataclass(frozen=True)
 class Plot:
-    """The data of a plot. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series; `faint`: series in the
-    background.
-    """
+    """A plot's data. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series; `faint`: background series."""
 
     title: str
     x: str
@@ -96,8 +94,7 @@ def _legend(plot: Plot) -> Html | None:
 
 
 def _svg(plot: Plot, height: float, *content: Content) -> Html:
-    label = f"{plot.title}: {plot.y} over {plot.x}"
-    return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=label)
+    return tag("svg", *content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=f"{plot.title}: {plot.y} over {plot.x}")
 
 
 def _text(x: float, y: float, content: str, class_: str, anchor: str = "middle") -> Html:
@@ -249,8 +246,7 @@ def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, 
 
 
 def _upright(plot: Plot, index: int, placed: list[tuple[float, float, float | str, float]], y: Axis) -> list[Html]:
-    places = [float(x) for points in plot.series.values() for x, _ in points]
-    whole = _bar_width(places, WIDTH - RIGHT - LEFT) * 0.9
+    whole = _bar_width([float(x) for points in plot.series.values() for x, _ in points], WIDTH - RIGHT - LEFT) * 0.9
     width = whole / len(plot.series)
     base = y.at(0)
     lines = [f"{plot.x} {px if isinstance(px, str) else number(px)}: {number(py)}" for _, _, px, py in placed]
@@ -269,21 +265,19 @@ def _levels(plot: Plot, y: Axis) -> Html:
     before = math.inf
     for name, value in sorted(plot.lines.items(), key=lambda item: item[1]):
         at = y.at(value)
-        label = min(at - 5, before - 13)
-        before = label
+        before = min(at - 5, before - 13)
         caption = _clip(f"{name} {number(value, 3)}", 52)
-        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "named"), _text(LEFT + 6, label, caption, "levelname", "start")]
+        parts += [_line(LEFT, at, WIDTH - RIGHT, at, "named"), _text(LEFT + 6, before, caption, "levelname", "start")]
     return join(parts)
 
 
-# --- lying bars ---------------------------------------------------------------------------------------
+# --- horizontal bars ---------------------------------------------------------------------------------------
 
 
 def _rows(plot: Plot) -> Html:
     """Draw bars by name, one row each (one thin row per series), with the value at the bar's end."""
     names = plot.names
-    longest = max(len(n) for n in names)
-    left = min(176.0, 12 + longest * LETTER)
+    left = min(176.0, 12 + max(map(len, names)) * LETTER)
     values = [v for points in plot.series.values() for _, v in points] + list(plot.lines.values())
     x = Axis.of_numbers(values, left, WIDTH - 52, zero=True)
     thick = 18.0 if len(plot.series) == 1 else max(VALUE, 26.0 / len(plot.series))

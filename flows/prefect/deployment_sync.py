@@ -20,17 +20,15 @@ PAGE = 200
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 STOPPED = "stopped; what is finished is kept"
 OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None), "stopped": ("CANCELLED", STOPPED)}
-"""What a server should say of a run that the store knows to be over."""
+"""Prefect's state and message for a run that is over in the store."""
 SETTLED_AFTER = 8
-"""Forms that a busy server may take many seconds for, before runs of which nobody tells are looked at a second time."""
+"""Number of deployments to publish, which takes a busy server many seconds, before the second look at lost runs."""
 SCHEDULE = "puna-serve"
 """The slug of the schedule that `--cron` sets."""
 
 
 class DeploymentSync:
-    """The deployments on a server and the state that they were made from. `ids`: deployment ids by title. `linked`: the server also has
-    Puna's pages.
-    """
+    """The deployments on a server and the state behind them. `ids`: deployment ids by title. `linked`: the server also has Puna's pages."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -92,7 +90,7 @@ class DeploymentSync:
         return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
 
     def _begin_round(self) -> None:
-        """Start the flow `round` in each project with enough new preferences, once for the same ones."""
+        """Start the flow `round` in each project with enough new preferences, once per set of preferences."""
         for project in self._store.projects():
             if (round_due := due(self._store.within(project))) is None:
                 continue
@@ -144,8 +142,8 @@ class DeploymentSync:
     def _settle(self, *, starting: bool = False) -> None:
         """End runs on the server whose Puna run is over, with their steps: their process was killed before it could report.
 
-        Each run is looked at twice, since its process may be about to report by itself. `starting`: no run of these deployments has a
-        process yet, so runs whose process was about to start are scheduled again.
+        A run is ended at the second look, since its process may still report. `starting`: no run has a process yet, so pending runs are
+        rescheduled.
         """
         body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}

@@ -35,7 +35,7 @@ from puna.flows.engine.declare import Flow, first_sentence
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
 from puna.flows.engine.inputs import check_address
 from puna.flows.engine.launch import Request, run_flow, run_stage
-from puna.flows.prefect import task  # noqa: F401 - its import has sessions run their steps as tasks
+from puna.flows.prefect import task  # noqa: F401 - importing it makes sessions run steps as tasks
 from puna.flows.prefect.deployment_sync import STOPPED, DeploymentSync
 from puna.flows.prefect.forms import Offer, changed, offers, picked
 from puna.flows.server.client import Server
@@ -48,7 +48,7 @@ from puna.storage.aliases import checked_project
 
 GRACE_SECONDS = 20.0
 FRESH_SECONDS = 5.0
-"""How often the store is looked at for new artifacts to offer."""
+"""Interval between updates of the forms from the store."""
 
 
 def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
@@ -72,14 +72,14 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
     else:
         try:
             default: Any = what.config()
-        except ValidationError:  # fields without a default, or one of several that has to be given
+        except ValidationError:  # a required field, or a choice between fields
             default = inspect.Parameter.empty
         own = [*inputs, inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation=what.config, default=default)]
     return _as_flow(offer.flow, run, what.doc, own)
 
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
-    """Return an input of a form as the command line takes it."""
+    """Return a form's input as texts for `--input`."""
     texts = [value] if isinstance(value, str) else value or []
     if spec.kind == "external":
         return [text for text in texts if text.strip()]
@@ -107,7 +107,7 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
         get_run_logger().error(str(error))
         return Failed(message=str(error))
     except TerminationSignal:
-        # A training waits for its step and holds the signal's handler meanwhile, so Prefect took the cancellation for a crash.
+        # A training that finishes its step holds the signal's handler, so that Prefect took the cancellation for a crash.
         if run is not None:
             with get_client(sync_client=True) as client:
                 if (state := client.read_flow_run(run.id).state) is not None and state.is_cancelling():
@@ -138,11 +138,10 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
         _parameter("store", str, "Folder of the artifacts", DEFAULT_STORE),
         _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's, else the default one", ""),
     ]
-    signature = inspect.Signature(parameters, return_annotation=Any)
     # Prefect's forms take the parameters' descriptions from a docstring of this shape.
     lines = [f"    {p.name}: {_described(p.annotation)}" for p in parameters]
     run.__doc__ = "\n".join([doc or name, "", "Args:", *lines])
-    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(parameters, return_annotation=Any)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Any}
     return PrefectFlow(run, name=name, description=doc, persist_result=False, result_serializer="json")
 
@@ -181,8 +180,7 @@ def _hide_tracebacks() -> None:
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
     """Offer every flow and stage to the Prefect server, and run what it schedules on `store` until stopped.
 
-    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: how many runs may be at work at once. `supervised`: end with
-    standard input.
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: by `puna up`.
     """
     for name in schedules:
         if "/" in name:
@@ -191,11 +189,11 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
         raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(OFFERS)}")
     crons = {name: _cron(name, text) for name, text in schedules.items()}
     offering = DeploymentSync(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
-    # What a person paused or scheduled stays so when this ends.
+    # People's schedules and pauses outlast this process.
     runner = _Runner(limit=limit, pause_on_shutdown=False)
     for name, text in schedules.items():
         print(f"{name}: every run of `{text}`, UTC")
-    # A script's background jobs, and all that they start, ignore this signal; here it is how a run is ended.
+    # SIGINT ends runs, but background jobs of a script inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     threading.Thread(target=_offer, args=(offering, runner, crons, supervised), daemon=True).start()
@@ -230,19 +228,16 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends its runs at a supervisor's SIGTERM, as Ctrl-C does.
-
-    Prefect's own kills them, and a server counts a run that was killed with its runner as running for ever.
-    """
+    """A Prefect runner that ends its runs at SIGTERM, as at Ctrl-C. Prefect's own runner kills them, and the server shows them running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
-        """End the runs in progress, each of which tells the server, then the runner."""
+        """End the runs in progress, which report it to the server, then the runner."""
         runs = psutil.Process().children()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
-        # They are left to the runner to be waited for.
+        # The runner itself waits for the ended processes.
         while any(_works(run) for run in runs) and time.monotonic() < deadline:
             time.sleep(0.1)
         signal.raise_signal(signal.SIGINT)

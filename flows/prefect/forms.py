@@ -23,12 +23,12 @@ GROUPS = ("curate", "experiments", "pretrain", "align", "io")
 """The folders of stages in the order of the pipeline; others follow."""
 MOST_CHOICES = 40
 JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes")
-"""Metrics that tell artifacts without rows apart, the best first."""
+"""Metrics shown for artifacts without rows, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A flow or a stage as a server lists it. `flow`: its name there; `title`: of its form."""
+    """A flow or a stage as a server lists it. `flow`: its name there; `title`: the title of its form."""
 
     flow: str
     title: str
@@ -73,8 +73,7 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
     try:
         if isinstance(own, dict) and field == stage.name:
             return stage_config(stage, recipe, []).model_dump(mode="json")
-        config = stage.config.model_validate(own if isinstance(own, dict) else {})
-        return config.model_dump(mode="json")
+        return stage.config.model_validate(own if isinstance(own, dict) else {}).model_dump(mode="json")
     except (PunaError, ValueError):
         return None
 
@@ -106,7 +105,7 @@ def set_by_recipes(stage: Stage) -> set[str]:
 
 
 def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
-    """Return the fields of a stage's configuration that are not as its form had them, as `--set` writes them."""
+    """Return the fields of a configuration that differ from the form's initial values, as texts for `--set`."""
     before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))
     return tuple(f"{name}={json.dumps(value)}" for name, value in now.items() if name and before.get(name) != value)
 

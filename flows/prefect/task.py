@@ -1,4 +1,4 @@
-"""The tasks of a run that Prefect started: each step is one.
+"""Prefect tasks for the steps of a run that Prefect started.
 
 Prefect's cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`. A run from the command
 line needs no Prefect; `reporter.py` tells a server of its steps.
@@ -48,7 +48,7 @@ class Tasks:
             assert context is not None
             try:
                 outcome = work(str(context.task_run.id))
-            except PunaError as error:  # its reason is the state's, without a traceback
+            except PunaError as error:  # the state carries its message, without a traceback
                 raised.append(error)
                 return Failed(message=str(error))
             outcomes.append(outcome)

@@ -16,15 +16,14 @@ from puna.storage.files import write_bytes
 __all__ = ["place", "write", "written_before"]
 
 HEAD_BYTES = 1024
-"""Of a page, in which it says what code made it."""
+"""Bytes at the start of a page that hold the digest of its code."""
 
 
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
-    """Write the page about `run` ("latest": the newest), or about it beside the run `compare`, and return its path.
+    """Write the page about `run` ("latest": the newest), or its comparison with the run `compare`, and return its path.
 
-    The page needs nothing but itself: style, script and plots are inside, and no address is fetched. By default the page is runs/<run>.html
-    in the store (runs/<compare>-<run>.html), and a local path of it is returned. A run that is at work, failed or was stopped has a page,
-    too. Raise PunaError when there is no such run, or one of its artifacts cannot be read.
+    The page is self-contained. By default it is runs/<run>.html in the store (runs/<compare>-<run>.html), and a local path of it is
+    returned. Unfinished runs have a page, too. Raise PunaError if there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)
     other = None if compare is None else Run.open(store, compare)
@@ -53,7 +52,7 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
 
 
 def place(name: str) -> str:
-    """Return the name in the store of the page about a run."""
+    """Return the path of a run's page within the store."""
     return f"runs/{name}.html"
 
 

@@ -1,4 +1,4 @@
-"""Alignment on the page: accuracy and reward after each step, the prompts measured, answers before and after."""
+"""Sections on alignment: gates, accuracy and reward after each step, control arms, answers before and after."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ def arms_view(run: Run) -> Html:
         shares = table(["arm", *titles, "budget"], rows, numeric=range(1, len(titles) + 2))
         parts.append(part(f"Round {one.number} beside other arms", shares, beside, _budgets(one)))
     note = (
-        "A control has as many checker calls, labels, sampled tokens, updates and trained answers as the round, or more: a budget of 1 at "
-        "least. A part has earned its gain over a control alone. Gains are differences on the same held-out prompts, with 95 % intervals; "
-        "where that holds 0, a part has earned nothing."
+        "A control has at least as many checker calls, labels, sampled tokens, updates and trained answers as the round: a budget of 1 or "
+        "more. A part has earned only its gain over a control. Gains are differences on the same held-out prompts, with 95 % intervals; "
+        "if an interval holds 0, the part has earned nothing."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 
@@ -226,7 +226,7 @@ def _rewards(run: Run, answers: Step) -> dict[str, float]:
 
 
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
-    """Return mean and interval of a column of the answers, per step and model."""
+    """Return a plot of the mean and interval of a column of the answers, per step and model."""
     points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
     spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
     for step in run.kind("answers"):

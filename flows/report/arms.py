@@ -43,16 +43,13 @@ CLAIMS = {
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }
-"""What is claimed: an arm, and the controls of which the strongest with as large a budget counts."""
+"""Claims: an arm and its controls, of which the strongest with at least the arm's budget counts."""
 POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The resources that an arm was given beyond what the round begins with, summed over the artifacts that its evaluation is made of.
-
-    `labels` are preferences, `trained_answers` those of all updates of the policy together.
-    """
+    """An arm's resources beyond the round's start, summed over the ancestors of its evaluation. `labels`: number of preferences."""
 
     checker_calls: float = 0.0
     labels: float = 0.0
@@ -69,13 +66,13 @@ class Budget:
     def ratio(self, other: Budget) -> float:
         """Return the smallest ratio of this budget to another's, over the resources in `LAW`.
 
-        Trained tokens and CPU seconds are only shown: they depend on how an implementation lays out answers, and on the machine.
+        Trained tokens and CPU seconds are only shown, since they depend on the layout of answers and on the machine.
         """
         return min((getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))), default=math.inf)
 
 
 LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers")
-"""What a control must have as much of, at least, as the arm that is claimed to be better."""
+"""Resources of which a control must have at least as much as the arm."""
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
@@ -89,7 +86,7 @@ def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
 
 
 def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
-    """Return an artifact and its ancestors, by key. An ancestor that is no longer in the store is returned without its own."""
+    """Return an artifact and its ancestors, by key, without the ancestors of artifacts that are no longer in the store."""
     every, left = {artifact.key: artifact}, [artifact]
     while left:
         try:
@@ -120,9 +117,9 @@ def _spent(artifact: Artifact) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A gain: the arm's mean less that of the strongest control on the same prompts, with its 95 % interval.
+    """A gain: the arm's mean minus the strongest control's on the same prompts, with its 95 % interval.
 
-    `budget_ratio`: the control's budget over the arm's, see `Budget.ratio`; None where one of the two is unknown.
+    `budget_ratio`: the control's budget over the arm's, see `Budget.ratio`; None if either is unknown.
     """
 
     name: str
@@ -142,7 +139,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of a round; `scores` by arm and metric: 1 or 0 per prompt. `budgets` by arm, None where one is unknown."""
+    """The arms of a round. `scores`: arm → metric → prompt → 1 or 0. `budgets`: arm → budget, None if it is unknown."""
 
     number: int
     scores: Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -176,13 +173,13 @@ class Arms:
         return claims
 
     def ratio(self, control: str, arm: str) -> float | None:
-        """Return the control's budget over the arm's; None where one of the two is unknown."""
+        """Return the control's budget over the arm's; None if either is unknown."""
         one, other = self.budgets.get(control), self.budgets.get(arm)
         return one.ratio(other) if one and other else None
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
-    """Return the rounds, in order, that have control arms in these evaluations (by step name)."""
+    """Return the rounds with control arms among the evaluations (step name, artifact), in order."""
     by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
     by_number: dict[int, dict[str, Artifact]] = {}
     for name, artifact in by_step.items():

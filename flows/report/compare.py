@@ -23,7 +23,7 @@ def plain(artifact: Artifact) -> Content:
 
 
 def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
-    """Return the comparison, as sections of a page; `link`: how an artifact is shown."""
+    """Return the comparison as sections of a page; `link`: returns an artifact's markup."""
     rows = steps(first, second)
     same = sum(one is not None and other is not None and one.artifact.key == other.artifact.key for one, other in rows)
     head: list[Content] = ["step", tag("code", first.log.name), tag("code", second.log.name), "differs in"]

@@ -20,7 +20,7 @@ from puna.flows.report.run import Run, Step, query, rows_of
 WORDS_COMPARED = 160
 LINES_SHOWN = 10
 RULES_SHOWN = 10
-SLIM = 0.006  # a piece of a bar below this share of the width has no room for a gap beside it
+SLIM = 0.006  # share of the width below which a piece of a bar has no room for a gap
 
 
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
@@ -85,10 +85,9 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
     """Draw a rule's row. Its bar stands under its piece of the step's bar, which begins after `at` rows."""
     words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
-    share = tag("i", class_=rule.look, style=place)
     head = [
         tag("b", [[piece, Html("<wbr>")] for piece in re.findall(r"[^._]*[._]?", rule.name) if piece]),
-        tag("span", share, class_="bar", aria_hidden="true"),
+        tag("span", tag("i", class_=rule.look, style=place), class_="bar", aria_hidden="true"),
         tag("span", percent(rule.rows, level.came), class_="n dim"),
         tag("span", f"{rule.rows:,}" if rule.no_page else f"−{rule.rows:,}", class_="n dim" if rule.no_page else "n minus"),
         tag("span", words, class_="n dim"),
@@ -109,7 +108,7 @@ def _cost(rule: str) -> Html | None:
 
 @functools.cache
 def _evidence() -> dict[str, dict[str, str]]:
-    """Return the committed table of rules, which `tests/benchmarks/evidence.py --write` makes."""
+    """Return the committed table of rules, written by `tests/benchmarks/evidence.py --write`."""
     with Path(__file__).with_name("rule_evidence.tsv").open(encoding="utf-8", newline="") as file:
         return {row["rule"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
 
@@ -149,7 +148,7 @@ def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
 
 
 def duplicates_view(run: Run, step: Step) -> Html:
-    """Show pairs of duplicates side by side of which a step removed one, with differences marked."""
+    """Show removed documents beside their kept duplicates, with differences marked."""
     every, near = Among(), Among()
     for batch in step.artifact.batches("duplicates"):
         rows = pa.Table.from_batches([batch])
@@ -181,7 +180,7 @@ def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, An
 
 
 def compared(first: str, second: str) -> tuple[Html, Html]:
-    """Return the two texts from a little before their first difference on (the same texts from the start), differing words marked."""
+    """Return excerpts of two texts with differing words marked, from shortly before the first difference; equal texts from the start."""
     a, b = re.findall(r"\s*\S+", first), re.findall(r"\s*\S+", second)
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     start = max(0, same - 25) if a != b else 0

@@ -73,7 +73,7 @@ class Level:
 
     @property
     def lost(self) -> int:
-        """Return rows that are neither kept nor dropped; 0 in a sound artifact."""
+        """Return the number of rows that are neither kept nor dropped; 0 in a sound artifact."""
         return self.came - self.kept - self.dropped - self.no_page
 
     @property
@@ -89,13 +89,13 @@ def funnel(run: Run) -> list[Level]:
 
 
 def level(run: Run, step: Step) -> Level:
-    """Return one step: rules by the rows they removed, with examples fetched from the step's input."""
+    """Return one step of the funnel: its rules by number of removed rows, with examples from the step's input."""
     sources = run.filtered(step)
     dropped = _dropped(step)
     samples = {rule: among.selection() for rule, among in dropped.items()}
     ids = {str(row["id"]) for rows in samples.values() for _, row in rows}
     row_of = {name: row for source in sources for name, row in rows_of(source, ids).items()}
-    # Lengths before and after compare only where both are characters.
+    # Lengths before and after are comparable only if both are in characters.
     comparable = bool(sources) and all(source.kind == step.artifact.kind == "documents" for source in sources)
     removed = _removed(step, sources) if comparable else {}
     rules = []
@@ -140,7 +140,7 @@ def _dropped(step: Step) -> dict[str, Among]:
 
 
 def characters_per_token(run: Run) -> float | None:
-    """Return characters per token of the run's tokenizer on the documents it packed; None before that."""
+    """Return characters per token of the run's tokenizer on the documents it packed; None without packed documents."""
     packed = next((s for s in reversed(run.kind("tokens")) if s.has("tokens")), None)
     documents = next((a for a in run.inputs(packed) if a.kind == "documents"), None) if packed else None
     tokens = packed.metrics.get("tokens") if packed else None
@@ -171,7 +171,7 @@ class Among:
         self._most: tuple[float, Row] | None = None
 
     def add(self, rows: pa.Table, numbers: NDArray[np.float64]) -> None:
-        """Take more rows, each with its number (NaN: none)."""
+        """Add rows, each with its number (NaN: none)."""
         if not len(rows):
             return
         room = SAMPLED - len(self._numbers)

@@ -12,21 +12,21 @@ from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
 LANE_WIDTH, SWEEPS = 14.0, 24
-"""The width of an edge that passes a layer; passes over the layers that order and place them."""
+"""The width of an edge that passes through a layer, and the number of passes that order and place the layers."""
 LETTERS = 20
 Place = tuple[float, int]
-"""A centre, and a layer."""
+"""The x of a node's centre, and its layer."""
 Lane = tuple[str, int]
-"""A node in its layer, or an edge of its in another."""
+"""A node in its layer, or the node's edges in a layer that they pass."""
 FAMILIES = {
     "web": ("pages", "documents"), "signals": ("signals",), "corpus": ("mixture", "tokenizer", "tokens"), "model": ("model",),
     "data": ("prompts", "answers", "preferences", "instructions"), "evaluation": ("evaluation",),
 }  # fmt: skip
-"""Kinds of artifacts that have one colour."""
+"""Kinds of artifacts by colour."""
 
 
 def lineage_view(run: Run) -> Html:
-    """Return the graph in a box of its own; hovering a node tells its id and metrics and lights up what it touches."""
+    """Return the graph in a box of its own; hovering over a node shows its id and metrics and highlights its edges."""
     if not run.steps:
         return Html("")
     names, edges, titles = _graph(run)
@@ -113,7 +113,7 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
 
 
 def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
-    """Return each node's place, and each edge's places. `edges`: for each node its sources, which stand before it.
+    """Return each node's place, and each edge's places. `edges`: each node's sources, which come before it.
 
     Long edges pass the layers between in lanes, one per source. Each layer in turn, down and up, is ordered by the means of its neighbours'
     positions. Nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
@@ -121,7 +121,7 @@ def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[
     layer: dict[str, int] = {}
     for name, sources in edges.items():
         layer[name] = max((layer[source] + 1 for source in sources), default=0)
-    for name in reversed(list(edges)):  # what is read late stands late
+    for name in reversed(list(edges)):  # a node that is read late is placed late
         targets = [layer[target] for target, sources in edges.items() if name in sources]
         if targets and len(targets) > len(edges[name]):
             layer[name] = min(targets) - 1
@@ -157,7 +157,7 @@ def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[
 
 
 def times_view(run: Run) -> Html:
-    """Show seconds and peak memory of every step; hatched for a reused artifact: the cost of its making."""
+    """Show seconds and peak memory of every step; for reused artifacts, hatched, the cost of making them."""
     if not run.steps:
         return Html("")
     longest = max(max(s.seconds if not s.reused else s.made_seconds for s in run.steps), 1e-9)

@@ -19,7 +19,7 @@ from puna.stages.training.intervals import wilson
 
 HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
-"""Of the code that makes a page; the page says it."""
+"""Digest of the code that makes pages, recorded in each page."""
 PREFERENCE_KINDS = ("preferences", "instructions")
 SHARES = (("language", "language"), ("domain", "knowledge type"))
 """Columns of signals whose shares are shown, and their names."""
@@ -197,16 +197,16 @@ def _alignment(run: Run) -> Html:
         part("Rules on preferences and instructions", curate.funnel_view(filters, None, "rows")) if filters else None,
         training.training_view(trained, "Training"),
         training.figures_view(others, "Data of the rounds"),
-        # Their accuracy by task is what the first plots of the section show, step beside step.
+        # The first plots of the section show accuracy by task already.
         training.figures_view(judged, "More measurements", without="accuracy"),
         alignment.table_view(run),
     )  # fmt: skip
 
 
 def measured_view(run: Run) -> Html | None:
-    """Return a sentence on the prompts behind the figures of alignment; None if it has none: no model judged, no preferences."""
+    """Return a table of the prompts and annotators behind the figures of alignment; None without evaluations and preferences."""
     if not (alignment.evaluations(run) or run.kind("preferences")):
-        return None  # curation reads prompts, too: what training must not show
+        return None  # curation reads prompts, too, to keep them out of training
     rows: list[list[Content]] = []
     for step in run.kind("preferences"):
         config = step.artifact.manifest.config

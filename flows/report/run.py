@@ -20,10 +20,8 @@ from puna.storage.runs import RunLog
 from puna.storage.tables import parquet
 
 PIECE = 1 << 15
-"""Rows that are looked at together, at most."""
+"""Maximum number of rows in a piece."""
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
-
-
 WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "grpo": "GRPO", "pii": "PII", "url": "URL", "minhash": "MinHash", "lora": "LoRA"}
 
 

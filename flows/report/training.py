@@ -29,7 +29,7 @@ def figures(step: Step, without: str = "") -> list[Plot]:
 
 
 def heat_view(steps: Iterable[Step]) -> Html:
-    """Return the steps' accuracies by depth of the needle as a heat map: a row for each step to a longer context, or each length."""
+    """Return a heat map of the steps' accuracies by depth of the needle, with a row per step and series of its figure."""
     rows: list[tuple[str, list[tuple[str, float]]]] = []
     for step in steps:
         figure = step.artifact.manifest.figures.get(HEAT)
@@ -123,7 +123,7 @@ def log_columns(step: Step) -> dict[str, list[float | None]]:
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
-    """Return one logged number over the steps; a long noisy one also smoothed, over its own faint self."""
+    """Return a plot of one logged number over the steps; long series are also smoothed, with the original points faint."""
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name == "learning_rate":

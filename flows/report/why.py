@@ -1,4 +1,4 @@
-"""The fate of a document, or of a record that never was one."""
+"""The fate of a document, or of a record that holds no page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EVENTS = {
     "duplicates": ("duplicate", "kept_id, method, similarity"), "removed_lines": ("line removed", "line, text, rule, value"),
     "mixture": ("kept", "category, split, repeats"),
 }  # fmt: skip
-"""What a row of a table says of a document, and the columns that tell more."""
+"""Table → the meaning of its rows for a document, and the columns with details."""
 REFUSED = """select artifact, rule, value, threshold, detail from dropped
 where starts_with(id, ?) or list_contains(string_split(replace(detail, ': ', ' '), ' '), ?)"""
 
 
 def fate(store: Store, document: str) -> list[dict[str, Any]]:
-    """Return the events of a document, or of a record that never was a page, in the order of the stages."""
+    """Return the events of a document, or of a record that holds no page, in the order of the stages."""
     artifacts = {artifact.key: artifact for artifact in store.artifacts()}
     order = {key: place for place, key in enumerate(artifacts)}
     with catalog.Catalog(store) as opened:
@@ -42,7 +42,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
             [document] * 4,
         ).fetchall()
         if not ids:
-            # The detail also holds other words, which are not addresses: a search for `is` must not find every record with that word.
+            # Details hold other words than addresses, too: a search for `is` must not return every record with that word.
             rows = [*events("dropped", REFUSED, document, document if "/" in document or ":" in document else None)]
         else:
             queries = ((verb, f"select artifact, {columns} from {table} where id = ?") for table, (verb, columns) in EVENTS.items())

@@ -20,7 +20,7 @@ from puna.storage import PunaError, Store
 
 NOTE = "serve.json"
 BUSY = (429, 503)
-"""What a server on SQLite answers when it is asked too much at once."""
+"""Statuses of an overloaded server on SQLite."""
 
 
 class Unreachable(Exception):
@@ -29,7 +29,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """A Prefect server. `url`: of its API. `auth`: USER:PASSWORD, if it asks for one; `key`: of a hosted one."""
+    """A Prefect server. `url`: address of its API; `auth`: USER:PASSWORD, if required; `key`: API key of a hosted server."""
 
     url: str
     auth: str = ""
@@ -51,7 +51,7 @@ class Server:
                 raise Unreachable(str(error)) from error
             body_text = error.read(2000).decode("utf-8", "replace")
             raise PunaError(f"{self.url}: {method} {path} was refused ({error.code}): {body_text}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # no answer, half of one, or none of HTTP
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no answer, a cut one, or not HTTP
             raise Unreachable(str(error)) from error
 
     def insist(self, method: str, path: str, body: Any = None) -> Any:
@@ -64,7 +64,6 @@ class Server:
                 if wait is None:
                     raise PunaError(f"{self.url} does not answer: {error}") from error
                 time.sleep(wait)
-        return None
 
     def trouble(self, timeout: float = 5.0) -> str | None:
         """Return the reason why the server cannot be used; None if it can."""
@@ -139,7 +138,7 @@ def remove_note(root: Path) -> None:
 
 
 def end_with(parent: IO[bytes]) -> None:
-    """End this process as by SIGTERM when the writer of `parent` is gone."""
+    """Send this process SIGTERM when the writer of `parent` is gone."""
 
     def wait() -> None:
         while os.read(parent.fileno(), 1):

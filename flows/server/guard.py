@@ -60,8 +60,8 @@ def configuration(door: ASGIApp, seconds: int = 3) -> uvicorn.Config:
 class OwnSite:
     """An application behind a check of each request's host and of the site whose page sends it.
 
-    Without a password only this machine's names and addresses are answered: a name that another site has made to mean this machine (DNS
-    rebinding) would make that site's pages the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
+    Without a password, only this machine's names and addresses are accepted: with DNS rebinding, another site's name can point to this
+    machine, and its pages would pass as the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
     among them that may have a query.
     """
 
@@ -119,7 +119,7 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sends the request for the page of another site, or does not say for which; programs send none of these headers.
+    """True if a browser sends the request from another site's page, or does not name the page; programs send none of these headers.
 
     Over plain HTTP to another machine no browser sends Sec-Fetch headers, and the other site decides if its address is sent.
     """
@@ -134,7 +134,7 @@ def foreign(headers: Mapping[str, str], host: str) -> bool:
 
 
 def _silent(headers: Mapping[str, str]) -> bool:
-    """True if a browser sends the request and does not say for which page."""
+    """True if a browser sends the request and does not name the page."""
     says = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
     return not says and headers.get("user-agent", "").startswith("Mozilla/")
 
@@ -156,10 +156,7 @@ class Bounded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application once the whole body has arrived."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if not _has_body(scope):
+        if scope["type"] != "http" or not _has_body(scope):
             await self._app(scope, receive, send)
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
@@ -186,7 +183,7 @@ class Bounded:
         async with asyncio.timeout(BODY_SECONDS):
             while more:
                 message = await receive()
-                if message["type"] != "http.request":  # the client is gone: nobody reads what is answered
+                if message["type"] != "http.request":  # the client is gone: nobody reads the answer
                     return None
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])

@@ -1,7 +1,7 @@
-"""The reporter of a run: its progress into the store's folder, and everything to a Prefect server, if there is one.
+"""The reporter of a run: it writes progress to the store's folder and sends everything to a Prefect server, if there is one.
 
-One daemon thread works beside the run. It sends the server the run's present state, not each past one: a server that is slow or away
-costs nothing, and one that returns catches up at once. No error here can fail or delay a stage.
+One daemon thread works beside the run. It sends only the current state: a slow or absent server costs nothing, and a returning server
+catches up at once. No error here can fail or delay a stage.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from puna.storage.files import write_bytes
 
 EVERY_SECONDS = 3.0
 SOON_SECONDS = 0.1
-"""How soon a server that was busy is asked again; each time that it still is, twice as long after, a second at most."""
+"""First wait before a busy server is asked again; it doubles each time, up to 1 s."""
 LAST_SECONDS = 8.0
-"""How long the end of a run waits for a server that answered until then."""
+"""Longest wait at the end of a run for a server that answered until then."""
 GONE_SECONDS = 1.0
-"""How long it waits for one that did not."""
+"""Longest wait for a server that did not."""
 MAX_LOGS = 5000
 MOST_METRICS = 30
 MOST_PLOTS = 4
 MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
-"""A run's name that Prefect made up."""
+"""Pattern of run names that Prefect makes up."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class StepRecord:
     """The steps of the run that made its inputs, by the input's name."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     own: bool = True
-    """True if this reporter sends the state of the step. Prefect itself sends that of a task."""
+    """True if this reporter sends the state of the step; False for a task, whose state Prefect sends."""
     state: str = "RUNNING"
     name: str | None = None
     message: str | None = None
@@ -85,12 +85,10 @@ class Reporter:
         self._written: object = None
         threading.Thread(target=self._work, name="reporter", daemon=True).start()
 
-    # --- what the run says; returns at once -----------------------------------------------------------
+    # --- calls by the run; they return at once --------------------------------------------------------
 
     def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
-        """Note that a step begins, and return its record. `inputs`: its artifacts by the input's name; `task`: the id of its Prefect
-        task.
-        """
+        """Return the record of a step that begins. `inputs`: its artifacts by the input's name; `task`: the id of its Prefect task."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
         step = StepRecord(label, stage, edges) if task is None else StepRecord(label, stage, edges, id=task, own=False)
@@ -151,7 +149,7 @@ class Reporter:
                 pause = min(2 * pause, 1.0)
                 continue
             except PunaError as error:
-                # It refuses what it is told, an old version or another program: not a reason to stop working, nor to go on asking.
+                # The server refuses reports (an old version, or another program): stop reporting, not the run.
                 print(f"the run is no longer shown on the server: {error}", flush=True)
                 self.server = None
             if closed:
@@ -308,7 +306,7 @@ def picture(plot: Plot) -> str:
 
 
 def style() -> str:
-    """Return the colours and the rules for plots of the report's style sheet, in light colours on a ground of their own."""
+    """Return the plots' part of the report's style sheet, with the light colours and a background."""
     sheet = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
     colours = sheet[sheet.index(":root {") : sheet.index("}") + 1].replace(":root", "svg")
     plots = sheet[sheet.index("svg text {") : sheet.index(".lineage {")]

@@ -22,11 +22,7 @@ Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(store: Store, *, prefect: str | None, auth: str, urls: bool = False) -> FastAPI:
-    """Return the pages of a store.
-
-    `prefect`: the address of the server whose forms they link to; `auth`: USER:PASSWORD, where asked for; `urls`: forms may
-    name inputs that are not local paths.
-    """
+    """Return the pages of a store. `prefect`: address of the server with forms; `auth`: USER:PASSWORD or empty; `urls`: forms take URLs."""
     store = store.reading()
     app = FastAPI(openapi_url=None)
     site = app.state.site = Site(store, prefect, Asker(store, urls=urls))

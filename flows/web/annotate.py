@@ -25,11 +25,11 @@ from puna.storage import Artifact, PunaError, Store
 
 PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
-"""What the page may load: itself, which holds its style and its script."""
+"""The page's content policy: it loads nothing but itself, with its style and script inside."""
 DESKS = 8
-"""Desks whose pairs are held in memory."""
+"""Maximum number of desks in memory."""
 LINKED = re.compile("/")
-"""What another site may link to: the page, which does no work when it is opened."""
+"""Paths that other sites may link to: the page, which does no work when it is opened."""
 
 
 class Desk:

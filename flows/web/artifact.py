@@ -38,7 +38,7 @@ CHANGED = """select prompt, min(step) as first, max(step) as last,
 from (select *, min(step) over same as low, max(step) over same as high from rows window same as (partition by prompt_id))
 group by prompt_id, prompt having early != late order by abs(change) desc, prompt_id limit 20"""
 PARTS = {"best": RANKED.format("desc"), "worst": RANKED.format("asc"), "changed": CHANGED}
-"""Sections of the page of rollouts, and the statements whose results they show."""
+"""SQL queries of the rollouts page, by section."""
 router = pages("artifacts", "Artifacts", at=3)
 
 
@@ -72,7 +72,7 @@ def list_page(site: Here, kind: str | None = None, project: str | None = None) -
 def artifact_page(
     site: Here, kind: str, key: str, shown: Annotated[str | None, Query(alias="table")] = None, start: Annotated[int, Query(ge=0)] = 0
 ) -> str:
-    """Return one artifact. `shown`, `start`: the table whose rows are shown, and from which."""
+    """Return one artifact's page. `shown`: the table whose rows are shown; `start`: the first row."""
     if kind not in KINDS:
         raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
     store = site.store
@@ -226,7 +226,7 @@ def _uses(artifact: Artifact) -> list[Content]:
 
 @router.get("/rollouts/{key}")
 async def rollouts_page(site: Here, key: str) -> str:
-    """Return the answers of a training by reinforcement: the best, the worst, those of the prompts whose rewards changed most."""
+    """Return answers from reinforcement learning: the best, the worst, and those of the prompts whose rewards changed most."""
     model = site.store.resolve(f"model/{key}")
     if "rollouts" not in model.tables:
         raise PunaError(f"{model.id} has no table rollouts: only ppo and grpo write one")

@@ -19,11 +19,11 @@ from puna.stages.evaluation.task_file import LOWER
 from puna.storage import Artifact, PunaError, Store
 
 MOST = 30
-"""Models of the leaderboard."""
+"""Maximum number of models on the leaderboard."""
 SHOWN = 400
-"""Questions of a page."""
+"""Maximum number of questions on a page."""
 TITLE = 140
-"""Characters of a question's heading."""
+"""Maximum number of characters in a question's heading."""
 WHICH = {"": "all", "differ": "one model is right", "wrong": "no model is right"}
 HOW = "The best first: main metric, 95 % interval, and the difference from {} on the same questions, bold where Holm's p < {}."
 ECE = "Confidence is the probability of the chosen option among the options. A calibrated model lies on the diagonal."
@@ -128,7 +128,7 @@ def _questions(task: str, *evaluations: str, **more: object) -> str:
 
 @router.get("/benchmarks/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] = []) -> str:  # noqa: B006
-    """Return two models side by side: the differences task by task, and how well their confidence fits."""
+    """Return two models side by side: the differences task by task, and their calibration."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two models, not {len(names)}")
     evaluations = _evaluations(site.store)

@@ -1,4 +1,4 @@
-"""Questions of pages answered in child processes, within limits of time, memory and length: SQL statements and plans.
+"""Child processes that answer the pages' questions (SQL statements and plans) within limits of time, memory and length.
 
 A child takes a question as a line of JSON and answers with one; it stays for the next question until it is idle for a while.
 """
@@ -25,13 +25,13 @@ from puna.storage import PunaError, Store
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
 """Longest time for an answer, by question."""
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
-"""Memory of a child beyond its libraries: all working children together leave half of the machine's."""
+"""Memory of a child beyond its libraries; all working children together use at most half of the machine's memory."""
 ANSWER_BYTES = 16 << 20
 START_SECONDS = 120.0
 AT_ONCE = 2
-"""Most working children, for SQL and for plans each."""
+"""Maximum number of working children, for SQL and for plans each."""
 IDLE_SECONDS = 120.0
-"""After so long without a question a child ends."""
+"""Time without a question after which a child ends."""
 
 
 class Late(PunaError):

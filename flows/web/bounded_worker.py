@@ -39,7 +39,7 @@ def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": str(error)}
     except MemoryError:
         return {"refused": f"stopped: it needs more than {MEMORY_BYTES >> 20:,} MB of memory", "last": True}
-    except Exception as error:  # noqa: BLE001  what breaks here is told by the page that asked
+    except Exception as error:  # noqa: BLE001  the page that asked reports the error
         return {"broken": f"{type(error).__name__}: {error}", "last": True}
 
 
@@ -72,7 +72,7 @@ def _row(step: PlannedStep, estimated: bool) -> list[Content]:
 
 
 def _data_bytes() -> int:
-    """Return the memory that this process has at its start; 0 if it is not Linux."""
+    """Return the data memory of this process; 0 except on Linux."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0
 
@@ -80,7 +80,7 @@ def _data_bytes() -> int:
 def main() -> None:
     """Answer the questions on standard input until it ends, or none comes for a while."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = MEMORY_BYTES + _data_bytes()
@@ -89,7 +89,7 @@ def main() -> None:
     answers.flush()
     while select.select([0], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):
         question = json.loads(line)
-        # Where the process that asked is killed, nobody else ends a long answer.
+        # If the process that asked is killed, only this alarm ends a long answer.
         signal.alarm(int(question["seconds"]) + 5)
         answers.write(json.dumps(_answered(question)).encode() + b"\n")
         answers.flush()

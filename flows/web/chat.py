@@ -135,7 +135,7 @@ def _pieces(answer: Any) -> Iterator[str]:
 
 
 _chat = lru_cache(1)(Chat)
-"""The chat of a store; that of another store ends."""
+"""The chat of the current store; a chat of another store ends."""
 
 
 class Talk(BaseModel):

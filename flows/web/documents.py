@@ -24,7 +24,7 @@ SECONDS = 15.0
 """Longest time for a search; the page reports what it could not reach."""
 ANY = "any rule"
 BEFORE, AFTER = 120, 200
-"""Characters shown around what was found."""
+"""Characters shown before and after a match."""
 router = pages("documents", "Documents", at=4)
 
 
@@ -38,7 +38,7 @@ def near_form(options: Sequence[Html], text: str = "") -> Html:
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return the form's documents and text, and a view of the documents that resemble the text. Raise PunaError if it has no words."""
+    """Return the form's documents and text, and a view of documents that resemble the text. Raise PunaError for a text without words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
@@ -48,7 +48,7 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
         name = tag("a", row["title"] or row["url"] or row["id"], href=f"/puna/document/{row['id']}")
         removed = None if row["kept"] else [" ", tag("span", "removed", class_="tag wrong")]
         rows.append([[name, removed], *(f"{row[share]:.3f}" for share in ("similarity", "of_text", "of_document"))])
-    about = "Runs of words that both have, as a share of the runs of either, of the text, and of the document."
+    about = "Common word runs as a share of the runs of both together, of the text, and of the document."
     if indexed(artifact):
         about += " Only documents that share a band of the index were looked at."
     head = f"{len(matches):,} documents resemble it" if matches else "Nothing resembles it"

@@ -23,15 +23,15 @@ from puna.storage.explain import flat
 Asked = Mapping[str, Sequence[str]]
 """The fields of a form as a browser sends them, each with its values."""
 FEW = 2
-"""Fields of a group of settings that stands open."""
+"""Maximum number of fields in a group of settings that starts open."""
 MANY = 8
-"""Fields that a stage may have of its own before those that are rarely changed are folded."""
+"""Number of ungrouped fields above which rarely changed ones are folded."""
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
     """Return the form of the flow or stage, and its plan if that was asked for.
 
-    `own`: a page of this site led here, so that the script may ask for the plan by itself; `refused`: why the run was not started.
+    `own`: a page of this site linked here, so that the script may ask for the plan by itself; `refused`: the reason for no start.
     """
     store = site.store
     offer, project = offer_of(name), project_of(form)
@@ -58,7 +58,7 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
 
 
 def _missing(offer: Offer, form: Asked) -> str | None:
-    """Return the fields that a newly opened form needs before it can be planned."""
+    """Return a note on the inputs that a newly opened form needs before it can be planned; None if it needs none."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
     if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
@@ -95,7 +95,7 @@ def request_of(offer: Offer, form: Asked) -> Request:
 
 
 def offer_of(name: str) -> Offer:
-    """Return the flow or stage of a name as a server has it."""
+    """Return the flow or stage with this name on the server."""
     by_name = {offer.flow: offer for offer in offers()}
     if name not in by_name:
         raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(by_name))}")
@@ -174,15 +174,14 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
             changed = any(form.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
             parts.append(details(heading, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
     for group, paths in groups.items():
-        fields = fields_of(paths)
         about = schema["properties"].get(group, {}).get("description", "")
-        inside = tag("div", fields, class_="sliders")
+        inside = tag("div", fields_of(paths), class_="sliders")
         parts.append(details([tag("b", group), f" {about}"], inside, open_=len(paths) <= FEW, class_="more"))
     return parts
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a stage that people rarely change: seeds, and optional fields that are no number and in no shipped recipe."""
+    """Return the fields of a stage that people rarely change: seeds, and optional fields, neither numbers nor in a shipped recipe."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]
@@ -215,11 +214,11 @@ def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
 
 
 def _values(offer: Offer, recipe: str) -> dict[str, Any]:
-    """Return the settings that a stage's form begins with, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
+    """Return the initial settings of a stage's form, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
     assert isinstance(offer.what, Stage)
     name, _, step = recipe.partition(":")
     values = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")
-    if values is None:  # it has no whole set of values before some are given
+    if values is None:  # required fields are not given yet
         needed = dict.fromkeys(name for name, one in offer.what.config.model_fields.items() if one.is_required())
         values = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
     return flat(values) if values else {}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"
 MOST_FIELDS = 2000
-"""Fields of a form."""
+"""Maximum number of fields in a form."""
 STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
 
 
@@ -53,10 +53,7 @@ def pages(place: str = "", name: str = "", *, at: int = 0) -> APIRouter:
 
 @dataclass(frozen=True)
 class Site:
-    """The pages of a store.
-
-    `prefect`: the address of the server whose forms they link to; `token`: proves that a form comes from these pages.
-    """
+    """The pages of a store. `prefect`: address of the server with the forms; `token`: proves that a form comes from these pages."""
 
     store: Store
     prefect: str | None
@@ -124,7 +121,7 @@ def style() -> str:
 
 
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
-    """Return links to a page for each project of the store, None if there is one only. `every`: and for all of them together."""
+    """Return links to a page for each project of the store, None if there is only one. `every`: add a link for all projects together."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"
@@ -134,7 +131,7 @@ def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool 
 
 
 def tab(words: Content, address: str, here: bool) -> Html:
-    """Return a link of a navigation; `here`: it leads to the page or choice that is shown."""
+    """Return a link of a navigation; `here`: mark it as the current page or choice."""
     return tag("a", words, href=address, aria_current="page" if here else None)
 
 

@@ -19,7 +19,7 @@ from puna.storage.views import FACTS
 
 MOST_ROWS = 1000
 MEMORY = "1GB"
-"""Memory of a statement."""
+"""Memory limit of a statement."""
 LIMITS = f"at most {SECONDS['sql']:.0f} s, {MEMORY} of memory and {MOST_ROWS:,} rows"
 EXAMPLES = {
     "What was dropped, by which rule": "select rule, count(*) as documents from dropped group by rule order by documents desc",
@@ -31,8 +31,6 @@ EXAMPLES = {
     "What each artifact was made of": "select l.artifact[:12] as id, l.name, l.kind, l.input[:12] as input, a.stage\n"
     "from lineage l left join artifacts a on a.artifact = l.input order by id",
 }
-
-
 router = pages("sql", "SQL", at=8)
 
 

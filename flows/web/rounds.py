@@ -1,4 +1,4 @@
-"""Rounds of alignment: the one that waits for a person, each one's gain, all policies side by side, and the trigger of the next."""
+"""Rounds of alignment: the round that waits for a person, all gates, a leaderboard of models, and the trigger of the next round."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from puna.storage.aliases import DEFAULT
 
 VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")
-"""Metrics of an evaluation that tell policies apart, in this order."""
+"""Metrics of the leaderboard; the first that exists ranks the models."""
 MOST = 40
 LONGEST = 9
-"""Digits of a number of preferences."""
+"""Maximum number of digits in a number of preferences."""
 JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."
 router = pages("rounds", "Rounds", at=7)
 
@@ -66,7 +66,7 @@ async def decide(site: Here, gate: str, request: Request) -> Response:
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
-    """Carry out a person's decision on a waiting round, once no round is at work. Raise PunaError if it cannot be."""
+    """Record a person's decision on a waiting round, and carry it out unless a round is at work. Raise PunaError without a name."""
     store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()

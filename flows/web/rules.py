@@ -27,7 +27,7 @@ from puna.storage import Artifact, PunaError, Store
 BINS = 40
 EXAMPLES = 6
 MOST_SELECTIONS = 3
-"""Selections whose signals are held in memory."""
+"""Maximum number of selections in memory."""
 router = pages("rules", "Rules", at=5)
 
 
@@ -42,7 +42,7 @@ class Selection:
     languages: pa.Table | None
     rules: list[Rule | SqlRule]
     gone: Mapping[str, str]
-    """Id → rule of what the rules drop as they are."""
+    """Id → rule of each document that the unchanged rules drop."""
 
 
 _lock = threading.Lock()
@@ -50,7 +50,7 @@ _lock = threading.Lock()
 
 @lru_cache(MOST_SELECTIONS)
 def _selection(store: Store, artifact: Artifact) -> Selection:
-    """Return the data that a `select` decided on. Raise PunaError for another stage, or where its inputs are gone."""
+    """Return the data that a `select` decided on. Raise PunaError for another stage, or if its inputs are gone."""
     m = artifact.manifest
     if m.stage != "select":
         raise PunaError(f"{artifact.id}: was made by {m.stage}; thresholds are those of the stage select")

@@ -32,16 +32,16 @@ MOST_RUNS = 50
 MOST_PLOTS = 12
 MOST_LINES = 500
 LOOKED_SECONDS = 1.0
-"""Time between two looks at the run of an open page."""
+"""Interval at which the run of an open page is checked."""
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The report holds its script and needs nothing else."""
+"""Content policy of the report, which holds its own script."""
 FIRST = "Each form shows which steps are reused and what the others may cost. Nothing runs before you press Start."
 router = pages("", "Runs", at=1)
 
 
 @router.get("/")
 def home(site: Here, older: Annotated[int, Query(ge=0)] = 0, project: str | None = None) -> str:
-    """Return the page of runs and aliases, of all projects or of one. `older`: so many newer runs are left out."""
+    """Return the page of runs and aliases, of all projects or of one. `older`: number of newer runs to skip."""
     store = site.store
     since, names = state_digest(store, None), store.runs()[::-1]
     if project is not None:
@@ -142,7 +142,7 @@ def runs_view(logs: list[RunLog]) -> Html:
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
-    """Yield a line whenever a run, or any run, has changed. `since`: the state shown by the page, which may be past by now."""
+    """Yield an event when the named run, or any run, has changed. `since`: digest of the state that the page shows."""
     while not await request.is_disconnected():
         now = await run_in_threadpool(state_digest, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"
@@ -203,8 +203,7 @@ def funnel_page(site: Here, name: str) -> str:
     levels = funnel(run)
     if not levels:
         raise PunaError(f"run {run.log.name}: made no pages or documents")
-    per_token = characters_per_token(run)
-    return site.page(f"Funnel of {run.log.flow}", funnel_view(levels, per_token), lead=run_link(run.log.name))
+    return site.page(f"Funnel of {run.log.flow}", funnel_view(levels, characters_per_token(run)), lead=run_link(run.log.name))
 
 
 def steps_view(steps: list[Step]) -> Html:

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from puna.flows.web.annotate import Desk
 
 STOP_SECONDS = 30.0
-"""Time for runs in progress to say that they end."""
+"""Time for runs in progress to report their end."""
 BODY_BYTES = 32 << 20
 """Largest body of a request to Prefect's API, which takes whole artifacts and batches of logs."""
 LINE = 200
-"""Characters of a line that a service of the server says."""
+"""Maximum length of a log line of Prefect's services."""
 STEADY_SECONDS = 60.0
-"""A worker that lived so long did not fail at its start: its next start waits no longer than the first."""
+"""Lifetime after which a worker did not fail at its start, so that its restart waits no longer than the first."""
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
-    """Serve a store until stopped, a new one if there is none. `urls`: forms may name inputs that are not local paths.
+    """Serve a store until stopped; create it if it does not exist. `urls`: forms may name inputs that are not local paths.
 
     Raise PunaError, before a store is made, if the port is taken, or if other machines could reach it and `auth` is empty.
     """
@@ -69,7 +69,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
             url = guard.address(host, listening)
             server = Server(f"{url}/api", auth)
             _configure(store, url, server)
-            # For the worker, which starts what forms ask for.
+            # For the worker, which starts the runs of forms.
             os.environ |= {ADDRESSES: ALLOWED if urls else REFUSED, SERVED: store.uri}
             worker = Worker(store, server, limit)
             # Start now: the worker imports its modules while the server does, and then waits for the server.
@@ -78,7 +78,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
                 app = _application(store, url, auth, urls)
                 served = _Served(_config(app, auth, BODY_BYTES), worker)
                 served.ready = lambda: _ready(store, url, server, began)
-                # The signal that ended it is raised once more.
+                # uvicorn raises the signal that ended it once more.
                 with contextlib.suppress(KeyboardInterrupt):
                     asyncio.run(served.serve(sockets=[listening]))
             finally:
@@ -161,7 +161,7 @@ def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
     for route in app.router.routes:
         if isinstance(route, Mount) and isinstance(route.app, FastAPI):
             route.app.add_exception_handler(RequestValidationError, _invalid)
-    # Before the UI, which answers whatever nobody else does.
+    # Before the UI, which answers all other paths.
     app.router.routes.insert(0, Mount("/puna", application(store, prefect=url, auth=auth, urls=urls)))
     app.router.routes.insert(0, Route("/puna", lambda _: RedirectResponse("/puna/")))
     return app
@@ -179,7 +179,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _brief(record: logging.LogRecord) -> bool:
-    """Return one line for a message of Prefect's services: they retry by themselves, so their tracebacks do not help."""
+    """Cut a record of Prefect's services to one line: they retry by themselves, so their tracebacks do not help."""
     if record.name.startswith("prefect.server"):
         why = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
         record.msg, record.args = f"{record.getMessage()}{why}".partition("\n")[0][:LINE], ()
@@ -223,7 +223,7 @@ class Worker:
     """The process that offers every form and starts the runs; restarted when it ends by itself."""
 
     def __init__(self, store: Store, server: Server, limit: int) -> None:
-        # The interpreter's own group: Ctrl-C reaches only this process, which ends the worker in good order.
+        # The worker runs in a session of its own: Ctrl-C reaches only this process, which ends the worker in order.
         self._command = [sys.executable, "-m", "puna.flows.cli.main", "serve", "--store", store.uri, "--limit", str(limit), "--supervised"]
         self._environment = {**os.environ, **server.environment()}
         self._process: subprocess.Popen[bytes] | None = None
@@ -235,7 +235,7 @@ class Worker:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        # Its input ends when this process does, by kill -9 too: then it ends itself.
+        # The worker ends itself when its standard input closes, as it does even if this process is killed.
         self._process = subprocess.Popen(self._command, env=self._environment, stdin=subprocess.PIPE, start_new_session=True)
         return self._process
 

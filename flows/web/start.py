@@ -70,7 +70,7 @@ async def plan(site: Here, name: str, request: Request) -> Response:
 async def go(site: Here, name: str, request: Request) -> Response:
     form = await sent(request)
     try:
-        # What cannot be told in time, of large inputs, the run itself tells first.
+        # If the check takes too long (large inputs), the run itself makes it first.
         with suppress(Late):
             await run_in_threadpool(site.asker.ask, "check", name=name, asked=form)
         return RedirectResponse(await run_in_threadpool(start_run, site.store, name, form), 303)
@@ -80,7 +80,7 @@ async def go(site: Here, name: str, request: Request) -> Response:
 
 
 def start_run(store: Store, name: str, form: Asked) -> str:
-    """Start a run as its form does; return the page that follows it. `bounded_worker` tells beforehand if it is refused."""
+    """Start a run from its form; return the address of the page that follows it. `bounded_worker` has checked the form before."""
     offer = offer_of(name)
     request = request_of(offer, form)
     server = server_beside(store)
@@ -149,7 +149,7 @@ async def again(site: Here, name: str, request: Request) -> Response:
 
 @router.get("/form/{name}")
 def prefects_form(site: Here, name: str, request: Request) -> Response:
-    """Go to Prefect's form. The query may fill that of a stage with the values of a recipe's step."""
+    """Go to Prefect's form. The query may name a recipe's step, whose values fill a stage's form."""
     what, query = offer_of(name).what, request.query_params
     if site.prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 MOST_TRIALS = 500
-"""Averages that one search tries."""
+"""Maximum number of averages that one search tries."""
 SCORED_TOKENS = 8192
 """Tokens of a packed row that a reward model reads."""
 
@@ -32,7 +32,7 @@ SCORED_TOKENS = 8192
 class SearchConfig(RewardSettings):
     """Settings of the search: the weights to try, and how answers are sampled and scored."""
 
-    steps: int = Field(4, ge=1, le=20, description="Parts that 1 is cut into: every way to share them out among the models is tried")
+    steps: int = Field(4, ge=1, le=20, description="Parts of 1: every way to divide them among the models is tried")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     reward: Reward = Field("verifier", description=REWARDS)
@@ -41,14 +41,12 @@ class SearchConfig(RewardSettings):
 class AverageConfig(BadRowsConfig, SeededConfig):
     """Settings of the average: the weight of each model, or their search."""
 
-    weights: tuple[float, ...] = Field(
-        (), description="One non-negative weight per model, in the order of the inputs; none: searched where prompts are given, else equal"
-    )
+    weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; none: searched if prompts are given, else equal")
     search: SearchConfig = Field(SearchConfig(), description="The search on a development set")
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
-    """Require one tokenizer, and a reward model where it chooses the weights."""
+    """Require one tokenizer, and a reward model if it chooses the weights."""
     chooses = config.search.reward != "verifier" and "prompts" in facts.inputs and not config.weights
     missing = [f"search.reward={config.search.reward} needs a reward_model; give one, or set search.reward=verifier"]
     return [*(missing if chooses and "reward_model" not in facts.inputs else []), *one_tokenizer(facts, "models")]
@@ -61,11 +59,10 @@ def average(
 ) -> None:  # fmt: skip
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
-    Reward models, with the weights given or equal, become one that costs what one costs (WARM, Ramé et al. 2024).
-    `prompts`: a development set, by whose mean reward of answers the weights are chosen (`search.reward`: of the verifiers,
-    `reward_model`, or both; the first model is the one before training); one that is empty chooses nothing, and the evaluation's prompts
-    must not be among it. Of equal rewards the more even weights win. Metrics:
-    `weight_N` of each model and, of a search, `development_score`, the mean reward, beside that of equal weights.
+    The average of reward models costs no more than one (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's
+    prompts. Unless it is empty or `weights` are set, the weights with the highest mean reward of its answers are chosen, at equal rewards
+    the more even ones (`search.reward`: by verifiers, `reward_model` or both; the first model is the model before training). Metrics:
+    `weight_N` of each model and, after a search, `development_score`, the mean reward, beside the score of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 

@@ -29,7 +29,7 @@ EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b
 """Pictographs, dingbats, regional indicators and the emoji variation selector."""
 
 BLOCK, HELD = 256, 8192
-"""Vectors compared in one product, and with how many."""
+"""Numbers of new and of kept vectors that one product compares."""
 
 Row = dict[str, Any]
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
@@ -43,9 +43,7 @@ class Rules(StageConfig):
     """Rules on the text of an answer."""
 
     phrases: tuple[str, ...] = Field(PHRASES, description="Overused phrases, in lower case")
-    phrase_share: float = Field(
-        0.01, ge=0, le=1, description="Share of all answers that may hold one and the same phrase; the best-scored ones stay"
-    )
+    phrase_share: float = Field(0.01, ge=0, le=1, description="Maximum share of answers with the same phrase; the best-scored ones stay")
     max_emoji: int = Field(0, ge=0, description="Maximum number of emoji in an answer")
     max_exclamation_marks: int = Field(1, ge=0, description="Maximum number of exclamation marks in an answer")
 
@@ -53,14 +51,8 @@ class Rules(StageConfig):
 class Semantic(StageConfig):
     """Removal of answers that say the same thing."""
 
-    clusters: int = Field(
-        1, ge=1,
-        description="Clusters of dialogues, inside which near-duplicates are looked for; 1: every dialogue is compared with every other, "
-        "in time that grows with their square",
-    )  # fmt: skip
-    max_similarity: float = Field(
-        0.98, gt=0, le=1, description="Maximum cosine of a kept dialogue's embedding to better ones kept before it"
-    )
+    clusters: int = Field(1, ge=1, description="Clusters within which near-duplicates are searched; 1: all pairs, in quadratic time")
+    max_similarity: float = Field(0.98, gt=0, le=1, description="Maximum cosine of a kept dialogue's embedding to better kept ones")
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
@@ -68,18 +60,10 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
     reward_quantile: float = Field(0.75, ge=0, lt=1, description="An answer is good when its reward lies in the part above this quantile")
-    min_agreement: float = Field(
-        0.5, ge=0, le=1,
-        description="Without a judge, an answer is good, too, when this share of the prompt's samples say the same, fraction; easy "
-        "prompts are those whose samples agree",
-    )  # fmt: skip
-    judge: JudgeSettings | None = Field(
-        None, description="A language model grades answers, in the place of agreement, and how difficult requests are; null: none does"
-    )
+    min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: share of equal samples that makes an answer good, too")
+    judge: JudgeSettings | None = Field(None, description="Judge of answers, in place of agreement, and of difficulty; null: none")
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
-    keep: int | None = Field(
-        None, ge=1, description="Maximum number of instructions kept, drawn with weights: quality times difficulty, from 1 to 2; null: all",
-    )  # fmt: skip
+    keep: int | None = Field(None, ge=1, description="Maximum number kept, drawn by quality times one plus difficulty; null: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
@@ -97,17 +81,16 @@ def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
 def data_quality(instructions: Instructions, model: Model, judge: Model | None, config: DataQualityConfig, run: StageRun) -> None:
     """Drop overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
 
-    Quality is a reward in the top part OR the full score of `judge`, a language model (none: `model`), where the setting `judge` is
-    given; without that, OR the agreement of the prompt's samples. Rows without a score pass, unless the judge graded them lower.
-    Difficulty is the judge's; without it, one minus the agreement. Near-duplicates are found by the cosine of `model`'s mean hidden
-    states, minus their mean over all dialogues. Each cluster keeps dialogues greedily by quality times difficulty; `keep` draws by the same
-    product. Rows that the chat template of `model` refuses, and those longer
-    than `micro_batch_tokens`, are dropped first; see `bad_rows`.
+    A good answer has a reward in the top part or, with the setting `judge`, the full score of `judge`, a language model (none: `model`);
+    without that setting, or enough agreement of the prompt's samples. Rows without a score pass, unless the judge graded them lower.
+    Difficulty is the judge's or else one minus the agreement. Near-duplicates are found by the cosine of `model`'s mean hidden states,
+    minus their mean over all dialogues. Each cluster keeps dialogues greedily by quality times difficulty; `keep` draws by the same
+    product. Rows that the chat template of `model` refuses, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
-    Metrics show what is preferred: `given_easy`, `given_medium`, `given_hard` count the rows that reach the rule on quality, by difficulty
-    (below 1/3, below 2/3, above). `kept_easy` and so on count the kept ones. Where rows have a reward and a grade,
-    `reward_and_judge`, `reward_only`, `judge_only` and `neither` count what each finds good. The side table `scores` holds the judge's mean
-    grades: `points`, `difficulty` (0 to 2), `intentions`.
+    `given_easy`, `given_medium` and `given_hard` count the rows that reach the rule on quality, by difficulty (below 1/3, below 2/3,
+    above); `kept_easy` and so on count the kept rows. Of rows with a reward and a grade, `reward_and_judge`, `reward_only`, `judge_only`
+    and `neither` count those that each finds good. The side table `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2),
+    `intentions`.
     """
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")
@@ -303,7 +286,7 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
     """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, less the mean of all dialogues.
 
-    Without that, hidden states of one model share a large common direction and every cosine is near 1. The states are saved in `folder`.
+    Uncentred hidden states share a large common direction, so that every cosine is near 1. The states are saved in `folder`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns, on answers that it samples itself, what a teacher would have said next."""
+"""On-policy distillation: a student learns a teacher's next-token distributions on answers that it samples itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ class DistillConfig(AdapterConfig):
     """Settings of the student's sampling and of its training."""
 
     answers: int = Field(1, ge=1, description="Answers that the student samples to each prompt of a step")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that at which both distributions are compared")
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of the compared distributions")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    beta: float = Field(
-        1.0, ge=0, le=1, description="Divergence: 1, KL(student || teacher), which takes from the student what the teacher would not say; "
-        "0, KL(teacher || student), which also teaches what the student would not; between, a Jensen-Shannon divergence"
-    )  # fmt: skip
+    beta: float = Field(1.0, ge=0, le=1, description="1: KL(student || teacher); 0: KL(teacher || student); between: Jensen-Shannon")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with its answers")
 
     @model_validator(mode="after")
@@ -52,13 +49,12 @@ def needs(config: DistillConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", device=True, ranks=True, needs=needs)
 def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillConfig, run: StageRun) -> None:
-    """Distil `teacher` into `student` on the student's own answers to the training prompts (GKD, Agarwal et al. 2024, its data
-    all on-policy; Lu and Thinking Machines 2025). Both must have one tokenizer.
+    """Distil `teacher` into `student` on the student's own answers to the training prompts (GKD, Agarwal et al. 2024, with
+    on-policy data only; Lu and Thinking Machines 2025). Both must have one tokenizer.
 
-    In each step the student, as it is by then, answers the next `training.batch_size` prompts; the loss is the mean divergence of its
-    and the teacher's distributions over the whole vocabulary, token by token of these answers, nats per token. No answer is scored, so no
-    reference or reward is needed. The teacher must have something to teach on these prompts; compare with `sft` on answers that the teacher
-    samples. Prompts that the chat template refuses, and those too long, are in `dropped`; see `bad_rows`.
+    In each step the current student answers the next `training.batch_size` prompts. The loss is the mean divergence between its and the
+    teacher's distributions over the vocabulary, nats per token of these answers. No reference or reward is needed. Compare the result with
+    `sft` on answers that the teacher samples. Prompts that the chat template refuses, and too long ones, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.objectives import Distill
     from puna.models.training.parallel.parallel import asked
@@ -76,7 +72,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     mesh, guide = ranks.mesh(layout), guide.requires_grad_(False)
     if layout.pipeline == 1:
         guide = cast("Transformer", asked(guide, layout, mesh, device()).model)
-    elif mesh.counts:  # the last stage alone asks the teacher, and reads all of it
+    elif mesh.counts:  # only the last pipeline stage runs the teacher, with all its layers
         guide = guide.to(device(), frozen_dtype())
     objective = Distill(guide, config.beta, config.temperature)
     with adapted(network, config, run) as scales:

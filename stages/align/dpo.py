@@ -27,11 +27,11 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; if the loss needs its log-probabilities, they are computed once, before the first
-    step, for the preferences that training reaches. Those that `reference_logprobs` has stored are read instead; the metric
+    step, for the preferences that training reaches. Values that `reference_logprobs` has stored are read instead; the metric
     `reference_answers` counts the computed ones. With loss kto the best answers of a preference (edited, chosen and their equals) are good
     ones, the worst are bad ones. The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto
     the latter is between the means of good and bad answers. Preferences that the chat template refuses, those longer than a packed row, and
-    but for kto those with one side only are in `dropped`; see `bad_rows`.
+    (except with kto) those with one side only are in `dropped`; see `bad_rows`.
     """
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]

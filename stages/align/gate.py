@@ -1,4 +1,4 @@
-"""The gate of a round: its candidate takes the policy's place by measurement, or by a person's decision."""
+"""The gate of a round: measurements or a person decide whether its candidate replaces the policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
 
 
 Weighed = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
-"""A model that is only named."""
+"""A model that is identified but not loaded."""
 ALL = "all"
 SCORES = "scores"
 
@@ -43,18 +43,10 @@ SCORES = "scores"
 class GateConfig(StageConfig):
     """Bounds that a candidate must meet."""
 
-    metric: str = Field("score", min_length=1, description="Which of the evaluations' scores of single prompts are compared")
-    min_gain: float = Field(
-        0.0, ge=-1, le=1, description="The 95 % interval of the mean gain in score over all prompts must lie above this"
-    )
-    max_fall: float = Field(
-        0.05, ge=0, le=1,
-        description="Largest fall of a task's mean score that is let through; of a benchmark that counts in bits or perplexity, largest "
-        "relative rise",
-    )  # fmt: skip
-    decision: Literal["measured", "person"] = Field(
-        "measured", description="measured: these bounds decide; person: the candidate waits for an approval, whatever was measured"
-    )
+    metric: str = Field("score", min_length=1, description="Name of the per-prompt scores to compare")
+    min_gain: float = Field(0.0, ge=-1, le=1, description="The 95 % interval of the mean gain over all prompts must lie above this")
+    max_fall: float = Field(0.05, ge=0, le=1, description="Largest fall of a task's mean score, or relative rise of bits or perplexity")
+    decision: Literal["measured", "person"] = Field("measured", description="measured: these bounds decide; person: an approval decides")
 
 
 class Comparison(NamedTuple):
@@ -117,10 +109,10 @@ def gate(
     policy: Weighed, candidate: Weighed, before: Evaluation, after: Evaluation, prompts: Prompts, benchmark_before: Evaluation | None,
     benchmark_after: Evaluation | None, config: GateConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and say whether it may take its place.
+    """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and decide whether it may replace the policy.
 
     `before` and `after` are the evaluations of the two, whose `scores` hold one score for each of `prompts`. An answer that could
-    not be scored counts as 0 where the other model's was. `benchmark_before` and `benchmark_after`: the same task files asked of both;
+    not be scored counts as 0 if the other model's was scored. `benchmark_before` and `benchmark_after`: the same task files asked of both;
     no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
     `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of each task.
     """

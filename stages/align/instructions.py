@@ -36,7 +36,7 @@ class ChosenConfig(StageConfig):
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """Take the better answer of each training preference, edited where there is an edit; each answer of a prompt is taken once."""
+    """Take the better answer of each training preference, or its edit; each answer of a prompt is taken once."""
     rows = {}
     for artifact in preferences:
         for row in artifact.read().to_pylist():
@@ -61,7 +61,7 @@ class InstructionsConfig(StageConfig):
 def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) -> None:
     """Pair training prompts with their reference answers, in place of human annotators' demonstrations.
 
-    Held-out prompts are left out; those without a reference are in `dropped`. PunaError where none has one.
+    Held-out prompts are left out; those without a reference are in `dropped`. Raise PunaError if none has a reference.
     """
     questions = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     if not questions:

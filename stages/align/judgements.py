@@ -45,9 +45,7 @@ class JudgementsConfig(SeededConfig):
     """Pairs to draw, and the share of them to hold out."""
 
     pairs_per_prompt: int = Field(1, ge=1, description="Most pairs drawn for a prompt")
-    heldout_fraction: float = Field(
-        0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
-    )
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training to measure the reward model")
 
 
 def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfig) -> dict[str, tuple[Row, Row]]:
@@ -93,8 +91,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
     `judged`: files of JSON lines, a `Judgement` each. If several people judged a pair, the mean of their signed levels decides; `dropped`
     holds the pairs that all skipped (`skipped`) or whose levels cancel out (`no_majority`). If the prompt was edited, both answers stay and
-    the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` where
-    two judged a pair.
+    the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` if two people judged a pair.
     """
     questions, by_prompt = read_answers(answers, prompts)
     pairs = pairs_to_judge(by_prompt, config)

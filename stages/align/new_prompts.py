@@ -13,15 +13,15 @@ from puna.stages.draws import hashed
 class NewPromptsConfig(SeededConfig):
     """Number and purpose of the prompts."""
 
-    count: int = Field(400, ge=1, description="Prompts of each task; fewer where no more are left")
-    split: Literal["train", "heldout"] = Field("train", description="What the prompts are for: to learn from, or only to compare with")
+    count: int = Field(400, ge=1, description="Prompts of each task, or fewer if the pool has no more")
+    split: Literal["train", "heldout"] = Field("train", description="Purpose of the prompts: training, or only comparisons")
 
 
 @stage(kind="prompts")
 def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
-    """Take training prompts of a pool that are not among `used`, in the order of a hash of their id; none where none are left.
+    """Take training prompts of a pool that are not among `used`, in the order of a hash of their id; none if none are left.
 
-    A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that are still unused then.
+    A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that stay unused.
     """
     texts, ids = set[str](), set[str]()
     for artifact in used or ():
@@ -29,7 +29,7 @@ def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsCon
         ids.update(columns["id"].to_pylist())
         texts.update(columns["messages"].to_pylist())
     tasks: dict[str, list[dict[str, object]]] = {}
-    # Named for its purpose: by seed and id without a name, other stages draw their held-out rows.
+    # The name keeps this order independent of the held-out draws of other stages, which hash seed and id alone.
     rows = sorted(pool.read().to_pylist(), key=lambda row: (hashed("new_prompts", config.seed, row["id"]), row["id"]))
     texts.update(row["messages"] for row in rows if row["split"] != "train")
     for row in rows:

@@ -34,9 +34,7 @@ class Thresholds(StageConfig):
     significantly_better: float = Field(0.6, gt=0, description="Minimum margin of `significantly_better`, quality")
     better: float = Field(0.35, gt=0, description="Minimum margin of `better`, quality")
     slightly_better: float = Field(0.15, gt=0, description="Minimum margin of `slightly_better`, quality")
-    marginally_better: float = Field(
-        0.05, gt=0, description="Minimum margin of `marginally_better`, quality; closer answers are similar and dropped"
-    )
+    marginally_better: float = Field(0.05, gt=0, description="Minimum margin of `marginally_better`, quality; closer answers are dropped")
 
     @model_validator(mode="after")
     def _falls(self) -> Thresholds:
@@ -55,24 +53,14 @@ class PreferencesConfig(SeededConfig):
 
     pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs drawn for a prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
-    gold_weight: float = Field(
-        0.6, ge=0, le=1, description="Weight of the verifier's score in an answer's quality; the rest is closeness to the reference"
-    )
-    taste: dict[str, JsonValue] | None = Field(
-        None, description="A verifier, {name: …, …}, of what annotators like beside right answers; its score takes the place of closeness"
-    )
+    gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in quality, beside closeness to the reference")
+    taste: dict[str, JsonValue] | None = Field(None, description="Verifier {name: …, …} of the annotator's taste, in place of closeness")
     judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
-    flips: float = Field(0.0, ge=0, lt=0.5, description="Share of preferences that the annotator gives the wrong way round")
-    unfinished: Literal["drop", "wrong"] = Field(
-        "drop",
-        description="Pairs with an answer that was cut off: dropped; or such an answer counts as wrong, as in reinforcement learning, and "
-        "may be rejected, so that a policy learns to end",
-    )
+    flips: float = Field(0.0, ge=0, lt=0.5, description="Share of preferences that the annotator reverses")
+    unfinished: Literal["drop", "wrong"] = Field("drop", description="A cut-off answer drops its pair, or is wrong and may be rejected")
     edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
-    heldout_fraction: float = Field(
-        0.1, ge=0, lt=1, description="Share of prompts whose pairs are kept from training, to measure the reward model"
-    )
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training to measure the reward model")
 
     def reaches(self) -> list[tuple[str, str]]:
         return from_json(self.taste).reaches() if self.taste is not None else []
@@ -91,8 +79,8 @@ class PreferencesConfig(SeededConfig):
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
     """Label four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
 
-    Rows in are the drawn pairs; `dropped` holds those with identical, similar or unfinished answers, and those with an answer that has no
-    gold score because its verifier failed (`unscored`). PunaError where a prompt has no verifier.
+    Input rows are the drawn pairs. `dropped` holds pairs with identical, similar or unfinished answers, and pairs with an answer without a
+    gold score because its verifier failed (`unscored`). Raise PunaError if a prompt has no verifier.
     """
     questions, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if questions[name]["verifier"] is None]:
@@ -194,7 +182,7 @@ def judge(
         return row, "similar", abs(margin)
     if chosen in cut:  # chosen by mistake or for its taste: a model must not learn to write until it is cut off
         return row, "unfinished", None
-    # Who prefers a wrong answer to the right one by mistake would not write the rejected one as the better one.
+    # An annotator who prefers a wrong answer by mistake would not write the rejected right one as its improvement.
     improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
     edit = answering(prompt["reference"]) if config.edit and improvable else None
     row |= {

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of preferences' answers, kept beside the preferences."""
+"""The reference's log-probabilities of preferences' answers, stored with the preferences."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class ReferenceLogprobsConfig(BadRowsConfig):
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 
-    `dpo` of that model on these preferences in this precision reads them, in any number of runs and with any loss, instead of computing its
-    own. A row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest.
-    Preferences that the chat template refuses and those that are too long are kept, without log-probabilities, and are in `dropped`;
-    see `bad_rows`.
+    `dpo` from that model on these preferences in this precision reads them instead of computing its own, with any loss. A row of `scores`
+    is named after the tokens of a prompt and an answer, the precision and the model's data digest. Preferences that the chat template
+    refuses, and too long ones, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
     """
     import torch
 

@@ -49,10 +49,7 @@ if TYPE_CHECKING:
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
     """Settings of the sampled answers, of their rewards, and of the weights to train."""
 
-    gold: bool = Field(
-        False, description="With reward reward_model: score the answers of about 8 rollouts by the prompts' verifiers, too, and show both "
-        "against the KL divergence"
-    )  # fmt: skip
+    gold: bool = Field(False, description="With reward reward_model: score about 8 rollouts by verifiers, too; both are plotted by KL")
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
@@ -110,9 +107,8 @@ def grpo(
     """Train by comparing each answer with the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
     The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it), unless `surrogate`, `ratio` and
-    `normalizer` say else; the KL divergence to the starting policy is subtracted from the answer's reward. Rewards, `judges` and dropped
-    prompts are those of `ppo`. Prompts whose answers all have one reward teach nothing: the log's `unequal_prompts` is the share of the
-    others.
+    `normalizer` say otherwise; the KL divergence to the starting policy is subtracted from the answer's reward. Rewards, `judges` and
+    dropped prompts are as in `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of the others.
     """
     from puna.models.training.ppo import train_grpo
 
@@ -140,7 +136,7 @@ def _optimize(
     layout = groups.mesh.layout
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
-    # What is only asked computes as the policy does: a KL divergence to fp32 would have bf16's rounding in it.
+    # Frozen models compute in the policy's precision: a KL divergence to fp32 would contain bf16's rounding.
     frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     names = getattr(config, "tools", ())
@@ -183,8 +179,8 @@ def _optimize(
 def _turns(
     rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, tools: Sequence[str], config: RolloutsConfig, run: StageRun
 ) -> Callable[..., Any]:
-    """Return the function that answers prompts, in as many turns as there may be. PunaError if nothing replies between them or checks
-    the steps that are to be rewarded, or if programs cannot be isolated."""
+    """Return the function that answers prompts, in up to `turns` turns. Raise PunaError if nothing replies between turns, nothing checks
+    the steps to reward, or programs cannot be isolated."""
     from puna.models.generation.turns import converse
 
     if (turns := getattr(config, "turns", 1)) > 1 and not tools and all(environment_of(row) is None for row in rows):

@@ -38,18 +38,14 @@ class RewardedConfig(BadRowsConfig):
 class RejectionSampleConfig(RewardedConfig, SeededConfig):
     """Settings of the choice among a prompt's answers."""
 
-    pick: Pick = Field(
-        "reward_model",
-        description="The answer with the highest reward; any answer, by chance; the most frequent text; or, by chance, one that the "
-        "prompt's verifier calls right, and none where there is none",
-    )
+    pick: Pick = Field("reward_model", description="The highest reward; a random answer; the most frequent text; or a random right answer")
     correct: bool = Field(False, description="The reward model chooses only among answers that the prompt's verifier calls right")
     most: int = Field(1, ge=1, description="Different answers to take for each prompt, the first choice first")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
 def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
-    """Require a reward model if it picks."""
+    """Return the need of a reward model, if `pick` uses one and none is given."""
     return [] if config.pick != "reward_model" or "reward_model" in facts.inputs else [NO_REWARD_MODEL]
 
 
@@ -91,7 +87,7 @@ def rejection_sample(
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         rule, count = ("none_right", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
         dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(questions[key]))})
-    # Of a prompt with several answers to learn, each counts.
+    # Each of a prompt's several answers counts.
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)
     run.write_rows(scores, "scores")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 MEASURED = 32
-"""Training prompts that accuracy is measured on, where no more are held out."""
+"""Minimum number of training prompts on which accuracy is measured."""
 
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
@@ -33,8 +33,8 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the
     model's layers stay as they are.
 
-    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` is that of
-    as many training prompts as are held out, at least 32, drawn at random. `heldout_longer_accuracy` is the accuracy of always
+    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` is the
+    share on equally many random training prompts, at least 32. `heldout_longer_accuracy` is the accuracy of always
     preferring the longer answer. `heldout_accuracy_LEVEL` is the accuracy on one level. `heldout_calibration_error` compares the
     probabilities implied by reward differences with the observed shares. Preferences that the chat template refuses, and those
     longer than a packed row, are in `dropped`; see `bad_rows`.
@@ -124,20 +124,14 @@ def score_answers(
 
 
 BINS = ((-0.5, "half or less"), (-0.1, "shorter"), (0.1, "about as long"), (0.5, "longer"), (1.0, "twice or more"))
-"""Upper ends of the chosen answer's length less the rejected one's, as a share of the longer."""
-
-
+"""Upper ends of the chosen answer's length minus the rejected answer's, as a share of the longer one."""
 STEPS = 10
-"""Parts of the range of probabilities in which claimed and seen accuracy are compared."""
+"""Number of bins in which claimed and observed accuracy are compared."""
 
 
 class Pair(NamedTuple):
-    """A chosen and a rejected answer.
-
-    right        1 if the rewards order them rightly, one half for a tie
-    longer the same if length were the reward
-    difference   of lengths, as a share of the longer
-    margin       difference of rewards"""
+    """A chosen and a rejected answer. `right`: 1 if the rewards order them correctly, one half for a tie; `longer`: the same by length;
+    `difference`: of lengths, as a share of the longer one; `margin`: of rewards."""
 
     level: str | None
     right: float
@@ -147,7 +141,7 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[list[Pair], list[float]]:
-    """Return a `Pair` for each preference; and for each edit, `order` of its reward minus that of the chosen answer."""
+    """Return a `Pair` for each preference and, for each edit, the `order` of its reward minus the chosen answer's."""
     comparisons: list[Pair] = []
     edits: list[float] = []
     for one, values in zip(found, numbers, strict=True):

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 STRETCH = 2048
-"""Prompts that are answered together; the next ones are begun when their answers are on disk."""
+"""Number of prompts that are answered together; their answers are saved before the next prompts begin."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings that a model's own take the place of."""
+"""Settings for which null means the model's own value."""
 Progress = Callable[[int, int], None]
 
 
@@ -43,26 +43,16 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     """Settings of the sampling."""
 
     answers: int = Field(8, ge=1, le=1024, description="Answers to each prompt from each model")
-    temperature: float | None = Field(
-        None, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token; null: the model's own, or 1"
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Smallest set of likeliest tokens with this probability is drawn from; null: the model's own, or 1"
-    )
-    top_k: int | None = Field(
-        None, ge=0, description="So many of the likeliest tokens are drawn from, 0: all; null: the model's own, or all"
-    )
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Tokens this likely compared with the likeliest one are drawn from; null: the model's own, or 0"
-    )
-    repetition_penalty: float | None = Field(
-        None, gt=0, le=10, description="Factor against tokens of the prompt and the answer; null: the model's own, or 1"
-    )
+    temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature; 0: likeliest token; null: the model's, or 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens of this probability; null: the model's, or 1")
+    top_k: int | None = Field(None, ge=0, description="Draw from this many likeliest tokens, 0: from all; null: the model's, or all")
+    min_p: float | None = Field(None, ge=0, le=1, description="Minimum probability relative to the likeliest; null: the model's, or 0")
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="Penalty of repeated tokens; null: the model's, or 1")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    split: Literal["train", "heldout"] = Field("train", description="Which prompts are answered")
-    serving: ServingSettings = Field(ServingSettings(), description="How the models compute their answers")
-    endpoints: tuple[EndpointConfig, ...] = Field((), description="Models elsewhere that answer, too, without token ids and log-probs")
-    draft_weights: Weights = Field("same", description="A draft's matrices: as they are, or in 8 bits, in which a model guesses for itself")
+    split: Literal["train", "heldout"] = Field("train", description="Prompts that are answered")
+    serving: ServingSettings = Field(ServingSettings(), description="Settings of the models' computation")
+    endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that answer, too, without token ids and log-probs")
+    draft_weights: Weights = Field("same", description="A draft's matrices: as they are, or in 8 bits (a model may draft for itself)")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -123,7 +113,7 @@ def sample(
     if config.endpoints and config.scoring.endpoint is None:  # the table of all requests; a scorer with an endpoint has written it already
         Endpoint(config.endpoints[0], run).write()
     run.metric("checker_calls", spent["checker_calls"])
-    if not config.endpoints:  # models elsewhere do not say how their texts are cut
+    if not config.endpoints:  # endpoints do not report tokens
         run.metric("sampled_tokens", spent["sampled_tokens"])
     run.metric("prompts", len(rows))
 
@@ -271,7 +261,7 @@ def read_answers(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
     """Return the prompts by id, and the answers (without their tokens) by prompt id, as training data if they are `learned` from.
 
-    PunaError where there are none, where a prompt is not among `prompts`, and where training data is of a held-out one.
+    Raise PunaError if there are none, a prompt is not among `prompts`, or training data answers a held-out prompt.
     """
     columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
     if not answers.rows():

@@ -49,24 +49,20 @@ class SynthesizeConfig(BadRowsConfig, SeededConfig):
     """Settings of the problems, of their answers, and of the checks."""
 
     problems: Literal["given", "maths", "code"] = Field(
-        "given",
-        description="The training prompts themselves, which need verifiers; or problems that the model writes after them: of maths, right "
-        "where its answers agree, or of programs, right where the tests pass that it writes, too",
+        "given", description="The training prompts, checked by verifiers; or new problems: maths, checked by agreement; code, by tests"
     )
     count: int = Field(100, ge=1, le=1_000_000, description="Problems that the model writes; not with `given`")
-    shots: int = Field(4, ge=1, le=50, description="Training prompts that a problem is written after")
+    shots: int = Field(4, ge=1, le=50, description="Training prompts shown as examples for each new problem")
     answers: int = Field(8, ge=1, le=1024, description="Answers to each problem")
-    retries: int = Field(1, ge=0, le=10, description="Times that a problem without a right answer is tried again, with the check's words")
+    retries: int = Field(1, ge=0, le=10, description="Retries of a problem without a right answer, with the check's message")
     temperature: float = Field(0.7, ge=0, le=10, description="Sampling temperature of problems, tests and answers")
     max_tokens: int = Field(256, ge=1, description="Longest problem or answer, its end token included, tokens")
     min_agreement: float = Field(0.5, gt=0, le=1, description="With maths: share of the answers that must agree on the result, fraction")
-    min_tests: int = Field(2, ge=1, le=100, description="With code: tests that fail without a solution, at least")
-    max_similarity: float = Field(
-        0.6, gt=0, le=1, description="A written problem shares at most this part of its runs of three words with any prompt or other one"
-    )
+    min_tests: int = Field(2, ge=1, le=100, description="With code: minimum number of tests that fail without a solution")
+    max_similarity: float = Field(0.6, gt=0, le=1, description="Maximum share of a problem's word trigrams in a prompt or other problem")
     source: str = Field("synthetic", min_length=1, description="Name of the source in the instructions table")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which answers are checked")
-    endpoint: EndpointConfig | None = Field(None, description="Model elsewhere that writes; null: the input model does")
+    endpoint: EndpointConfig | None = Field(None, description="Remote model that writes; null: the input model writes")
 
 
 def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
@@ -91,7 +87,7 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`) or are `empty`. It
     also holds problems that resemble a prompt or another problem (`copied`), have too few tests that fail without a solution (`tests`),
     have no right answer (`none_right`), or cannot be asked, see `bad_rows`. The metrics `right_after_1`,
-    `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name. With `endpoint` a
+    `right_after_2`, … count the problems solved after 1, 2, … tries. `judges` are models that verifiers name. With `endpoint` a
     remote model writes; the side table `exchanges` holds its requests and replies.
     """
     rows = prompts.read().to_pylist()
@@ -108,7 +104,7 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
 
 
 class Kept(NamedTuple):
-    """A right answer, the share of right ones in its try, and the number of that try."""
+    """A right answer, the share of right answers in its try, and the number of the try."""
 
     text: str
     right: float
@@ -137,7 +133,7 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
 
 
 class Writer:
-    """The model that answers rows of prompts: one of the store, or one elsewhere."""
+    """The model that answers rows of prompts: from the store, or remote."""
 
     def __init__(self, model: Artifact | None, config: SynthesizeConfig, run: StageRun) -> None:
         if (model is None) == (config.endpoint is None):

@@ -26,20 +26,18 @@ from puna.storage import PunaError
 Vectors = NDArray[np.float32]
 WORD = re.compile(r"\w+")
 MOST, ITERATIONS = 500, 10
-"""Iterations of a fit, and of one call of L-BFGS, after which the fit can be saved."""
+"""Maximum iterations of a fit, and of one call of L-BFGS, after which the fit is saved."""
 LISTS, TENSORS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("d", "prev_flat_grad"), ("n_iter", "func_evals", "t", "H_diag", "prev_loss")
-"""What torch's L-BFGS remembers between calls."""
+"""The state of torch's L-BFGS between calls."""
 
 
 class TopicsConfig(BadRowsConfig, SeededConfig):
     """Settings of the classifier, and the number of instructions to keep of each topic."""
 
     penalty: float = Field(3e-4, gt=0, description="Weight of the squared coefficients in the classifier's loss")
-    folds: int = Field(5, ge=2, le=20, description="Parts of the labelled examples: each is classified by a fit to the others")
-    max_per_topic: int | None = Field(
-        None, ge=1, description="Maximum number of instructions kept of each topic, drawn by chance; null: all"
-    )
-    balance: Literal["coarse", "fine"] = Field("coarse", description="The topics of which at most `max_per_topic` are kept")
+    folds: int = Field(5, ge=2, le=20, description="Number of folds of the labelled examples, for cross-validation")
+    max_per_topic: int | None = Field(None, ge=1, description="Maximum number of instructions per topic, drawn at random; null: all")
+    balance: Literal["coarse", "fine"] = Field("coarse", description="Topics that are limited to `max_per_topic` instructions")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
@@ -107,7 +105,7 @@ def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float,
     """Fit a softmax regression; return its coefficients and biases [D + 1, C].
 
     The minimum of the mean loss plus `penalty` times the squared coefficients is unique up to a constant on all biases.
-    state: folder in which the fit is saved."""
+    `state`: folder in which the fit is saved."""
     import torch
 
     x = torch.from_numpy(np.stack([one.vector for one in examples]).astype(np.float64)) * math.sqrt(examples[0].vector.size)
@@ -131,7 +129,6 @@ def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float,
         return bool(memory["n_iter"] - before < ITERATIONS)
 
     def arrays() -> dict[str, NDArray[Any]]:
-        """Return the weights and L-BFGS's memory."""
         lists = {name: torch.stack(memory[name]).numpy() for name in LISTS if memory.get(name)}
         tensors = {name: memory[name].numpy() for name in TENSORS if name in memory}
         return {"weights": values, **lists, **tensors, **{name: np.array(float(memory[name])) for name in NUMBERS if name in memory}}

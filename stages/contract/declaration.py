@@ -16,21 +16,18 @@ from puna.storage import Artifact, PunaError
 from puna.storage.schemas import KINDS
 
 Looked = tuple[tuple[str, ...], float]
-"""Texts of the first pages of some inputs, and the share of all their bytes that was looked at for them."""
+"""Sampled texts of some inputs, and the sampled share of their bytes."""
 GLANCE, LOOK = 0.1, 0.4
-"""Seconds of a look that is often enough, and of one that a complaint may rest on: to read pages, and as many again for their texts."""
+"""Seconds to read pages, and again to extract their texts, in a short sample and in one that is long enough for a complaint."""
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about one input before the run; None stands for an unknown fact.
+    """Facts about one input before the run; None if unknown. `kind` of the artifact, or `external`; `tables`: name → columns.
 
-    kind     kind of the artifact, or `external`
-    tables   name → columns
-    sources  names of the external inputs that it descends from
-    bytes    size of its stored files
-    look     a function that reads the first pages for a number of seconds and returns their texts and their share of all bytes
-    model    the existing model with the same shape, tokenizer and chat template
+    `sources`: names of the external inputs that it descends from. `bytes`: size of its stored files. `look` reads the first pages for a
+    number of seconds and returns their texts and their share of all bytes. `model`: the existing model with the same shape, tokenizer
+    and chat template.
     """
 
     kind: str
@@ -43,10 +40,7 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts before a run, of each input by name and of the machine in bytes. An omitted input has no entry.
-
-    `available_memory_bytes` is None if another machine or an accelerator does the work.
-    """
+    """Facts before a run: of each given input, and of the machine. `available_memory_bytes`: None if other hardware does the work."""
 
     inputs: dict[str, tuple[InputFacts, ...]]
     free_disk_bytes: int
@@ -54,10 +48,7 @@ class Facts:
 
 
 Needs = Callable[[Any, Facts], list[str]]
-"""`needs(config, facts)`: one sentence for each need that cannot be met, naming the field and what to do; empty when all are.
-
-What is not known (None) must not be complained about.
-"""
+"""`needs(config, facts)`: a sentence with field and remedy for each unmet need. Unknown facts (None) must not cause complaints."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ Lists = Annotated[Artifact, Kind("lists")]
 
 Name = tuple[str, str]
 Value = Artifact | External | list[Artifact] | list[External] | None
-"""What may be given for an input of a stage."""
+"""Possible values of a stage's input."""
 Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
 """`named(inputs)`: functions and classes that rows of the inputs name, as module and symbol."""
 
@@ -184,7 +175,7 @@ def stage(
 
     `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at commit. `version`: replaces the
     hash of the reached code in the artifact's key. `needs(config, facts)`: the needs that cannot be met, asked before anything runs.
-    `device`: it computes on the accelerator in one process: on a cluster it runs as a whole on one worker that has one. `ranks`: all
+    `device`: it computes on an accelerator in one process; on a cluster, one worker with an accelerator runs it whole. `ranks`: all
     processes that were started together run it. `signals`: the signals it writes, or a function from its configuration to the columns of
     its tables. A rule on another signal is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see
     `Named`.
@@ -209,8 +200,7 @@ def stage(
         if name in REGISTRY and (other := REGISTRY[name].function.__module__) != function.__module__:
             raise TypeError(f"stage {name} is declared twice, in {other} and in {function.__module__}; rename one")
         text = inspect.getdoc(function) or ""
-        new = Stage(name, kind, function, config, specs, filters, version, needs, device, ranks, signals, named, text)
-        REGISTRY[name] = new
+        REGISTRY[name] = new = Stage(name, kind, function, config, specs, filters, version, needs, device, ranks, signals, named, text)
         return new
 
     return declare

@@ -125,8 +125,8 @@ def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
     """Compare the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged.
 
-    Every stage does so after it has read them: no result of damaged bytes is committed. Only long stages do so before, too: each
-    comparison costs about 3 % of a curation. `quick`: look at sizes and times only.
+    Every stage does so after reading them, so that no result of damaged bytes is committed. Only long stages do so before, too, since each
+    comparison costs about 3 % of a curation. `quick`: compare only sizes and times.
     """
     for spec in stage.inputs:
         for item in inputs[spec.name]:
@@ -149,7 +149,7 @@ def _on_worker(
     stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, submit: Callable[..., Future[tuple[str, str, bool]]],
     run: str, part_rows: int | None,
 ) -> tuple[Artifact, bool]:  # fmt: skip
-    """Have a worker run the stage; it opens the store at the same address."""
+    """Run the stage on a worker, which opens the store at the same address."""
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
@@ -216,7 +216,7 @@ def _make(
             if isinstance(item, External):
                 item.check_unchanged()
     except PunaError:
-        work.discard()  # its parts are of other content than its key says
+        work.discard()  # its parts do not have the content that its key names
         raise
     filtered = stage.check(given)[stage.filters] if stage.filters else []
     if stage.kind == "signals":

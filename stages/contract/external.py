@@ -71,7 +71,7 @@ class External:
 
     @staticmethod
     def of(sent: dict[str, Any]) -> External:
-        """Return the input that `dataclasses.asdict` turned into these values."""
+        """Return the input from the values of its `dataclasses.asdict`."""
         return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
 
     def check_unchanged(self) -> None:
@@ -134,7 +134,7 @@ def without_secrets(text: str, uri: str) -> str:
 
 ARCHIVES = (".warc", ".warc.gz", ".warc.zst", ".wet", ".wet.gz", ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 ROWS = (*ARCHIVES, ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst", ".json", ".json.zst", ".ndjson", ".ndjson.gz", ".gguf")
-"""Endings that the name of an input does without."""
+"""File endings that are removed from names of inputs."""
 CHUNK_BYTES = 1 << 22
 
 
@@ -159,7 +159,7 @@ def _local(root: Path) -> list[str]:
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     files = []
 
-    def closed(error: OSError) -> None:  # else what is in the folder would be missing without a word
+    def closed(error: OSError) -> None:  # otherwise the folder's files would be missing silently
         raise PunaError(f"input {root}: {error.filename} cannot be read ({error.strerror}); make it readable, or move it away") from error
 
     for folder, folders, names in os.walk(root, onerror=closed) if root.is_dir() else ():
@@ -212,7 +212,7 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     if not addresses:
         raise PunaError(f"input {public(uri)}: the folder is empty")
     names = [address[len(root) :].lstrip("/") or PurePosixPath(public(address)).name for address in addresses]
-    # Hashing leaves the interpreter's lock, and a remote file system mostly waits.
+    # Threads help: hashing releases the GIL, and remote file systems mostly wait.
     with ThreadPoolExecutor() as pool:
         try:
             for name, address, facts in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
@@ -224,7 +224,7 @@ def _files(uri: str) -> Iterator[ExternalFile]:
 
 def _digested(address: str, system: Any) -> tuple[int, str, str]:
     """Return size in bytes, sha256 and state of a file."""
-    # Before the first byte is read: what is written from now on is seen as a change.
+    # Taken before the first read, so that later writes count as a change.
     version = _state(system.info(address))
     state, size = hashlib.sha256(), 0
     with system.open(address, "rb") as handle:
@@ -252,7 +252,7 @@ def _hub(name: str, place: str, kind: str) -> External:
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise PunaError(f"input {place}: the hub does not give {what} {repository} ({reason})") from error
-    # The commit stays in the address: what is read later is what was digested now.
+    # The address holds the commit, so that later reads get the digested content.
     address = f"{repository}@{commit}"
     prefix = "hf://datasets/" if kind == "dataset" else "hf://"
     return External(name or repository.rpartition("/")[2], f"{prefix}{address}", (), hashlib.sha256(address.encode()).hexdigest())

@@ -17,16 +17,16 @@ from puna.stages.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
 LOOKS = 10
-"""Looks between two listings of processes: to list them costs milliseconds, which a long stage would pay five times a second."""
+"""Samples of memory per listing of processes, which costs milliseconds."""
 
 
 class Meter:
     """A meter of the code inside its `with` block: `seconds`, `cpu_seconds` and `peak_bytes`.
 
-    Counted are this process, its `multiprocessing` workers and every process started meanwhile, but no process that ran before,
-    such as a server. `cpu_seconds` sums user and system time. `peak_bytes` is the largest sum of resident memory, sampled every
-    0.2 seconds; a new process is seen within two seconds. Shorter peaks are missed; shared memory counts in each process.
-    Workers of a cluster report to `executor`: all their CPU time counts, and the memory of the largest.
+    It covers this process, its `multiprocessing` workers and processes started meanwhile, but no earlier process, such as a server.
+    `cpu_seconds` sums user and system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds; a new process is
+    seen within two seconds. Shorter peaks are missed; shared memory counts in each process. Workers of a cluster report to `executor`: all
+    their CPU time counts, and the memory of the largest.
     """
 
     def __init__(self, executor: Executor | None = None) -> None:
@@ -71,12 +71,12 @@ class Meter:
 
     def _below(self) -> list[psutil.Process]:
         processes = [process for process in _children(self._me) if process.pid not in self._beside]
-        for process in processes:  # it grows meanwhile
+        for process in processes:  # the list grows during the loop
             processes += _children(process)
         return processes
 
     def _cpu_of(self, below: Iterable[psutil.Process]) -> float:
-        # A process that ends hands its time to the one that waits for it: nothing is lost between two looks.
+        # An ended process adds its time to its parent's, so that none is lost between two samples.
         mine = self._me.cpu_times()
         return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in below)
 

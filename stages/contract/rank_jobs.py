@@ -110,5 +110,3 @@ def do(job: dict[str, Any]) -> None:
     arguments = received(stage, job["inputs"], store).values()
     with tempfile.TemporaryDirectory() as folder, ranks.together(None):
         stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))
-
-

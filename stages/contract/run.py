@@ -221,7 +221,7 @@ class StageRun:
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Write the rows that `make` returns to a table; after a crash take those that were written."""
+        """Write the rows that `make` returns to a table; after a crash reuse the written rows."""
         staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
         if staged is None:
             self._work.add(table, _table(make(), table), f"once-{name}")

@@ -170,12 +170,12 @@ def produced(job: Produce) -> list[Staged]:
         infos: list[Any] = []
         for item in [job.item] if job.shard is None else job.item.pieces(*job.shard[2]):
             infos += _added(outputs, job, item)
-            del item  # the next rows take its place
+            del item  # frees the memory for the next rows
         return outputs.finish() if job.shard is None else _numbered(outputs, *job.shard, infos)
 
 
 def _added(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
-    """Take the tables of one item; return the values that came beside them."""
+    """Add the tables of one item; return the values that came with them."""
     tables, *info = made_of(job.function(item, *job.args))
     for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
         outputs.add(table, described(table, rows))

@@ -21,7 +21,7 @@ Definition = Callable[..., Value]
 F = TypeVar("F", bound=Definition)
 TYPES: dict[type, pa.DataType] = {float: pa.float64(), int: pa.int64(), str: pa.string()}
 COLUMNS = ("text", "title", "url", "source")
-"""What a definition may take of a document, as parameters of these names."""
+"""Columns of a document that a definition may take as parameters."""
 
 
 @dataclass(frozen=True)

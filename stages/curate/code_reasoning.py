@@ -41,7 +41,7 @@ class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
     min_reasoning_words: int = Field(3, ge=1, description="Minimum number of different words of deduction that label a page as reasoning")
     min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of these words, label a page as reasoning")
     max_reasoning_words: int = Field(1, ge=0, description="Maximum of these words on a page without formulas labelled as not reasoning")
-    min_judgement: float = Field(3.0, description="Minimum grade of a positive, where a judge's grades are given")
+    min_judgement: float = Field(3.0, description="Minimum grade of a positive, if a judge's grades are given")
     min_labels: int = Field(20, ge=2, description="Minimum positives, and negatives, to train a classifier; else its score is null")
 
     @model_validator(mode="after")

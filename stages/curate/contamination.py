@@ -27,7 +27,7 @@ COLUMNS = {
 """Columns of the tables that models are trained on."""
 FOLLOWED = ("model", "tokens")
 UNLEARNED = ("judges", "reward_model")
-"""Models that score answers: what they were trained on is not what the model learned from."""
+"""Inputs that only score answers: their training data is not the model's."""
 
 
 class ContaminationConfig(DecontaminateConfig):
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The table's kind and data digest: its id would also depend on how it was made."""
+        """Return the table's kind and data digest, which do not depend on how it was made."""
         return f"{self.artifact.kind} {self.artifact.data_digest[:12]}"
 
 

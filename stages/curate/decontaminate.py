@@ -31,23 +31,21 @@ class DecontaminateConfig(StageConfig):
 
     n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
     min_characters: int = Field(25, ge=1, description="Minimum length of a question of fewer than n words, which is matched as a whole")
-    fuzzy_overlap: float = Field(
-        0.8, gt=0, le=1, description="Share of a prompt's short n-grams, weighted by rarity, that one passage may not reach"
-    )
+    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams that no passage may reach")
     fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, words")
     fuzzy_step: int = Field(3, ge=1, le=50, description="Look up every n-th short n-gram of a document")
     fuzzy_misses: int = Field(10, ge=0, le=100, description="Foreign n-grams in a row that a passage may hold, n-grams")
-    fuzzy_min_words: int = Field(20, ge=2, description="Shorter prompts are not matched this way, words")
+    fuzzy_min_words: int = Field(20, ge=2, description="Minimum length of a prompt that is matched this way, words")
     splits: tuple[Literal["heldout", "train"], ...] = Field(
-        ("heldout",), min_length=1, description="Prompts to look for; all of a list without held-out ones"
+        ("heldout",), min_length=1, description="Splits of the prompts to search for; a list without held-out prompts is used as a whole"
     )
     max_overlap: float = Field(0.0, ge=0, lt=1, description="Maximum fraction of one prompt's n-grams that a document may contain")
 
 
 @dataclass(frozen=True)
 class Index:
-    """N-grams of the prompts: `lengths` in words; per length sorted `hashes` uint64[m] and `owners` int64[m], the prompt each
-    belongs to, and the same hashes for `places_held`; `totals` int64[prompts], n-grams of each prompt."""
+    """N-grams of the prompts: `lengths` in words; per length sorted `hashes` uint64[m], the prompt of each in `owners`
+    int64[m], and `tables` of them for `places_held`; `totals` int64[prompts], n-grams of each prompt."""
 
     lengths: tuple[int, ...]
     hashes: tuple[NDArray[np.uint64], ...]
@@ -145,8 +143,8 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt with the largest overlap with a document. `overlap`: share of its n-grams; `text`: the first match, by `rule` the passage
-    with changes; `shares`: of all prompts."""
+    """The prompt with the largest overlap with a document. `overlap`: share of its n-grams; `text`: its first n-gram, or by FUZZY_RULE the
+    changed passage; `shares`: overlaps of all prompts."""
 
     prompt: int
     overlap: float
@@ -177,7 +175,7 @@ def match(text: Hashed, index: Index) -> Match | None:
 
 @dataclass(frozen=True)
 class Search:
-    """The prompts that texts are searched for: word for word, with changes, and all n-grams without which a text holds none of them."""
+    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`); `grams` sieves out texts that hold none of them."""
 
     index: Index
     fuzzy: FuzzyIndex

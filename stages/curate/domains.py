@@ -40,8 +40,8 @@ class TrainDomainsConfig(fasttext.ClassifierConfig):
     max_characters: int = fasttext.MAX_CHARACTERS(1500)
     code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, whatever their text")
     min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of a type that label a document")
-    max_second: float = Field(0.5, ge=0, lt=1, description="Maximum seed words of the second type by the best type's, for a label")
-    min_labels: int = Field(20, ge=2, description="A type with fewer labelled documents is left out, documents")
+    max_second: float = Field(0.5, ge=0, lt=1, description="Maximum ratio of seed words, second type to best type, for a label")
+    min_labels: int = Field(20, ge=2, description="Minimum labelled documents of a type; types with fewer are left out")
 
 
 class Lexicon(NamedTuple):
@@ -79,7 +79,7 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return `seed_counts` of one text in plain Python: starting the compiled tokenizer takes longer than a look at some pages."""
+    """Return `seed_counts` of one text in plain Python, since loading the compiled tokenizer takes longer than sampling some pages."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
@@ -115,7 +115,7 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
             break
     if not share:
         return []
-    # At most as many as four standard deviations more than those seen let expect.
+    # Upper estimates of all labelled documents of a type: four standard deviations above the sample.
     enough = [name for name, n in results.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
     if len(enough) >= 2:
         return []

@@ -32,10 +32,10 @@ class TrainEncoderQualityConfig(SeededConfig):
 
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents are good, if no judgements are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
-    judgement: str = Field("judgement", min_length=1, description="Signal that holds a judge's grade, where signals `labels` are given")
+    judgement: str = Field("judgement", min_length=1, description="Signal of `labels` that holds a judge's grade")
     min_judgement: float = Field(3.0, description="Minimum grade of a good document")
-    max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that the encoder reads")
-    folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens of a document that the encoder reads")
+    folds: int = Field(3, ge=2, le=20, description="Number of folds of the documents, for out-of-fold scores")
     penalty: float = Field(0.01, gt=0, description="Weight of the squared length of the classifier's weights (ridge)")
 
 
@@ -175,8 +175,8 @@ def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArr
 def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: float, state: Path | None = None) -> Head:
     """Return the head that minimises the mean log-loss plus `penalty` / 2 times the squared weights, by Newton's method.
 
-    vectors float32[n, D], positive bool[n]. The bias is not penalised, so that the mean probability is the share of positives.
-    state: folder in which the fit is saved.
+    `vectors` float32[n, D], `positive` bool[n]. The bias is not penalised, so that the mean probability is the share of positives.
+    `state`: folder in which the fit is saved.
     """
     x = vectors.astype(np.float64)
     mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)
@@ -190,7 +190,7 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
         slope = design.T @ (p - target) / len(x) + ridge * weights
         curve = (design.T * (p * (1 - p))) @ design / len(x) + np.diag(ridge + 1e-9)
         step = np.linalg.solve(curve, slope)
-        # A step as long as this may overshoot where the curve is flat.
+        # A full Newton step may overshoot where the loss is flat.
         weights[:] -= step * min(1.0, 5.0 / max(float(np.abs(design @ step).max()), 1e-12))
         return float(np.abs(step).max()) < TOLERANCE
 

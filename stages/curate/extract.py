@@ -20,13 +20,13 @@ from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
-MAX_ATTRIBUTES = 5000  # of one tag, or of many that cost as much; the parser compares each with all
-MAX_OPTIONS = 2000  # of a page; the parser looks for each through all before it
+MAX_ATTRIBUTES = 5000  # of one tag, or of several tags with the same cost; the parser compares all attributes of a tag
+MAX_OPTIONS = 2000  # of a page; the parser searches all earlier options for each
 TOGETHER = 1 << 18  # bytes of pages that are read together
 FAILURES = (ValueError, RuntimeError)  # of the parser and of numbers that do not fit
 DEEP = "the elements are nested too deep"
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
-# A line of its own between blank lines: comments of code stand next to code.
+# A title stands between blank lines; a comment of code stands next to code.
 TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
 BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
 
@@ -37,7 +37,7 @@ class ExtractConfig(StageConfig):
     headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else only the title has it")
     code_and_maths: bool = Field(True, description="Read markup of code and formulas first: code in tables becomes blocks, MathML TeX")
     strip_markdown: bool = Field(False, description="Remove the marks of **bold** and # titles that a page spells out as text")
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="Larger HTML pages are dropped, bytes")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of an HTML page, bytes; larger ones are dropped")
     max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing takes quadratic time in it")
     max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, with reopened ones")
     max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum blocks of text (paragraphs, cells, lines) for the model")
@@ -125,7 +125,7 @@ def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig)
     for number, (body, media, charset) in enumerate(rows):
         try:
             tables = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - the error is the page's result
             results[number] = error
             continue
         if isinstance(tables, _Found):
@@ -143,7 +143,7 @@ def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found 
     """Return the extraction of parsed pages by number; where reading them together fails, each is read by itself."""
     try:
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - the error is the pages' result
         if len(pages) > 1:
             return {number: tables for number, page in pages.items() for tables in _read({number: page}, config).values()}
         failed = Unreadable("extract_failed", f"{type(error).__name__}: {error}") if isinstance(error, FAILURES) else error
@@ -176,7 +176,7 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
     if _check_burden(html, config).options > MAX_OPTIONS:
         html = OPTION.sub("", html.decode()).encode()
     try:
-        marked = html.startswith(BOM_UTF8)  # after the mark that `utf8` has taken: a character, which the parser would take from bytes
+        marked = html.startswith(BOM_UTF8)  # a second mark is a character; the parser would drop it from bytes
         tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()

@@ -32,7 +32,7 @@ def _needs(config: GatherConfig, facts: Facts) -> list[str]:
 def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
     """Join documents of several origins in one table; the configuration may name the source of each input.
 
-    Of documents with the same id the newest is kept, of equally new ones that of the first input; the rule `same_id` drops the others.
+    Of documents with the same id the newest is kept, at equal times the first input's; the rule `same_id` drops the others.
     """
     if config.sources and len(config.sources) != len(documents):
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")

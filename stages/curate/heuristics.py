@@ -50,7 +50,7 @@ CURVE = tuple(point / 50 for point in range(51))
 declare_signal(FAILURE, str, "", "why a document was not measured; null where it was", optional=True)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
-# How a line ends that C4 keeps.
+# Final characters of lines that C4 keeps.
 FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
@@ -58,10 +58,10 @@ class HeuristicsConfig(SeededConfig):
     """Settings of the measurement; thresholds are `select`'s."""
 
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
-    line_coverage: float = Field(0.5, ge=0, le=1, description="Lines covered at least so much get a row in line_signals, fraction of words")
-    c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line: what C4's rules on lines read")
+    line_coverage: float = Field(0.5, ge=0, le=1, description="Minimum coverage of a line for a row in line_signals, fraction of words")
+    c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line, for C4's rules on lines")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
-    max_text_bytes: int = Field(8 << 20, ge=1024, description="Longer documents are not measured, as each takes memory, bytes of UTF-8")
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a measured document, bytes of UTF-8")
     signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
     signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum time of a signal of your own for one document, seconds")
     signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
@@ -209,7 +209,7 @@ def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
     rows = language.read("languages").to_pylist()
     lists = [tuple((row["stop_words"] or "").split()) for row in rows]
     places = {(row["language"], row["script"]): at if words else NO_LIST for at, (row, words) in enumerate(zip(rows, lists, strict=True))}
-    # English is asked for Gopher's words, as text of a language that is not known.
+    # English, like text of an unknown language, is measured with Gopher's own stop words.
     places |= {(ENGLISH, row["script"]): ANY_LIST for row in rows}
     table = signals_of(language, ids, ["language", "script"])
     return own_words(lists, [places[key] for key in zip(table["language"].to_pylist(), table["script"].to_pylist(), strict=True)])
@@ -241,7 +241,7 @@ def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDA
     lengths = _lengths(table["_bins"])
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
     languages, number = np.unique(names, return_inverse=True)
-    # Most languages of a part have a few documents: their bins are sorted in place of counting through all that there are.
+    # Most languages of a part have few documents: sorting their bins is faster than counting over all bins.
     order = np.argsort(np.repeat(number.astype(np.uint16), lengths), kind="stable")
     ends = np.cumsum(np.bincount(number, weights=lengths, minlength=len(languages)).astype(np.int64)).tolist()
     result = {}

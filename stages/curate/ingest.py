@@ -33,10 +33,10 @@ from puna.storage.shards import count
 
 CHUNK_BYTES = 8 << 20  # bytes of bodies that are held as objects at one time
 BATCH_BYTES = 8 << 20  # files are read together up to this size
-PACKED = 4  # size of pages by that of the archives that hold them, about
+PACKED = 4  # approximate ratio of the size of pages to the size of their archives
 HUB_BYTES = 1 << 30
-ROW_BYTES = 6  # bytes of JSON that one byte of a page takes at most, about: it may be written as \u0000
-ENDINGS_SHOWN = 5  # endings of files without a page that a message names
+ROW_BYTES = 6  # approximate maximum bytes of JSON per byte of a page, which may be written as \u0000
+ENDINGS_SHOWN = 5  # maximum number of file endings without pages in a message
 RECORD = pa.schema(
     [
         ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],
@@ -86,10 +86,9 @@ class IngestConfig(StageConfig):
 def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     """Read pages from WARC, WET, folders of pages, Parquet, JSON lines and arrays, CSV and Hugging Face data sets.
 
-    Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty,
-    body_too_large, truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record;
-    failed where reading it raised an error).
-    A page's id is a hash of source, address, time, media type and body: it does not depend on where the page lies.
+    Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty, body_too_large,
+    truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error). A
+    page's id is a hash of source, address, time, media type and body: it does not depend on where the page lies.
     """
     jobs = list(_jobs(inputs, config))
     input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
@@ -157,14 +156,14 @@ def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
 
 
 LOOKED_AT = 100
-"""Records of a file that are looked at for a reason why none of it is a page."""
+"""Number of a file's first records that are searched for a rejection."""
 HINTS = {
     "body_too_large": "ingest.max_body_bytes is the limit",
     "not_a_page": "a row is a page where it has the field that ingest.text_column or ingest.html_column names",
     "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types",
     "not_a_response": "of an archive's records responses, resources and conversions (WET) are pages; metadata (WAT) and requests hold none",
 }
-"""What a user needs to know about a rule that took every record."""
+"""Hints on rules that rejected every record."""
 
 
 def hints(rules: Container[str]) -> str:
@@ -190,7 +189,7 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
     start = time.monotonic()
     for number, job in enumerate(jobs):
-        # What earlier files did not need of their time is the later ones'.
+        # Later files get the time that earlier files did not use.
         until = start + seconds * (number + 1) / len(jobs)
         assert job.file is not None
         body_bytes = 0
@@ -278,7 +277,7 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """Yield the records of some files as tables; last how many they are, the bytes of the pages' bodies, and the files without a page."""
+    """Yield the records of some files as tables; last the number of records, bytes of bodies, and files without a page."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
@@ -334,7 +333,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
 
 
 def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
-    """Return the page, or why it is not kept; `accepted` remembers the verdict on each media type."""
+    """Return the page or its rejection; `accepted` caches the verdict on each media type."""
     if isinstance(record, Rejected):
         return record
     if not record.body.strip():

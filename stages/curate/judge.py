@@ -30,7 +30,7 @@ Grade = Literal["judgement", "code_judgement", "reasoning_judgement"]
 TEXT = "{text}"
 TOP = 5  # points of the built-in scales
 
-# What is graded, and what gives a point each: scales that add up are an idea of FineWeb-Edu (arXiv 2406.17557); the words are our own.
+# The graded quality, and the criteria that give a point each. Additive scales follow FineWeb-Edu (arXiv 2406.17557); the words are our own.
 SCALES: dict[Grade, tuple[str, tuple[str, ...]]] = {
     "judgement": ("how much a reader can learn from the web page below", (
         "It has a subject: it is more than menus, offers, notices or a list of links.",
@@ -63,9 +63,9 @@ YES_NO: dict[Grade, str] = {
 
 
 class Question(NamedTuple):
-    """A prompt with one place for the page, the possible answers and the grade that each stands for.
+    """A prompt with one place for the page, the possible answers, and the grade of each.
 
-    `start`: how the model's answer begins, before a space and one of `answers`. `chat`: ask in the model's chat format.
+    `start`: the beginning of the model's answer, before a space and one of `answers`. `chat`: ask in the model's chat format.
     """
 
     prompt: str
@@ -85,8 +85,8 @@ def built_in(signal: Grade, kind: Kind) -> str:
     return f"{start}\n\n{page}\n\nReply with the number of points alone, one digit from 0 to {len(points)}."
 
 
-MARK = "\ufdd0"  # stands for the page in a rendered dialogue; no text is meant to hold this code point
-TOKEN_CHARACTERS = 16  # a page is cut to so many characters per token before it is encoded
+MARK = "\ufdd0"  # placeholder of the page in a rendered dialogue; a code point that valid text does not hold
+TOKEN_CHARACTERS = 16  # maximum characters per token to which a page is cut before it is encoded
 
 
 class Grader:
@@ -99,7 +99,7 @@ class Grader:
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
         self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
         self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
-        self._encode = tokenizer.encode  # a page that writes a special token gets the characters of it
+        self._encode = tokenizer.encode  # special tokens written in a page are encoded as plain characters
         length, most = len(self.head) + max_tokens + len(self.tail), model.config.max_position_embeddings
         if length > most:
             raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {length - max_tokens} tokens that is more than the "
@@ -165,18 +165,16 @@ class JudgeConfig(SeededConfig):
 
     signal: Grade = Field("judgement", description="Signal that is written; it chooses the built-in prompt: quality, code or reasoning")
     question: Kind = Field("scale", description="scale: points from 0 to max_grade; yes_no: the probability of Yes against No, 0 to 1")
-    prompt: str | None = Field(None, description="What is asked, with the mark {text} where the page goes; null: the built-in prompt")
+    prompt: str | None = Field(None, description="Your own prompt, with {text} in place of the page; null: the built-in prompt")
     max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade that a prompt of your own gives, one digit")
-    answer_start: str = Field("Answer:", description="How the model's answer begins, before a space and the grade")
-    chat: bool = Field(True, description="Ask in the model's chat format; false: the model continues the prompt, as one without chat does")
+    answer_start: str = Field("Answer:", description="Beginning of the model's answer, before a space and the grade")
+    chat: bool = Field(True, description="Ask in the model's chat format; false: the model continues the prompt")
     sample: int = Field(1000, ge=1, description="Documents graded of each source, and of each language in it if `language` is given")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources of which no document is graded")
-    max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that the model reads, from its beginning")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not graded")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens read of each document's beginning (endpoint: 4 characters each)")
     batch_documents: int = Field(8, ge=1, le=1024, description="Documents in one forward pass")
-    endpoint: EndpointConfig | None = Field(
-        None, description="Model elsewhere that writes the grades, read to max_tokens of 4 characters; null: the input model or checkpoint"
-    )
-    reply_tokens: int = Field(256, ge=1, le=65_536, description="Longest reply of that model, its thoughts included, tokens")
+    endpoint: EndpointConfig | None = Field(None, description="Remote model that writes the grades; null: the input model or checkpoint")
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum length of that model's reply with its reasoning, tokens")
 
     @field_validator("prompt")
     @classmethod
@@ -200,7 +198,7 @@ class JudgeConfig(SeededConfig):
 
 
 def needs(config: JudgeConfig, facts: Facts) -> list[str]:
-    """Require an endpoint's key, and either an endpoint or a model."""
+    """Return the unmet needs of an endpoint: its key, and no model besides it."""
     if config.endpoint is None:
         return []
     both = bool({"model", "checkpoint"} & set(facts.inputs))

@@ -30,12 +30,12 @@ EXAMPLES = 50
 class LineDedupConfig(StageConfig):
     """Bounds of counting, and treatment of a line that repeats."""
 
-    unit: Literal["line", "paragraph"] = Field("line", description="What is compared: lines, or paragraphs parted by an empty line")
+    unit: Literal["line", "paragraph"] = Field("line", description="Unit of comparison: lines, or paragraphs, which empty lines separate")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
     max_per_million: float = Field(0.2, ge=0, description="Maximum occurrences of a kept line, per million documents; Llama 3: 0.2")
-    max_occurrences: int = Field(6, ge=1, description="Minimum of that limit, whatever the number of documents, occurrences")
+    max_occurrences: int = Field(6, ge=1, description="Lower bound of that limit for any number of documents, occurrences")
     min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; a smaller one only shows them")
-    policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Whether the first occurrence of such a line stays")
+    policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Remove all occurrences of such a line, or keep the first")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose lines are neither counted nor removed, as programs")
     protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
 
@@ -45,7 +45,7 @@ class LineDedupConfig(StageConfig):
 
     @property
     def newlines(self) -> int:
-        """Number of consecutive newlines between two units."""
+        """Return the number of consecutive newlines between two units."""
         return 1 if self.unit == "line" else 2
 
 

@@ -1,4 +1,4 @@
-"""`minhash_dedup`: near-duplicate documents, found by MinHash and verified word run by word run."""
+"""`minhash_dedup`: near-duplicate documents, found by MinHash and verified by their word runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
 
 COLUMNS = ("id", "fetched_at", "source", "text")
-SHARD_ROWS = 1 << 17  # documents of one job at most: it writes one file of every exchange
-AT_ONCE = 1 << 25  # characters of documents that one worker compares in memory (150 MB), in a fifth less time
+SHARD_ROWS = 1 << 17  # maximum documents of one job, which writes one file of every exchange
+AT_ONCE = 1 << 25  # maximum characters of a corpus that one worker compares in memory (150 MB), in a fifth less time
 KEY_BYTES = 16
-SHINGLE_BYTES = 2  # bytes of shingles per character of text, about
+SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 
 
 @stage(kind="documents", filters="documents")
@@ -30,11 +30,10 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
     Candidates agree in one of `bands` bands of their MinHash signatures. They are taken in order of preference (preferred sources; then
-    the longest, latest or best; then by id). A document goes when one kept before it is verified to be its near-duplicate: enough shared
-    word runs, and no long passage of its own; it is compared with its survivor itself, never along a chain. `duplicates` has the evidence.
-
-    A small corpus is compared in memory. Of a larger one, band keys are regrouped by value and candidates by component: memory is bounded
-    by a worker's share, but for the edges between candidates, 16 bytes each, in one worker.
+    the longest, latest or best; then by id). A document is removed if it is verified to be a near-duplicate of an earlier, kept one: they
+    share enough word runs, and it has no long passage of its own. It is always compared with its survivor itself, never along a chain.
+    `duplicates` has the evidence. A small corpus is compared in memory. For a larger one, band keys are regrouped by value and candidates
+    by component, so that each worker holds a share of them; only the edges between candidates, 16 bytes each, lie in one worker.
     """
     if config.survivor == "best_score":
         check_score(signals, config)
@@ -66,7 +65,7 @@ def _members(run: StageRun, documents: Artifact, parts: list[Part], config: Minh
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
-    """Raise PunaError if the signal that ranks documents is missing."""
+    """Raise PunaError if the signal that ranks near-duplicates is missing."""
     if signals is None:
         raise PunaError("minhash_dedup.survivor is best_score: give the signals that hold the score")
     if config.score not in signals.columns():
@@ -78,8 +77,8 @@ def _keys(part: Part, config: MinhashDedupConfig) -> Iterator[pa.Table]:
     for block in part.split():
         results = shingled(block.read()["text"], config)
         _, keys = signed(results, config)
-        filled = np.flatnonzero(np.diff(results.offsets))  # without a shingle a document is nobody's duplicate
-        # A band's keys differ from another band's of the same value.
+        filled = np.flatnonzero(np.diff(results.offsets))  # a document without shingles is no duplicate
+        # Equal values in two bands must be different keys.
         own = keys[filled] ^ (np.arange(1, config.bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         yield pa.table({"key": own.T.ravel(), "row": np.tile(filled + block.start, config.bands).astype(np.int64)})
 
@@ -96,7 +95,7 @@ def _edges(keys: Partition) -> pa.Table:
 
 
 def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
-    """Return the documents of all edges, the component of each (its first document), and the part that holds it."""
+    """Return the documents on edges, each with its component (that is, its first document) and the part that holds it."""
     from puna.stages.curate.minhash.near_duplicates import roots, unite
 
     rows = edges.read()
@@ -111,15 +110,14 @@ def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
 def _gathered(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
-    """Return the candidates with the columns for the decision, by component."""
+    """Return the candidates, regrouped by component, with the columns that the decision needs."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
-    arguments = (signals, config)
-    return run.exchange(_candidates, items, *arguments, by="hash", partitions=partitions(members.rows * each))
+    return run.exchange(_candidates, items, signals, config, by="hash", partitions=partitions(members.rows * each))
 
 
 def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig) -> Iterator[pa.Table]:
-    """Yield candidates of one part; their texts are read again, as the shingles of all documents need more room."""
+    """Yield the candidates of one part; their texts are read again, since the shingles of all documents would need more memory."""
     part, members = item
     table = members.read()
     rows, component = (table[name].combine_chunks().to_numpy() for name in ("row", "component"))

@@ -1,4 +1,4 @@
-"""`minhash_update`: add documents to deduplicated ones at the price of the added ones."""
+"""`minhash_update`: documents added to deduplicated ones, at a cost that grows only with the added documents."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revi
 def minhash_update(
     documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun
 ) -> None:
-    """Remove near-duplicates among added documents, and record which earlier decisions they change.
+    """Remove near-duplicates among added documents, and record the earlier decisions that they change.
 
     `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result holds the added documents that are
-    kept, with evidence for the others; `revisions` the earlier documents whose decision changes. Together they equal `minhash_dedup` of all
-    documents (`verdicts` puts it together): only components with added documents are decided again.
+    kept, with evidence for the others; `revisions` holds the earlier documents whose decision changes. Only components with added
+    documents are decided again; all decisions, combined by `verdicts`, equal those of `minhash_dedup` on all documents.
     """
     settings = _configuration(previous)
     if settings.survivor == "best_score":
@@ -78,7 +78,7 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
-    """Return removed document → its survivor and their similarity, after a `minhash_dedup` and its updates (of some ids only)."""
+    """Return removed document → its survivor and their similarity, after a `minhash_dedup` and its updates; `ids` limits the documents."""
     result: dict[str, tuple[str, float]] = {}
     for artifact in artifacts:
         for table in ("revisions", "duplicates"):
@@ -107,7 +107,7 @@ def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
 
 
 class Members(NamedTuple):
-    """Documents by index (`segment`) and row in it, int64[M], ordered by both."""
+    """Documents, int64[M]: the number of each one's index (`segment`) and its row in it, ordered by both."""
 
     segment: NDArray[np.int64]
     row: NDArray[np.int64]
@@ -118,7 +118,7 @@ def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]
 
 
 def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
-    """Return the added documents and all documents that shared bands connect to them."""
+    """Return the added documents with shingles, and all documents that shared bands connect to them."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     masks = [np.zeros(len(index.facts), bool) for index in indices]

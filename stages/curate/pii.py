@@ -1,4 +1,4 @@
-"""`pii`: personal data in documents is masked, and documents with too much of it are dropped."""
+"""`pii`: a mask for personal data in documents, and the removal of documents with too much of it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ ALL: tuple[Entity, ...] = ("email", "iban", "card", "ssn", "ip_address", "addres
 
 
 class PiiConfig(StageConfig):
-    """Settings of the kinds of personal data to mask or drop."""
+    """Kinds of personal data to mask or drop."""
 
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
-    drop: dict[Entity, PositiveInt] = Field(
-        default_factory=dict, description="Kind → number of pieces from which on a document is dropped, not masked: {ssn: 1, email: 50}"
-    )
+    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → minimum number that drops a document, as {ssn: 1}")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
     code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in those sources")
-    max_text_bytes: int = Field(8 << 20, ge=1024, description="Longer documents are dropped, as a search takes time, bytes of UTF-8")
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a document, bytes of UTF-8; longer ones are dropped")
 
 
 @stage(kind="documents", filters="documents")
@@ -53,7 +51,7 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     clean: list[str] = []
     scores: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
-    # A text in which there can be nothing is not looked at.
+    # A text that cannot hold personal data is not searched.
     possible = seen & np.where(in_code, needed(searched_in_code), needed(searched)) != 0
     for row in np.flatnonzero(possible | (sizes > config.max_text_bytes)).tolist():
         identity = ids[row].as_py()

@@ -1,4 +1,4 @@
-"""Quality: how good a document is to learn from, by the model that comes with Puna or by a classifier, after Llama 3 and DCLM."""
+"""Quality of documents as training data, by the model that comes with Puna or by a classifier, after Llama 3 and DCLM."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
-# Optional: a crawl may have no English, or none but the sources that a classifier leaves out.
+# Optional: a crawl may hold no English, or only sources that a classifier leaves out.
 declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it", optional=True)
 declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality", optional=True)
 GOOD, OTHER = "good", "other"
 
 
 class QualityConfig(StageConfig):
-    """Class that counts as good."""
+    """Class whose probability is the quality."""
 
-    positive: str = Field(GOOD, min_length=1, description="Class of the classifier, where one is given, whose probability is the quality")
+    positive: str = Field(GOOD, min_length=1, description="Class of the input `classifier` whose probability is the quality")
 
 
 LANGUAGES = (
@@ -37,7 +37,7 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """Return the unmet needs without a classifier: the signals of `language`, and no choice of a class."""
+    """Return the unmet needs: without a classifier, the signals of `language`, and the default class."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 
@@ -72,9 +72,9 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
 def write_scores(
     run: StageRun, documents: Artifact, language: Artifact | None, share: float, score: Callable[..., pa.Table], *args: Any
 ) -> tuple[int, float]:
-    """Write the signals `quality`, as `score(part, *args)` gives it beside the ids, and `quality_rank`.
+    """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`.
 
-    Return the number of scored documents, and the quality that the share `share` of them does not reach.
+    Return the number of scored documents, and the `share` quantile of their quality.
     """
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
@@ -123,14 +123,14 @@ def _graded(part: Part, language: Artifact) -> pa.Table:
 
 
 def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:
-    """Return the table that `write_scores` takes: ids and the values of some of their rows."""
+    """Return the table that `write_scores` takes: ids, and quality values for `rows` of them, null for the others."""
     quality = np.full(len(ids), np.nan)
     quality[rows] = values
     return pa.table({"all": np.zeros(len(ids), np.int32), "id": ids, "quality": pa.array(quality, from_pandas=True)})
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Return for each value the share of its group with a lower one, float64[n] in [0, 1); equal values have equal ranks."""
+    """Return for each value the share of lower values in its group, float64[n] in [0, 1); equal values have equal ranks."""
     ranks = np.zeros(len(values))
     for group in np.unique(groups):
         members = groups == group

@@ -13,8 +13,8 @@ from puna.storage import Artifact
 from puna.storage.schemas import table_schema
 
 DECIDED = pa.schema([("id", pa.string()), ("kept_id", pa.string()), ("similarity", pa.float64()), ("detail", pa.string())])
-"""A removed document, the one kept instead, their similarity, and a detail that explains it to a reader."""
-MANY = 100_000  # about: decisions in a partition if every document is removed
+"""Schema of a removed document: its id, the id of the one kept instead, their similarity, and an explanation for a reader."""
+MANY = 100_000  # approximate number of decisions in a partition if every document is removed
 
 
 def remove(
@@ -23,7 +23,7 @@ def remove(
 ) -> Sequence[Any]:  # fmt: skip
     """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
 
-    Return the infos of `decide`, by item. `threshold`: the rule's; None: the rule has no threshold and no value.
+    Return the infos of `decide`, by item. `threshold` of the rule; None: it has neither threshold nor value.
     """
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)

@@ -23,7 +23,7 @@ LINE_TABLES = {
     "line_signals": ("lines.max_ngram_coverage", "give the signals of one heuristics stage"),
     "c4_lines": ("lines.final_punctuation or min_line_words", "give the signals of one heuristics stage with c4_lines=true"),
 }
-"""Table of lines → the rules that read it, and where it comes from."""
+"""Table of lines → the rules that read it, and the remedy if it is missing."""
 
 
 class SelectConfig(StageConfig):
@@ -37,12 +37,10 @@ class SelectConfig(StageConfig):
     dirty_words: rules.DirtyWordRules | None = Field(rules.DirtyWordRules(), description="Rules on the adult vocabulary")
     divergence: rules.DivergenceRules | None = Field(rules.DivergenceRules(), description="Rules on the distance from the corpus")
     ngram_coverage: rules.NgramCoverageRules | None = Field(rules.NgramCoverageRules(), description="Rules on repetition within a document")
-    notices: rules.NoticeRules | None = Field(rules.NoticeRules(), description="Rules on legal pages and on notices in place of a page")
+    notices: rules.NoticeRules | None = Field(rules.NoticeRules(), description="Rules on legal pages, and on notices instead of a page")
     curated: rules.CuratedRules | None = Field(rules.CuratedRules(), description="Rules on curated sources")
     code: rules.CodeRules | None = Field(rules.CodeRules(), description="Rules on source code")
-    code_reasoning: rules.CodeReasoningRules | None = Field(
-        rules.CodeReasoningRules(), description="Pages with code or reasoning: which these are, rules that skip them, rules of their own"
-    )
+    code_reasoning: rules.CodeReasoningRules | None = Field(rules.CodeReasoningRules(), description="Rules on pages with code or reasoning")
     quality: rules.QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
@@ -67,7 +65,7 @@ class SelectConfig(StageConfig):
     @field_validator("sql", mode="before")
     @classmethod
     def _expressions(cls, given: Any) -> Any:
-        """Raise ValueError unless each is an expression that DuckDB can read."""
+        """Return the rules; raise ValueError if DuckDB cannot parse one of them."""
         if not isinstance(given or {}, Mapping):
             raise ValueError("rules are named with their conditions: {NAME: 'words < 50'}")
         for name, expression in (given or {}).items():
@@ -85,7 +83,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return what the rules need and the signals lack, if the incoming signals are known."""
+    """Return the first need of the rules that the incoming signals do not meet, if these are known."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -100,17 +98,17 @@ def needs(config: SelectConfig, facts: Facts) -> list[str]:
 
 @stage(kind="documents", filters="documents", needs=needs)
 def select(documents: Documents, signals: list[Signals], config: SelectConfig, run: StageRun) -> None:
-    """Apply rules to signals: documents that no rule drops are kept.
+    """Apply rules to signals, and keep the documents that no rule drops.
 
-    `dropped` has the first rule that fired for each other document, with value and threshold: thresholds in declared order, then `groups`
-    of other packages, then `sql`. With the signals of the stage `language`, a threshold is English's times the factor of the document's
-    language (its table `languages`); without a factor the rule abstains, and abstained_RULE counts those documents. Documents that could
-    not be measured go first, as `failed`. A document without a signal that a rule reads is an error; one whose signal is null is dropped,
-    except by rules on measures that do not exist for every document. Kept documents lose lines that repeat earlier ones and, if asked for,
-    lines that C4 removes (`removed_lines`); a document without any line left is dropped.
+    Documents that could not be measured are dropped first, as `failed`; then thresholds apply in declared order, `groups` of other packages
+    and `sql`. `dropped` has the first rule that fires, with value and threshold. With the signals of the stage `language`, a threshold is
+    multiplied by the factor of the document's language (table `languages`); a rule without a factor skips the document, as abstained_RULE
+    counts. A document that lacks a signal is an error. A null signal drops the document, except by rules on measures that do not exist
+    for every document. Kept documents lose lines that repeat earlier ones and, if configured, lines that C4 removes (`removed_lines`);
+    a document that loses all its lines is dropped.
     """
     if not documents.rows():
-        run.transform(_select, documents)  # signals of no documents have no columns that rules could ask for
+        run.transform(_select, documents)  # signals of no documents have no columns for rules
         return
     thresholds, expressions = list(active_rules(config)), config.expressions()
     carried = carried_signals(signals)
@@ -138,7 +136,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record how many documents each rule does not judge, because its language has no basis."""
+    """Record for each rule the number of documents that it skips because their language has no factor."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
         if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):
@@ -146,7 +144,7 @@ def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> No
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
-    """Return signal → id of the artifact that carries it; raise PunaError if two do."""
+    """Return signal → id of the artifact that carries it; raise PunaError if two artifacts carry one signal."""
     carried: dict[str, str] = {}
     for artifact in signals:
         for name in artifact.columns("signals"):
@@ -167,7 +165,6 @@ def _named(artifact: Artifact) -> str:
 
 
 def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
-    """Return the signals of the documents `ids`, in their order; raise PunaError if a document has none."""
     where = pc.index_in(ids, signals["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
@@ -245,9 +242,9 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
-    """Return the text without the lines of these numbers, and the removed lines.
+    """Return the text without the lines with these numbers, and the removed lines by number.
 
-    As in `line_dedup`, the blank lines after a removed line go with it if the text before it is empty or ends in a blank line.
+    As in `line_dedup`, blank lines after a removed line are removed, too, if the text before it is empty or ends in a blank line.
     """
     lines, rest, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):

@@ -20,26 +20,26 @@ JOB_ROWS = 1 << 17  # documents of one job; sums of vectors must not depend on s
 
 
 class SemanticDedupConfig(SeededConfig):
-    """Vectors of documents, and the similarity from which one document of a pair is removed."""
+    """Settings of document vectors, of their clusters, and of the similarity at which a document is removed."""
 
-    threshold: float = Field(0.95, gt=0, le=1, description="Cosine from which on a document is a duplicate of a kept one")
+    threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine of a duplicate and a kept document")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
     buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Hash buckets of the vocabulary of TF-IDF")
-    max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens of each document that an encoder reads, from its beginning")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens of a document that an encoder reads, from its beginning")
     cluster_documents: int = Field(1000, ge=2, description="Documents per cluster on average; only those of one cluster are compared")
     iterations: int = Field(10, ge=1, le=100, description="Steps of spherical k-means")
-    min_words: int = Field(20, ge=1, description="Shorter documents are kept, words")
+    min_words: int = Field(20, ge=1, description="Minimum length of a document that may be removed, words")
     survivor: Literal["longest", "latest"] = Field("longest", description="Which of several duplicates is kept")
 
 
 @stage(kind="documents", filters="documents")
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
-    """Remove documents whose vectors are nearly those of a kept one (Abbas et al. 2023, SemDeDup, with another choice of the kept).
+    """Remove documents whose vector is close to that of a kept one (SemDeDup, Abbas et al. 2023, but with the survivor of `survivor`).
 
-    Vectors are TF-IDF over normal words, projected at random, which see through reordered and lightly edited text, not through paraphrase.
-    With a `model` of this pipeline, or the folder of a Hugging Face `encoder`, vectors are mean hidden states less their common mean (Mu
-    and Viswanath 2018). Documents are clustered by spherical k-means; inside a cluster they are taken in order of preference, and one goes
-    when a kept one is similar enough. `duplicates` holds the pair and its cosine.
+    Vectors are TF-IDF over normal words, projected at random: they match reordered and lightly edited text, but not paraphrases. With a
+    `model` of this pipeline, or the folder of a Hugging Face `encoder`, they are mean hidden states less their common mean (Mu and
+    Viswanath 2018). Documents are clustered by spherical k-means. In each cluster they are visited in order of preference, and a document
+    is removed if a kept one is similar enough. `duplicates` holds the pair and its cosine.
     """
     if not documents.rows():
         return
@@ -118,7 +118,7 @@ def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: ND
 
 
 def _read(table: pa.Table, common: NDArray[np.float64] | None) -> NDArray[np.float32]:
-    """Return unit vectors [n, D] of documents, less their common mean."""
+    """Return unit vectors [n, D] of documents, less the mean `common` unless it is None."""
     column = table["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if common is None:
@@ -134,7 +134,7 @@ def _sum(vectors: Partition) -> NDArray[np.float64]:
 def _centers(
     vectors: Exchange, common: NDArray[np.float64] | None, config: SemanticDedupConfig, run: StageRun
 ) -> NDArray[np.float32] | None:
-    """Return centers [C, D] of clusters by spherical k-means from documents drawn at random; None: there is one cluster."""
+    """Return cluster centers [C, D] of spherical k-means that starts from random documents; None for a single cluster."""
     count = vectors.rows // config.cluster_documents
     if count <= 1:
         return None
@@ -168,7 +168,7 @@ def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArr
 
 
 def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
-    """Return documents by cluster, whole clusters in each of `size` partitions."""
+    """Return documents with their cluster and its partition, `place` (of `size`)."""
     table = vectors.read()
     own = _read(table, common)
     cluster = np.zeros(len(own), np.int64) if centers is None else np.argmax(own @ centers.T, axis=1)
@@ -183,7 +183,7 @@ def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table
     vectors = _read(table, None)
     cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))
     first, second = (fetched, words) if config.survivor == "latest" else (words, fetched)
-    order = np.lexsort((-second, -first, cluster))  # the id, in whose order rows come, decides last
+    order = np.lexsort((-second, -first, cluster))  # rows come in order of ids, which break ties
     bounds = np.flatnonzero(np.diff(cluster[order], prepend=-1, append=-1))
     ids = table["id"].to_pylist()
     results = []
@@ -195,7 +195,7 @@ def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table
 
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:
-    """Return removed row, kept row and cosine, for the documents of a cluster in order of preference."""
+    """Return (removed row, kept row, cosine) for the duplicates in a cluster, whose `rows` are in order of preference."""
     own = vectors[rows].astype(np.float64)
     survivors: list[int] = []
     pairs = []

@@ -1,4 +1,4 @@
-"""`substring_dedup`: passages that repeat word for word across and inside documents."""
+"""`substring_dedup`: removal of passages that repeat word for word across and inside documents."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from puna.storage.parts import ShardRows
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-WINDOW_BYTES = 4  # bytes per character of text, about: the hash and the place of a window for each word
+WINDOW_BYTES = 4  # approximate bytes per character of text: each word has the hash and the place of a window
 
 
 class SubstringDedupConfig(StageConfig):
-    """Bounds of repeated passages, and of the documents that they leave behind."""
+    """Minimum lengths of removed passages and of the documents that remain."""
 
-    words: int = Field(50, ge=2, le=10_000, description="A passage of at least so many words that occurred before is removed, words")
-    min_words: int = Field(20, ge=0, description="A document of which something was removed and fewer words are left is dropped, words")
+    words: int = Field(50, ge=2, le=10_000, description="Minimum length of a repeated passage that is removed, words")
+    min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; one with fewer is dropped")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor cut")
 
 
 @stage(kind="documents", filters="documents")
 def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: StageRun) -> None:
-    """Remove passages of `words` or more words but for their first occurrence, in the order of ids (Lee et al. 2021, ExactSubstr).
+    """Remove repeated passages of at least `words` words except their first occurrence, by id (Lee et al. 2021, ExactSubstr).
 
-    White space does not count. `removed_spans` holds every removed passage. A document of which too little is left is dropped.
-    Hashes of windows are regrouped by value; the places of repeated ones go to the shard of their first occurrence, which knows
-    its id, and from there to their own.
+    White space does not count. `removed_spans` holds every removed passage. A document with too few words left is dropped. Hashes of
+    windows are regrouped by value. Places of repeated windows are sent to the shard of the first occurrence for its id, then to their own.
     """
     shards = documents.shards()
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
@@ -68,7 +67,7 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
 
 
 def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
-    """Return the windows that are not the first of their hash, by the shard of that first one; and how many hashes repeat."""
+    """Return the repeated windows, by the shard of the first window with their hash; and the number of repeated hashes."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
     order = np.argsort(hashes, kind="stable")  # windows come in the order of rows
@@ -82,7 +81,7 @@ def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, 
 
 
 def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
-    """Return repeated windows by their own shard, with the ids of the documents that have them first, which lie in one shard."""
+    """Return repeated windows by their own shard, each with the id of the document in `item`'s shard that has it first."""
     shard, repeated = item
     table = repeated.read()
     row = table["row"].to_numpy()

@@ -1,4 +1,4 @@
-"""`train_classifier`, `import_classifier`, `classify`: a classifier is made once, and applied to this crawl and the next."""
+"""`train_classifier`, `import_classifier`, `classify`: a classifier that is made once and applied to any number of crawls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from puna.storage import Artifact, PunaError
 
 Purpose = Literal["quality", "language", "classify"]
 NAME = "class"
-PURPOSE = "The stage that applies it: quality, language, or classify, which writes class and probability"
+PURPOSE = "Stage that applies the classifier: quality, language, or classify, which writes class and probability"
 declare_signal("classifier_label", str, "", "most probable class of the classifier that was applied", optional=True)
 declare_signal("classifier_score", float, "probability", "probability of that class", optional=True)
 
@@ -30,7 +30,7 @@ class TrainClassifierConfig(ClassifierConfig):
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources of the class `good`, if no `labels` are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
     label: str = Field("judgement", min_length=1, description="Signal of `labels`: words are classes; a number is `good` or `other`")
-    min_label: float = Field(3.0, description="Minimum of that number for the class `good`")
+    min_label: float = Field(3.0, description="Minimum numeric label of the class `good`")
 
 
 def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
@@ -49,10 +49,10 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
 
 @stage(kind="classifier", needs=needs)
 def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
-    """Train a fastText classifier on documents of good sources against the others, or on the labels of a stage before.
+    """Train a fastText classifier on documents of good sources against all others, or on labels of an earlier stage.
 
-    One model is trained for each fold of documents, without that fold's (see `puna.stages.curate.classifiers.fold_models`); the stage
-    `purpose` applies them. Equal inputs give equal bytes. Metrics and figures are of documents that the scoring model did not see.
+    For each fold one model is trained on the documents of the other folds (see `puna.stages.curate.classifiers.fold_models`). The stage
+    `purpose` applies them. Equal inputs give equal bytes. Metrics and figures come from models that did not see the scored documents.
     """
     if labels is not None and config.label not in labels.columns():
         there = ", ".join(name for name in labels.columns() if name != "id")
@@ -90,13 +90,13 @@ class ImportClassifierConfig(StageConfig):
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not scored")
-    max_characters: int = Field(10_000, ge=1, description="Read of each document, characters")
-    split: bool = Field(False, description="Whether texts are split into words in lower case, as Puna trains; false: shown as they are")
+    max_characters: int = Field(10_000, ge=1, description="Maximum characters of a document that the model reads")
+    split: bool = Field(False, description="Split texts into words in lower case, as for classifiers that Puna trains")
 
 
 @stage(kind="classifier")
 def import_classifier(model: External, config: ImportClassifierConfig, run: StageRun) -> None:
-    """Make an artifact of a fastText model, a .bin or .ftz file, which is applied as one that was trained here."""
+    """Make a classifier of a fastText model, a .bin or .ftz file, that is applied like one of `train_classifier`."""
     file = Path(model.uri.removeprefix("file://"))
     if not file.is_file():
         raise PunaError(f"import_classifier: {model.uri} is no local file; give a fastText model, .bin or .ftz")
@@ -119,8 +119,7 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
 def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Give documents the most probable class of a classifier, and its probability; nothing is trained.
 
-    A document that the classifier learned from is scored by a model that did not see it. Null for documents of the sources
-    that the classifier leaves out.
+    Documents that the classifier learned from are scored by a model that did not see them. Both are null for sources that it leaves out.
     """
     run.transform(_classify, documents, classifier, columns=["id", "source", "text"])
 

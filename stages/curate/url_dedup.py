@@ -13,18 +13,18 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Partition, partitions
 
-ROW_BYTES = 150  # bytes of an address, an id and a time, about
+ROW_BYTES = 150  # approximate bytes of an address, an id and a time
 
 
 class UrlDedupConfig(StageConfig):
-    """Parts of an address that do not count."""
+    """Parts of an address that are ignored."""
 
     normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and the like when comparing addresses")
 
 
 @stage(kind="documents", filters="documents")
 def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> None:
-    """Keep the newest version of each address (Llama 3, section 3.1.1); of equally new ones the one with the smallest id."""
+    """Keep the newest version of each address (Llama 3, section 3.1.1); if several are equally new, the smallest id."""
     shards = documents.parts(columns=["id", "url", "fetched_at"], rows=1 << 17)
     by_address = run.exchange(_addresses, shards, config, by="hash", partitions=partitions(ROW_BYTES * documents.rows()))
     remove(run, documents, _older, by_address.filled, method="url", rule="same_url")

@@ -1,4 +1,4 @@
-"""`url_filter`: documents of unwanted sites, by their addresses."""
+"""`url_filter`: removal of documents of unwanted sites, by their addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORD = re.compile(r"[a-z]+")
 NO_LETTERS = re.compile(r"[^a-z-]+")
 ENDINGS = ("", "s", "o", "os", "er", "ers", "y", "ing", "ography", "ographic")
 SHORT = ("porn", "hentai")
-"""Adult words that other names begin with (Thai given names, terms of Japanese)."""
+"""Adult words with which other names begin (Thai given names, Japanese terms)."""
 SUFFIXES = frozenset(("porn", "xxx", "sex", "adult"))
 """Public suffixes of adult sites."""
 LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.txt", "harmful": "data/harmful_domains.txt"}
@@ -36,15 +36,15 @@ class UrlFilterConfig(StageConfig):
     adult: bool = Field(True, description="Drop sites of the list of sexual content")
     personal: bool = Field(True, description="Drop sites of the list of people-search and other pages full of personal data")
     harmful: bool = Field(True, description="Drop sites of the list of hate, extremism and gore")
-    adult_words: int = Field(3, ge=0, le=10, description="Drop an address with so many different adult words (0: never), words")
+    adult_words: int = Field(3, ge=0, le=10, description="Minimum distinct adult words that drop an address, words; 0: never")
     blocked: tuple[str, ...] = Field((), description="Further domains, or domain/path prefixes, to drop")
     allowed: tuple[str, ...] = Field((), description="Domains, or domain/path prefixes, that no rule drops")
 
 
 class Rules(NamedTuple):
-    """Rules that drop an address, without the listed places: those lie in files, sorted hashes uint64[n] and their rules uint16[n].
+    """Rules that drop an address. Two files have the listed places: sorted `hashes` uint64[n], and `numbers` uint16[n] of their `rules`.
 
-    `rules`: names of the rules; `allowed`: places that are always kept; `listed`: word → rule; `expressions` with their rules.
+    `allowed`: places that are always kept; `listed`: word → rule; `expressions` with their rules; `words`: see `adult_words`.
     """
 
     hashes: str
@@ -57,7 +57,7 @@ class Rules(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The rule that drops an address, what it saw, its value and threshold."""
+    """The rule that drops an address, with its evidence, value and threshold."""
 
     rule: str
     detail: str
@@ -69,9 +69,9 @@ class Verdict(NamedTuple):
 def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilterConfig, run: StageRun) -> None:
     """Drop documents of unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
 
-    `lists`: further lists, read by `block_lists`. Every name below a listed domain is dropped, and every address below a listed
-    domain/path; an address with a listed word or that a listed expression matches is dropped too. Places are looked up by their
-    64-bit hashes: with 5 million entries about one of a billion addresses is mistaken for a listed one.
+    `lists`: further lists, read by `block_lists`. Addresses are dropped below a listed domain or domain/path, with a listed word, or if
+    they match a listed expression. Places are looked up by 64-bit hashes: with 5 million entries, a collision wrongly drops about one
+    address in 10^12.
     """
     places: dict[str, str] = {}
     for name, file in LISTS.items():
@@ -134,7 +134,7 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
 
 
 def _places(address: urls.Address) -> list[str]:
-    """Return the names of an address in lists: host and parent domains, folders below each, the page with its query."""
+    """Return the list entries that would match an address: host and parent domains, folders below each, the page with its query."""
     result = []
     for name in urls.names(address.host):
         folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
@@ -159,7 +159,7 @@ def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | Non
 
 
 def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
-    """Return the verdict of the words of an address: listed ones, and the adult vocabulary."""
+    """Return the verdict on the words of an address: listed words, and the adult vocabulary."""
     if not rules.listed and not rules.words:
         return None
     results = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
@@ -169,8 +169,7 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
     if rules.words:
         if not address.host.endswith((".edu", ".gov")) and (word := adult_name(address.host)):
             return Verdict("url_adult_words", f"{url}: the host holds {word!r}")
-        whole = _vocabulary().whole
-        if len(seen := results & whole) >= rules.words:
+        if len(seen := results & _vocabulary().whole) >= rules.words:
             return Verdict("url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words))
     return None
 
@@ -189,7 +188,7 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words of addresses. One of `stems`, or of `adult` with its endings, in a host is enough; those of `whole` are counted."""
+    """Words of addresses. One word of `adult`, a stem with an ending, in a host is enough; words of `whole` are counted."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]
@@ -212,10 +211,10 @@ def _vocabulary() -> Vocabulary:
 
 
 def adult_name(host: str) -> str:
-    """Return the adult word that a host holds, or an empty text.
+    """Return the adult word in a host; empty if there is none.
 
-    A label, without the public suffix, is cut at hyphens and digits. A piece counts if adult and ordinary words explain all its
-    letters, with fewer words than ordinary ones alone; or if ordinary words explain all before a long adult word.
+    Labels, without the public suffix, are split at hyphens and digits. A piece counts if adult and ordinary words cover all its
+    letters, with fewer words than ordinary ones alone; or if ordinary words cover all letters before a long adult word.
     """
     words = _vocabulary()
     domain, _, suffix = urls.names(host)[-1].partition(".")
@@ -233,8 +232,8 @@ def adult_name(host: str) -> str:
 
 
 def _explained(piece: str, words: Vocabulary) -> str:
-    """Return the adult word in a piece of a name; empty if the piece splits into other known words, or not at all."""
-    # Fewest words that explain the letters up to each place: ordinary ones alone; with an adult one, and that word.
+    """Return the adult word in a piece of a name; empty if the piece splits better into ordinary words, or not at all."""
+    # Fewest words that cover the letters up to each place: ordinary words alone; or with one adult word, and that word.
     plain: list[int | None] = [0] + [None] * len(piece)
     adult: list[tuple[int, str] | None] = [None] * (len(piece) + 1)
     for stop in range(1, len(piece) + 1):

@@ -1,4 +1,4 @@
-"""Benchmarks in lm-evaluation-harness's task files, by its conventions, on Puna's engine."""
+"""Benchmarks from task files of lm-evaluation-harness, by its conventions, on Puna's engine."""
 
 from __future__ import annotations
 
@@ -38,25 +38,23 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 RESULTS = "results.json"
-"""File of an artifact with its results as lm-evaluation-harness writes them."""
+"""File of an evaluation with its results in lm-evaluation-harness's layout."""
 
 
 class BenchmarkConfig(SeededConfig):
-    """Settings of asking the questions of task files."""
+    """Settings of questions, answers and scores."""
 
-    limit: int | None = Field(None, ge=1, description="First questions of each task; null: all")
+    limit: int | None = Field(None, ge=1, description="Number of questions of each task, from its first; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
     prompts: PromptFormat = Field("plain", description="plain: text as it is, for base models; chat: one message of the chat template")
-    options: Literal["task", "letters", "best"] = Field(
-        "task", description="Multiple choice: options as the task file has them, behind letters, or the better of both, which is named"
-    )
+    options: Literal["task", "letters", "best"] = Field("task", description="Options of multiple choice; best: the better of both formats")
     answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
-    max_tokens: int = Field(256, ge=1, description="Longest answer to the input `prompts`, tokens; a task file has its own")
-    examples: int = Field(100, ge=0, description="Questions of each task kept with their answers for a reader")
+    max_tokens: int = Field(256, ge=1, description="Maximum length of an answer to the input `prompts`, tokens; task files have their own")
+    examples: int = Field(100, ge=0, description="Questions of each task whose answers are kept as examples for a reader")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which verifiers score answers")
-    serving: ServingSettings = Field(ServingSettings(), description="How the model computes; the engine is Puna's")
+    serving: ServingSettings = Field(ServingSettings(), description="Settings of the model's computation; the engine is Puna's")
 
     @field_validator("serving")
     @classmethod
@@ -70,7 +68,7 @@ class BenchmarkConfig(SeededConfig):
 
 @dataclass
 class Result:
-    """The measurements of a task, by the ids of its questions. `about`: its version, content, shots and format; `settings`: its file."""
+    """Measurements of a task with questions `ids`. `about`: version, content, shots and format; `settings`: those of the task file."""
 
     name: str
     about: dict[str, Any]
@@ -83,7 +81,7 @@ class Result:
 
     @staticmethod
     def of(task: Task, name: str, format: str, columns: list[Column], examples: list[Any], started: float, tokens: int) -> Result:
-        """Return the result of a task. started: the process's CPU seconds when the task began."""
+        """Return the result of a task. `started`: the process's CPU seconds when the task began."""
         spec = task.file
         about = {"version": str(spec.metadata.get("version", "")), "content": task.digest, "shots": spec.num_fewshot, "format": format}
         settings = spec.model_dump(mode="json", exclude_defaults=True)
@@ -110,16 +108,14 @@ def benchmark(
     """Score a model on task files in lm-evaluation-harness's YAML, over local data; each number has its 95 % interval.
 
     `tasks`: task files beside their data. `prompts`: their held-out prompts are tasks, too, each answer scored by its prompt's verifier.
-    Multiple choice: context and option are encoded as one, and the options of all questions
-    share what they begin with. `acc_norm` divides by characters, `acc_bytes` by bytes. Whole texts: `word_perplexity`,
-    `byte_perplexity` and `bits_per_byte`, the tokenizer's BOS scored behind a prefix as the harness does. Answers: `exact_match` behind
-    each filter; by a `verifier` of the task file `verified`, and of several answers `pass@k` and `majority@n`. An answer that was
-    cut off by its length is not right by a verifier, for which `judges` are models that it may name.
+    Multiple choice: context and option are encoded together. `acc_norm` divides likelihoods by characters, `acc_bytes` by bytes. Whole
+    texts: `word_perplexity`, `byte_perplexity` and `bits_per_byte`; the BOS token is scored after a prefix, as in the harness. Answers:
+    `exact_match` after each filter; with a `verifier` of the task file `verified`, and with several answers `pass@k` and `majority@n`.
+    To a verifier, an answer that was cut off by its length is wrong; `judges` are models that a verifier may name.
 
     `task_scores` has each number with version, examples, format, seed and cost; for multiple choice the expected calibration error; and
-    with `overlaps`, that `contamination` wrote of these tasks, the share of questions that the model was trained on and the number
-    without them. `scores` has that of each question, so that two models can be compared; the file results.json all in the harness's
-    layout.
+    with `overlaps`, from `contamination` of these tasks, the share of questions that the model was trained on, and the number without
+    them. `scores` has the numbers of each question, to compare two models; results.json has all of them in the harness's layout.
     """
     loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks or () for file, spec in task_files(one)]
     if prompts and config.shots:
@@ -139,12 +135,12 @@ def benchmark(
 
 
 def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> str:
-    """Return the format in which the questions of a task are asked, in words."""
+    """Return the name of the format in which the questions of a task are asked."""
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
 
 def check_names(tasks: Sequence[Task]) -> None:
-    """Raise PunaError where two task files have one name."""
+    """Raise PunaError if two task files have the same name."""
     places: dict[str, str] = {}
     for task in tasks:
         if task.name in places:
@@ -153,7 +149,7 @@ def check_names(tasks: Sequence[Task]) -> None:
 
 
 def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
-    """Return the held-out prompts of an artifact as tasks, one of each task name. longest: tokens of an answer."""
+    """Return the held-out prompts of an artifact as tasks, one for each task name. `longest`: maximum tokens of an answer."""
     tasks = []
     for name, rows in sorted(heldout_prompts(prompts).items()):
         rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
@@ -168,7 +164,7 @@ def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> l
 
 
 def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: ScoringConfig, run: StageRun) -> dict[str, Scorer]:
-    """Return the scorer of each task with a verifier. PunaError, which names the task's file, where one cannot score."""
+    """Return the scorer of each task with a verifier; raise PunaError, with the task's file, if a scorer cannot be made."""
     scorers = {}
     for task in tasks:
         if task.file.verifier is not None:
@@ -181,7 +177,7 @@ def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: Scorin
 
 @dataclass
 class Bench:
-    """A model with its settings, which tasks are measured with."""
+    """A loaded model with the settings for measuring tasks."""
 
     model: Transformer
     engine: AnswerEngine
@@ -205,7 +201,7 @@ class Bench:
         return self.model.config.max_position_embeddings
 
     def measured(self, task: Task) -> Iterator[Result]:
-        """Yield the results of a task; both formats and the better of them where that is asked for."""
+        """Yield the results of a task; with the options `best`, those of the better format, then of each format."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
@@ -288,7 +284,7 @@ class Bench:
     def _examples(
         self, name: str, task: Task, asker: Asker, columns: Sequence[Column], texts: Sequence[str], **more: Sequence[Any]
     ) -> list[dict[str, Any]]:
-        """Return the first questions with their answers as rows of `examples`; `more`: further facts of each."""
+        """Return the first questions with their answers as rows of `examples`; `more`: further facts about each question."""
         rows = []
         for number, (document, text) in enumerate(zip(task.documents[: self.config.examples], texts, strict=False)):
             facts = {key: values[number] for key, values in more.items()} | {column.name: column.values[number] for column in columns}
@@ -298,7 +294,7 @@ class Bench:
         return rows
 
     def generated(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers to each prompt; one that does not fit into the context with its answer loses its beginning."""
+        """Return `n` answers to each prompt; a prompt that leaves no room for its answer in the context loses its beginning."""
         from puna.models.generation import SamplingParams
 
         room = self.longest - how.max_gen_toks
@@ -316,7 +312,7 @@ class Bench:
     def _verified(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's scores of answers and its details; an answer that cannot be scored is wrong, and counted."""
+        """Return the verifier's scores of answers and its details; an answer that cannot be scored has 0, and a metric counts it."""
         pairs = [(row, text) for row, several in zip(task.asked(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]
@@ -331,7 +327,7 @@ class Bench:
 def write(
     results: Sequence[Result], config: BenchmarkConfig, run: StageRun, overlaps: Artifact | None, layout: dict[str, Any] | None = None
 ) -> None:
-    """Write the tables of an evaluation, and its results as the harness writes them (`layout`: those that it wrote itself)."""
+    """Write the tables of an evaluation, and its results in the harness's layout (`layout`: results that the harness wrote itself)."""
     searched = set() if overlaps is None else {row["task"] for row in overlaps.read().to_pylist()}
     learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == OVERLAP}
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Calibration of multiple choice: a model's confidence in its answers beside the share that is right."""
+"""Calibration in multiple choice: a model's confidence in its answers against the share of right answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BINS = 10
 
 
 class Bin(NamedTuple):
-    """Questions of like confidence: its mean, the share that is right, and their number."""
+    """A bin of questions of similar confidence: mean confidence, share of right answers, and number of questions."""
 
     confidence: float
     accuracy: float
@@ -23,7 +23,7 @@ def confidence(likelihoods: Sequence[float]) -> float:
 
 
 def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
-    """Return the bins of equal width from 0 to 1 that hold questions, the least confidence first."""
+    """Return the non-empty bins of equal width from 0 to 1, in order of confidence."""
     groups: dict[int, list[tuple[float, float]]] = {}
     for sure, value in zip(confidences, right, strict=True):
         groups.setdefault(min(BINS - 1, int(sure * BINS)), []).append((sure, value))
@@ -32,7 +32,5 @@ def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
 
 
 def calibration_error(confidences: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return the expected calibration error, 0 to 1 (Guo et al. 2017): the bins' mean distance of confidence and accuracy, by questions.
-
-    None without confidences."""
+    """Return the expected calibration error, 0 to 1 (Guo et al. 2017), over bins weighted by questions; None without confidences."""
     return sum(one.n * abs(one.confidence - one.accuracy) for one in bins(confidences, right)) / len(right) if confidences else None

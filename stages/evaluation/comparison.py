@@ -1,4 +1,4 @@
-"""Two models compared question by question, with intervals and Holm's correction over the tasks."""
+"""Comparison of two models, question by question, with intervals and Holm's correction over the tasks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from puna.stages.training.intervals import Interval, ratio, student, within
 from puna.storage import Artifact, PunaError
 
 MAIN = ("verified", "acc", "bits_per_byte")
-"""Metrics that stand for a task, the first that it has; else its first by name."""
+"""Main metrics of tasks, in order of preference; a task without these has the first of its metrics by name."""
 SURE = 0.05
 """Level of significance."""
 TABLE = "task_scores"
 SAME = ("version", "shots", "format")
-"""Columns that must be alike for two numbers to be compared, as must `content`."""
-
-
+"""Columns that must be equal if two numbers are compared, as must `content`."""
 Values = dict[str, tuple[float, float]]
 """Each question's value and weight."""
 Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
-"""By task and metric: the row of `task_scores` with the key of its `evaluation`, and the values."""
+"""Task → metric → the row of `task_scores` with the key of its `evaluation`, and the questions' values."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of two models over the `n` questions that both were asked. `p` is that of Student's t, two-sided; `holm` is corrected for
-    the number of rows (Holm 1979). Perplexities are compared by their logarithms."""
+    """Difference of two models in a metric, over the `n` questions that both were asked. `p`: two-sided, of Student's t; `holm`: `p` after
+    Holm's correction for the number of rows (1979). Perplexities are compared by their logarithms."""
 
     task: str
     metric: str
@@ -41,7 +39,7 @@ class Difference:
 
 
 def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Artifact]:
-    """Return the benchmarks among `artifacts` of a model, the newest first, or the artifact itself if it is one."""
+    """Return the benchmarks of a model among `artifacts`, the newest first; or the artifact itself if it is a benchmark."""
     if artifact.kind == "evaluation" and TABLE in artifact.tables:
         return [artifact]
     if artifact.kind != "model":
@@ -57,14 +55,12 @@ def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Ar
 
 
 def main_metric(metrics: Iterable[str]) -> str:
-    """Return the metric that stands for a task, of those that it has."""
+    """Return the main metric of a task with these metrics (see `MAIN`)."""
     return min(metrics, key=lambda name: (MAIN.index(name) if name in MAIN else len(MAIN), name))
 
 
 def differences(one: Measured, other: Measured, every: bool = False) -> tuple[list[Difference], list[str]]:
-    """Return what differs between the benchmarks of two models, and what cannot be compared and why.
-
-    `every`: all metrics, else one of each task."""
+    """Return the differences of two models in their main metrics (`every`: all metrics), and remarks on tasks that cannot be compared."""
     rows: list[Difference] = []
     remarks: list[str] = []
     tasks = sorted(one.keys() & other.keys())
@@ -85,7 +81,7 @@ def differences(one: Measured, other: Measured, every: bool = False) -> tuple[li
 
 
 def measured(evaluations: Sequence[Artifact]) -> Measured:
-    """Return what was measured of each task, by the first of the evaluations that has it."""
+    """Return the measurements of each task, from the first of the evaluations that has it."""
     results: Measured = {}
     for evaluation in evaluations:
         own: Measured = {}
@@ -96,7 +92,7 @@ def measured(evaluations: Sequence[Artifact]) -> Measured:
         for row in rows:
             name, halves = f"{row['task']}/{row['metric']}", row["task"].rpartition(":")
             if halves[0] and any(another["task"] == halves[0] for another in rows):
-                continue  # one of two formats, of which the better is there under the task's own name
+                continue  # one of two formats; the better one is a row under the task's own name
             weights = single.get(f"{name}:weight", {})
             scale = 1 / math.log(2) if row["metric"] == "bits_per_byte" else 1.0
             values = {key: (value * scale, weights.get(key, 1.0)) for key, value in single.get(name, {}).items()}
@@ -119,7 +115,7 @@ def _difference(task: str, metric: str, values: Values, others: Values) -> Diffe
 
 
 def holm(rows: Sequence[Difference]) -> list[Difference]:
-    """Return the rows with `holm`: the least level at which a row's difference counts among all of them."""
+    """Return the rows with `holm`, the smallest familywise level at which each row's difference is significant."""
     least, corrected = 0.0, {}
     for place, number in enumerate(sorted(range(len(rows)), key=lambda i: rows[i].p)):
         least = max(least, min(1.0, (len(rows) - place) * rows[number].p))

@@ -1,4 +1,4 @@
-"""Evaluating a model: bits per byte, multiple choice, and answers checked by their scorer."""
+"""Evaluation of a model: bits per byte, multiple choice, and answers scored by verifiers."""
 
 from __future__ import annotations
 
@@ -43,35 +43,29 @@ OWN_BITS = "document_bits_per_byte"
 
 
 class PagesConfig(StageConfig):
-    """Held-out pages."""
+    """Settings of measurements on held-out pages."""
 
     max_bytes: int = Field(400_000, ge=1000, description="Held-out text to score, bytes; pages are chosen by a hash of their id")
-    max_page_bytes: int = Field(100_000, ge=100, description="Longer pages are left out, bytes")
+    max_page_bytes: int = Field(100_000, ge=100, description="Maximum length of a page, bytes; longer ones are left out")
     questions: int = Field(100, ge=0, description="Multiple-choice questions made of the pages; 0: none")
     options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
     prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
     option_words: int = Field(20, ge=1, description="Words of each option")
-    baseline_tokens: int = Field(
-        2_000_000, ge=0, description="Longest training, tokens, to which n-grams and a dictionary are compared that read as many tokens of "
-        "the mixture's training text as the model did; 0: none"
-    )  # fmt: skip
-    ngram_order: int = Field(4, ge=1, le=16, description="Longest n-grams that are counted, tokens")
-    continuations: int = Field(3, ge=0, description="Pages that the model is shown the beginning of, to write on: examples for a reader")
+    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model that is compared to n-grams; 0: none")
+    ngram_order: int = Field(4, ge=1, le=16, description="Maximum length of the counted n-grams, tokens")
+    continuations: int = Field(3, ge=0, description="Pages whose beginning the model continues, as examples for a reader")
 
 
 class AnswersConfig(StageConfig):
-    """Answers to held-out prompts."""
+    """Settings of answers to held-out prompts."""
 
     prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    taste: dict[str, JsonValue] | None = Field(
-        None, description="A verifier, {name: …, …}, of what annotators like beside right answers; metric `liked`: right and to their taste"
-    )
+    taste: dict[str, JsonValue] | None = Field(None, description="Verifier, {name: …, …}, of annotators' taste, for the metric `liked`")
     search: SearchConfig | None = Field(None, description="Search for each answer among several; null: one answer")
     examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
-
 
     @model_validator(mode="after")
     def _tries_differ(self) -> AnswersConfig:
@@ -85,9 +79,9 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
 
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
-    context: int | None = Field(None, ge=2, description="Longest context on pages, tokens; null: what the model was trained with")
+    context: int | None = Field(None, ge=2, description="Maximum context on pages, tokens; null: the model's own")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
-    serving: ServingSettings = Field(ServingSettings(), description="How the model computes what is measured")
+    serving: ServingSettings = Field(ServingSettings(), description="Settings of the model's computation")
 
     @model_validator(mode="after")
     def _context_fits(self) -> EvaluateConfig:
@@ -96,7 +90,7 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the code of the taste, and of the search's verifier."""
+        """Return the code (module, symbol) of the verifiers of `taste` and of the search."""
         own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
         return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
@@ -112,16 +106,16 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
 
-    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, the end of each page included, beside
-    two baselines from as much training text (`baseline_tokens`): token n-grams, without and with the counts of the page itself, and zstd
-    with that text as its dictionary. They also give multiple choice between a page's own continuation and those of others.
+    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, which include the end of each page,
+    and two baselines that read as many training tokens as the model (see `baseline_tokens`): token n-grams, without and with the counts of
+    the page itself, and zstd with that text as dictionary. They also give multiple choice between continuations of this and other pages.
 
     Prompts are answered in the chat format and scored by their verifiers; `judges` are models that a verifier may name. A prompt is solved
     at a score of 1, unless its answer was cut off (`cut_off_right` counts those). If a verifier fails on an answer, the task's numbers
     leave the answer out, and `unscored_answers` counts it. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
-    `variety` measures whether answers follow one template: the mean share of an answer's runs of three words that no other answer has,
-    its question's words left out. `answer_tokens` counts all tokens, also of answers that a search (`answers.search`) did not take. The
-    side table `scores` has each prompt's `score` and, with a taste, `liked` (1 or 0), to compare two models prompt by prompt.
+    `variety` shows whether answers follow one template: the mean share of an answer's runs of three words that no other answer has, without
+    its question's words. `answer_tokens` counts all tokens, also of answers that a search (`answers.search`) did not choose. The side
+    table `scores` has each prompt's `score` and, with a taste, `liked` (1: right and to the annotators' taste; else 0).
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts: give at least one of them")
@@ -151,7 +145,7 @@ def evaluate(
     if prompts is not None:
         engine: AnswerEngine
         if config.serving.engine == "vllm":
-            del network  # vLLM takes its share of a GPU that has it free
+            del network  # frees GPU memory for vLLM
             torch.cuda.empty_cache()
             engine = vllm_engine(model.path(), tokenizer, config.serving)
         else:
@@ -299,7 +293,7 @@ def _answers(
 
 
 def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
-    """Return scores by the search's verifier, None without one."""
+    """Return a function that scores answers by the search's verifier; None without one."""
     assert config.answers.search is not None
     if (spec := config.answers.search.verifier) is None:
         return None
@@ -356,8 +350,8 @@ def _liked(row: dict[str, Any]) -> bool:
 def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
     """Return, for each (question, answer), the share of the answer's runs of three words that no other answer has, 0 to 1.
 
-    The words of its own question are left out first, so that a template in which only these change gives 0 (cf. distinct-n, Li et al.
-    2016). The answer's beginning and its end count as words. Shares depend on how many answers there are: compare equal numbers.
+    The words of an answer's own question are left out, so that a template in which only these change gives 0 (cf. distinct-n, Li et al.
+    2016). An answer's beginning and end count as words. Shares depend on the number of answers, so compare only equal numbers.
     """
     runs = [_runs(question, answer) for question, answer in asked]
     having = Counter(run for one in runs for run in one)

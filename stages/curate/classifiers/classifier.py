@@ -38,22 +38,22 @@ Labels = dict[str, list[str | None]]  # classifier → the class of each documen
 DIMENSION = functools.partial(Field, ge=8, le=1000, description="Length of a word's vector")
 LEARNING_RATE = functools.partial(Field, gt=0, le=10, description="Learning rate at the start, decaying to 0")
 EPOCHS = functools.partial(Field, ge=1, le=1000, description="Passes over the training documents")
-MAX_CHARACTERS = functools.partial(Field, ge=1, description="Read of each document, characters")
-"""Settings that each use has its own default of."""
+MAX_CHARACTERS = functools.partial(Field, ge=1, description="Maximum characters read of each document")
+"""Settings whose defaults differ by use."""
 
 
 class ClassifierConfig(SeededConfig):
     """fastText's settings; the defaults are DCLM's (Li et al. 2024): pairs of words, otherwise fastText's own."""
 
-    folds: int = Field(3, ge=2, le=20, description="Parts the documents are cut into for out-of-fold scores")
+    folds: int = Field(3, ge=2, le=20, description="Number of folds of the documents, for out-of-fold scores")
     word_ngrams: int = Field(2, ge=1, le=5, description="Longest word n-gram, words")
     dimension: int = DIMENSION(100)
     learning_rate: float = LEARNING_RATE(0.1)
     epochs: int = EPOCHS(5)
-    min_count: int = Field(1, ge=1, description="Rarer words are left out, occurrences")
+    min_count: int = Field(1, ge=1, description="Minimum occurrences of a word; rarer ones are left out")
     buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's 2,000,000 make models of 0.8 GB")
     max_characters: int = MAX_CHARACTERS(4000)
-    max_class_documents: int = Field(100_000, ge=1, description="Training documents of one class, at most")
+    max_class_documents: int = Field(100_000, ge=1, description="Maximum training documents of one class")
     class_ratio: float = Field(3.0, ge=1, description="Maximum size of a class by the median one; classes below its inverse are repeated")
 
 
@@ -62,7 +62,7 @@ class Examples:
     """Labelled documents as lines of words, in files with their `id`, `fold`, `draw` (their place in a random order) and `line`, and
     a column of classes for each classifier, null if a document has none.
 
-    `documents`: how many could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
+    `documents`: number of documents that could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
     """
 
     files: list[str]
@@ -79,7 +79,7 @@ class Scores:
     """Out-of-fold scores of the labelled documents.
 
     `labels`: the classes. `confusion` int64[classes, classes]: documents of a class (row) by their most probable one (column).
-    `counted`: documents of the class `positive` and others by their probability of it, as `counted` gives it.
+    `counted`: counts of documents of the class `positive` and of others by score, see the function `counted`.
     """
 
     labels: list[str]
@@ -91,7 +91,7 @@ class Scores:
 class _Job:
     """A model to train on documents outside `fold` with a class in the column `name`; it scores the documents of the fold.
 
-    `quota`: class → how many documents are trained on, and how often each. `state`: the folder in which its training is saved.
+    `quota`: class → number of training documents, and of copies of each. `state`: the folder in which its training is saved.
     """
 
     fold: int
@@ -157,10 +157,7 @@ def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray
 
 
 def auc(counts: NDArray[np.int64]) -> float:
-    """Return the area under the ROC curve of `counted` scores: the chance that a positive scores above a negative.
-
-    Ties are counted half (Mann-Whitney).
-    """
+    """Return the area under the ROC curve of `counted` scores: the chance that a positive scores above a negative; ties count half."""
     positive, negative = counts[:, counts.any(axis=0)]
     if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")
@@ -262,7 +259,7 @@ def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArr
 
 
 def write_table(table: pa.Table, file: Path) -> None:
-    """Write a table as it is in memory, whole or not at all, so that `read_table` can map some of its columns."""
+    """Write a table uncompressed and atomically, so that `read_table` can map some of its columns."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -276,8 +273,7 @@ def read_table(file: str | Path) -> pa.Table:
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
-    """Yield the labelled documents of the job's fold (`inside`), or of the others, file by file; `chosen`: only documents with these
-    ids."""
+    """Yield the labelled documents inside or outside the job's fold, file by file; `chosen`: only documents with these ids."""
     for file in files:
         table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
@@ -286,7 +282,7 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
 
 
 def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
-    """Return the lines that a model learns from, in a random order that only ids decide, and the place of each one's class."""
+    """Return the lines that a model learns from, in a random order that only ids decide, and the number of each line's class."""
     candidates: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
         for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
@@ -322,6 +318,6 @@ def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -
         index, rows = {f"__label__{label_of(name)}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
         for row, names, values in zip(rows, *model.predict(lines.to_pylist(), k=len(classes)), strict=True):
             row[[index[name] for name in names]] = values
-    # fastText's softmax table leaves sums a little off one; six digits are what it has.
+    # fastText computes the softmax by a table with six digits, so sums are not exactly one.
     result: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)
     return result

@@ -31,7 +31,7 @@ class About:
     """Description of a classifier, written beside its models.
 
     `purpose`: the stage that applies it. `classes`: sorted names, none if there was nothing to learn. `exempt_sources`: not scored.
-    `split`: texts are split into words in lower case, as in training; else shown as they are. `settings`: more that the stage needs.
+    `split`: texts are split into words in lower case, as in training. `settings`: further settings of the stage that applies it.
     `max_tokens`, `encoder`: tokens that an encoder reads of each document, and the encoder's digest.
     """
 
@@ -76,7 +76,7 @@ class Trained:
         return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
-        """Return the class probabilities of documents as `lines` gives them: several classifiers can share these."""
+        """Return the class probabilities of documents from their `lines`, which several classifiers can share."""
         result = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
@@ -91,7 +91,7 @@ def read_about(folder: Path) -> About:
 
 
 def purpose_of(classifier: Artifact) -> str:
-    """Return the stage that applies a classifier, `classify` where it serves no other."""
+    """Return the name of the stage that applies a classifier; `classify` if no other does."""
     return read_about(classifier.path()).purpose
 
 

@@ -25,34 +25,26 @@ class MinhashDedupConfig(StageConfig):
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
-    engine: Literal["puna", "datasketch"] = Field(
-        "puna", description="Signatures by Puna's loops or datasketch's MinHash, with equal results"
-    )
-    verify: bool = Field(
-        True, description="Compare candidates exactly; else each chain shrinks to one document, with the signatures' estimated similarity"
-    )
-    similarity: Literal["jaccard", "containment"] = Field(
-        "jaccard", description="Shared shingles by those of either document, or of the removed one"
-    )
+    engine: Literal["puna", "datasketch"] = Field("puna", description="Signatures by Puna or datasketch's MinHash, with equal results")
+    verify: bool = Field(True, description="Compare candidates exactly; else each chain of candidates shrinks to one document")
+    similarity: Literal["jaccard", "containment"] = Field("jaccard", description="Common shingles, of both or of the removed document")
     threshold: float = Field(0.8, gt=0, le=1, description="Candidates below this verified similarity are kept, fraction")
     max_new_words: int = Field(50, ge=0, description="A document with a longer passage that its survivor lacks is kept (templates), words")
     max_new_fraction: float = Field(0.05, ge=0, le=1, description="The same bound as a fraction of the document's words; the larger counts")
-    survivor: Literal["longest", "latest", "best_score"] = Field(
-        "longest", description="Which near-duplicate is kept; best_score: by the signal `score`"
-    )
+    survivor: Literal["longest", "latest", "best_score"] = Field("longest", description="Which one is kept; best_score: by `score`")
     score: str = Field("quality", description="Signal that ranks documents for survivor: best_score, higher is better; missing is worst")
     prefer_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents survive others, as a file before a page")
     keep_index: bool = Field(False, description="Store signatures and normal texts, about as large as the documents, for `minhash_update`")
 
     @property
     def method(self) -> str:
-        """Method by which a pair was found and judged, for the evidence."""
+        """Return the method that found and judged a pair, as evidence."""
         if not self.verify:
             return f"minhash, signatures of {self.words}-word runs, not verified"
         return f"minhash, {self.similarity} of {self.words}-word runs"
 
     def detail(self, survivor: str, new_words: int) -> str:
-        """Return a removal in words."""
+        """Return the explanation of a removal."""
         by = {"longest": "length", "latest": "time of fetching", "best_score": self.score}[self.survivor]
         evidence = f"longest passage of its own: {new_words} words" if self.verify else "not verified"
         return f"of {survivor}, preferred by {'source, then ' if self.prefer_sources else ''}{by}; {evidence}"

@@ -20,8 +20,8 @@ BLOCK_DOCUMENTS = 512
 
 
 class Found(NamedTuple):
-    """Removed documents: rows of them and of their survivors, similarity, longest passage of their own in words; and the number of
-    documents kept only for such a passage."""
+    """Removals: rows of removed and kept documents, similarity, longest passage that the kept one lacks (words); `saved`: documents kept
+    only for such a passage."""
 
     removed: I64
     kept: I64
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return the lexsort keys (the last one is the primary key) of which near-duplicate survives; `rank`, by id, breaks ties."""
+    """Return the lexsort keys (primary key last) that put the preferred near-duplicate first; `rank`, by id, breaks ties."""
     if config.survivor == "latest":
         return rank, -facts["words"], -facts["fetched"], ~facts["preferred"]
     score = (-facts["score"],) if config.survivor == "best_score" else ()
@@ -77,7 +77,7 @@ def decided(
     """Return the removed members of whole components, by their places: FACTS[M] and signatures [M, P] by component and then by
     preference; `bounds` of the components. Only members with similar signatures need their `shingles`.
 
-    Without verification every component shrinks to its preferred member, and the signatures tell how similar they are.
+    Without verification every component shrinks to its preferred member, and the signatures estimate the similarity.
     """
     from puna.stages.curate.minhash import near_duplicates as kernel
 

@@ -1,10 +1,10 @@
-"""The index of deduplicated documents, which `minhash_update` adds others to, and the documents that resemble a text.
+"""The index of deduplicated documents, to which `minhash_update` adds documents, and the search for documents that resemble a text.
 
 ids.npy         bytes[D]       ids, in order
 facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
 signatures.npy  [D, P]
 keys.npy        uint64[B, F]   keys of each band in order, of the F documents with shingles
-rows.npy        int64[B, F]    the documents they belong to
+rows.npy        int64[B, F]    rows of the documents with these keys
 texts.bin                      normal texts, each compressed by itself, so that a few can be read
 """
 
@@ -62,7 +62,7 @@ def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -
 
 
 class Index(NamedTuple):
-    """An opened index, see above; arrays are read from their files on demand."""
+    """An opened index (see the module); its arrays are read from their files on demand."""
 
     facts: NDArray[Any]
     signatures: NDArray[Any]
@@ -72,7 +72,7 @@ class Index(NamedTuple):
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        # As plain arrays over the mapped files: numpy's own class for them makes each small slice dear.
+        # Plain arrays over the mapped files: `np.memmap` makes small slices slow.
         names = ("facts", "signatures", "keys", "rows")
         facts, signatures, keys, rows = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names)
         return cls(facts, signatures, keys, rows, folder)
@@ -108,7 +108,7 @@ class Index(NamedTuple):
             piece = texts[int(fact["text"]) : int(fact["text"] + fact["bytes"])]
             pieces.append(codec.decompress(piece.tobytes(), int(fact["raw"]), asbytes=True))
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
-        # A writable array, as everywhere else: for others the loops would be compiled and loaded once more.
+        # A writable array, as everywhere else: numba would compile the loops once more for read-only ones.
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
 
 
@@ -117,7 +117,7 @@ def indexed(documents: Artifact) -> bool:
 
 
 def configuration(documents: Artifact) -> MinhashDedupConfig:
-    """Return the configuration of the `minhash_dedup` that made an index, or that its `minhash_update` continues."""
+    """Return the configuration of the `minhash_dedup` that made an index, or whose index a `minhash_update` continues."""
     index = documents
     if index.manifest.stage == "minhash_update":
         first = next(record for record in index.manifest.inputs if record.name == "previous")
@@ -126,7 +126,7 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 
 def signature_table(documents: Artifact) -> pa.Table:
-    """Return id and signature of the documents with words; the schema's metadata are the arguments for datasketch's objects."""
+    """Return id and signature of the documents with words; the schema's metadata hold the arguments for datasketch's objects."""
     index, config = Index.of(documents), configuration(documents)
     facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
     filled = np.flatnonzero(index.facts["shingles"])
@@ -139,8 +139,8 @@ def signature_table(documents: Artifact) -> pa.Table:
 
 
 class Resemblance(NamedTuple):
-    """The overlap of a document's and a text's shingles: shared ones over their union (`similarity`, Jaccard), over the text's (`of_text`),
-    over the document's (`of_document`)."""
+    """Overlap of a document's and a text's shingles: `similarity` (Jaccard), and the shared fraction of the text's (`of_text`) and of the
+    document's (`of_document`)."""
 
     id: str
     similarity: float
@@ -149,7 +149,7 @@ class Resemblance(NamedTuple):
 
 
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
-    """Return the documents of which `similarity` or one of the shares is at least `least`, the most similar first.
+    """Return the documents with a `similarity`, `of_text` or `of_document` of at least `least`, the most similar first.
 
     With an index (`minhash_dedup.keep_index`), only documents that share a band are compared, so less similar ones may be missed.
     Raise PunaError if the text has no words.
@@ -189,7 +189,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return the rows with `kept`, and address and title of kept documents: an index knows removed documents too."""
+    """Return the rows with `kept` (an index also holds removed documents), and with the address and title of kept documents."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

@@ -28,7 +28,7 @@ def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
 
 
 def edges(keys_D: U64) -> I64:
-    """Return neighbours among the rows that share a band's key, int64[E, 2]: each row with the next larger one of its key."""
+    """Return pairs of rows with equal keys, int64[E, 2]: each row with the next larger row of the same key."""
     order = np.argsort(keys_D)
     ranked = keys_D[order]
     equal = ranked[1:] == ranked[:-1]
@@ -41,7 +41,7 @@ def edges(keys_D: U64) -> I64:
 
 
 def components(keys_DB: U64) -> I64:
-    """Return connected components of documents that share a band's key: for each document the smallest row of its component, [D]."""
+    """Return for each document the smallest row of its component, [D]; components connect documents that share a band's key."""
     parent = np.arange(len(keys_DB), dtype=np.int64)
     for b in range(keys_DB.shape[1]):
         unite(parent, edges(keys_DB[:, b]))
@@ -72,7 +72,7 @@ def unite(parent_D: Any, edges_E2: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def roots(parent_D: Any) -> Any:
-    """Return the smallest row of each row's component, [D], which takes the place of `parent_D`."""
+    """Return `parent_D`, overwritten with the smallest row of each row's component."""
     for i in range(len(parent_D)):
         parent_D[i] = _find(parent_D, i)
     return parent_D
@@ -104,11 +104,11 @@ def common(left_S: Any, right_S: Any) -> Any:
 
 
 class Sets(NamedTuple):
-    """Sets of shingles of members, each made when it is needed first.
+    """Sets of members' shingles, each made on first use.
 
-    `values` uint64[S]: a member's distinct shingles, from `start_M[m]` on, in text order; `sizes` int64[M]: how many, 0 for not yet made.
-    `slots` int32: for each member an open-addressing hash table over its values. Slots `first_M[m]` to `first_M[m + 1]`, a power of two,
-    hold 1 + the index of a value, or 0. Shingles are hashes already: their low bits are the slot.
+    `values` uint64[S]: a member's distinct shingles in text order, from `start_M[m]` on. `sizes` int64[M]: their number; 0: not yet made.
+    `slots` int32: for each member an open-addressing hash table over its values. The slots from `first_M1[m]` to `first_M1[m + 1]`, a
+    power of two, hold 1 + the index of a value, or 0. Shingles are hashes already: their low bits are the slot.
     """
 
     values: U64
@@ -120,7 +120,7 @@ class Sets(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def empty_sets(start_M: Any, count_M: Any) -> Any:
-    """Return `Sets` of members with so many shingles, none of them made."""
+    """Return `Sets` with room for `count_M` shingles per member, none of them made yet."""
     first = np.zeros(len(count_M) + 1, dtype=np.int64)
     shingles = 0
     for m in range(len(count_M)):
@@ -135,7 +135,7 @@ def empty_sets(start_M: Any, count_M: Any) -> Any:
 
 @njit(cache=True, nogil=True, inline="always")
 def _slot(slots: Any, values: Any, value: Any) -> Any:
-    """Return the slot of a value in a table of `Sets`, or the empty one where it belongs."""
+    """Return the slot that holds a value in a table of `Sets`, or the empty slot for it."""
     mask = np.uint64(len(slots) - 1)
     at = value & mask
     while slots[at] != 0 and values[slots[at] - 1] != value:
@@ -187,10 +187,9 @@ class Criteria(NamedTuple):
     """Bounds by which a document is verified as a near-duplicate of another one.
 
     `words` per shingle. `containment`: divide the shared shingles by the removed document's, not by the union. `similarity` and `distinct`
-    float64[levels]: per doubling of the shingles' width the least similarity, and the least share of distinct shingles of a text that is
-    not repetitive. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words`, `new_share`: longest passage
-    of its own, the larger bound counts.
-    """
+    float64[levels]: for each doubling of the shingles' width, the minimum similarity and the minimum share of distinct shingles in a text
+    that is not repetitive. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words` and `new_share`: the
+    longest passage that the survivor may lack; the larger bound counts."""
 
     words: int
     containment: bool
@@ -202,8 +201,8 @@ class Criteria(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """Per member: the member it is a near-duplicate of (-1: kept), their similarity, the longest passage of its own in words,
-    and per kept member whether it is kept only for a passage of its own."""
+    """Decision for each member: its `survivor` (-1: kept), their similarity, the longest passage that the survivor lacks in words, and
+    whether the member is kept only for such a passage (`saved`)."""
 
     survivor: I64
     similarity: NDArray[np.float64]
@@ -213,8 +212,8 @@ class Verdicts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
-    """Return bool[M]: True if a member's signature agrees in a share of at least `estimate` with another member of one of its groups. A
-    group holds members with equal keys in a band; groups are numbered from 0 over all bands. Only members with True need their shingles."""
+    """Return a mask of the members that need shingles, bool[M]: their signature agrees in a share of at least `estimate` with another
+    member of one of their groups. A group holds members with equal keys in a band; groups are numbered from 0 over all bands."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
@@ -235,7 +234,7 @@ def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _lists(groups_MB: Any) -> Any:
-    """Return empty linked lists of groups: the newest member of each group, the member before each, and who last saw each."""
+    """Return empty linked lists: each group's newest member [G], the one before each member [M, B], and its last visitor [M]."""
     members, bands = groups_MB.shape
     newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
     return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
@@ -251,10 +250,10 @@ def _agreeing(signatures_MP: Any, m: Any, k: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any, criteria: Any) -> Any:
-    """Return `Verdicts`, decided member after member, in order of preference.
+    """Return `Verdicts` on the members, decided one after another in order of preference.
 
-    A member is removed when a member of one of its groups (see `near`) that was kept before it is verified to hold the same text. Of
-    several the most similar one is the survivor, of equally similar ones the first.
+    A member is removed if its text is verified to equal that of an earlier, kept member of one of its groups (see `near`). The survivor is
+    the most similar such member, the first one in a tie.
     """
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
@@ -303,8 +302,7 @@ def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
 def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) -> Any:
     """True if texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
 
-    Tables over a small vocabulary share all short runs whatever their order: they must also agree in runs so long that they
-    could not by chance.
+    Tables over a small vocabulary share all short runs in any order, so they must also share runs too long to agree by chance.
     """
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):

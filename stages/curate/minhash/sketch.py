@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Shingles(NamedTuple):
-    """Shingles of some documents: their XXH64 in text order uint64[S], `offsets` int64[D + 1] in them, number of `words` int64[D], and the
-    `normal` texts that they are from."""
+    """Shingles of some documents: their XXH64 `hashes` in text order, uint64[S], each document's `offsets` in them, int64[D + 1], number of
+    `words`, int64[D], and the `normal` texts that they are from."""
 
     hashes: U64
     offsets: I64
@@ -56,7 +56,7 @@ def signed(found: Shingles, config: MinhashDedupConfig) -> tuple[NDArray[Any], U
 
 
 def _datasketch_signatures(hashes: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the signatures [D, P] of documents by the hashes of their shingles, one `MinHash` each, equal to `puna.kernels.minhash`."""
+    """Return the signatures [D, P] of documents from their shingles' hashes, equal to those of `puna.kernels.minhash`."""
     from datasketch import MinHash
 
     size, rows = config.bands * config.rows, []
@@ -72,11 +72,11 @@ FACTS = np.dtype(
     [("fetched", "<i8"), ("preferred", "?"), ("words", "<i8"), ("shingles", "<i8"), ("score", "<f8"), ("text", "<i8"), ("bytes", "<i8"),
      ("raw", "<i8")]
 )  # fmt: skip
-"""What an index knows of a document; `text`: where its compressed normal text begins, `bytes` long, `raw` before compression."""
+"""Facts about a document in an index; its compressed normal text begins at `text` and has `bytes` bytes, `raw` before compression."""
 
 
 def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the facts of documents that decide which of several near-duplicates survives, FACTS[n]."""
+    """Return the facts that decide which of several near-duplicates survives, FACTS[n]."""
     facts = np.zeros(len(found.words), FACTS)
     facts["fetched"] = np.asarray(table["fetched_at"].cast(pa.int64()))
     facts["preferred"] = [source in config.prefer_sources for source in table["source"].to_pylist()]

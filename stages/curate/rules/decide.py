@@ -1,7 +1,7 @@
 """Decisions of rules about documents, from tables of signals: thresholds, and SQL expressions such as `link_density > 0.5 and words < 200`.
 
 An expression, in DuckDB's dialect, is checked before anything runs: its columns exist, it is a condition on one document (no
-aggregate, window or subquery), and gives the same answer each time. It sees no file.
+aggregate, window or subquery), and it gives the same answer each time. It cannot read files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*",
 
 @dataclass(frozen=True)
 class SqlRule:
-    """A rule that drops a document if `expression` is true; `columns`: the signals it reads, or `source`."""
+    """A rule that drops a document if `expression` is true; `columns`: those that it reads, signals or `source`."""
 
     name: str
     expression: str
@@ -70,7 +70,7 @@ def parsed(name: str, expression: str) -> SqlRule:
 
 
 def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]) -> None:
-    """Raise PunaError if a rule reads a signal that no input carries, or is no condition. `kinds`: signal → type, None if unknown."""
+    """Raise PunaError if a rule reads a signal that no input carries, or is not a condition. `kinds`: signal → type, None if unknown."""
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
@@ -89,7 +89,7 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
 
 
 def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
-    """Return a mask of the documents that the rule drops, bool[n]; a condition that is null drops none."""
+    """Return a mask of the documents that the rule drops, bool[n]; a condition that is null does not drop the document."""
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
         try:
@@ -100,7 +100,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a document's row of `dropped`: the condition and its values; `value` if that is one number."""
+    """Return a document's row of `dropped`: the condition and its values; `value` only if the condition reads a single number."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
@@ -132,9 +132,9 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """Return the factors of documents, by their `language` and `script`, from the columns NAME_factor of the table `languages`.
+    """Return signal → the documents' factors, by `language` and `script`, from the columns NAME_factor of the table `languages`.
 
-    A document of a language that is not in the table has the factor 1.
+    Documents of languages that are not in the table have the factor 1.
     """
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
     results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
@@ -148,7 +148,7 @@ def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factor
     values = table[rule.drop.signal]
     judged = np.ones(len(sources), np.bool_)
     if rule.kinds:
-        # A comparison with NaN, which stands for what was not measured, is false.
+        # NaN stands for a signal that was not measured; comparisons with it are false.
         judged = np.any([numeric(table[kind.signal]) >= kind.minimum for kind in rule.kinds], axis=0) == rule.of_kind
     if rule.sources:
         judged &= _among(sources, rule.sources)
@@ -180,7 +180,7 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
     """Return the dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`.
 
-    With `languages` (`table` has `language` and `script` too), thresholds are those of each document's language.
+    With `languages`, `table` also has `language` and `script`, and each document's language changes its thresholds (`factors_of`).
     """
     factors = {} if languages is None else factors_of(languages, table)
     first = np.full(table.num_rows, len(rules), np.int64)
@@ -203,7 +203,7 @@ def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table
 def _by_threshold(rule: Rule, rows: pa.Table, factors: Factors, at: NDArray[np.int64]) -> pa.Table:
     values, count = rows[rule.drop.signal], rows.num_rows
     if pa.types.is_floating(values.type):
-        values = pc.if_else(pc.is_nan(values), None, values)  # NaN stands for what was not measured
+        values = pc.if_else(pc.is_nan(values), None, values)  # NaN: not measured
     if isinstance(rule.threshold, tuple):
         value = pa.nulls(count, pa.float64())
         detail = pc.coalesce(values.cast(pa.string()), pa.scalar("not measured"))

@@ -25,7 +25,7 @@ Missing = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Drop:
-    """A mark that makes a configuration field a rule: it drops a document when `signal` `when` threshold.
+    """A mark that makes a configuration field a rule, which drops a document if the comparison `signal` `when` threshold holds.
 
     `missing`: the decision on a document whose signal is null (not measured).
     """
@@ -36,25 +36,25 @@ class Drop:
 
 
 def threshold(signal: str, when: Comparison, default: Any, description: str, missing: Missing = "drop") -> Any:
-    """Return a field marked with `Drop(signal, when, missing)`; the same as `Annotated[…, Drop(…)] = Field(default, …)`."""
+    """Return a field marked with `Drop(signal, when, missing)`, like `Annotated[…, Drop(…)] = Field(default, …)`."""
     field = Field(default, description=description)
     field.metadata.append(Drop(signal, when, missing))
     return field
 
 
 def below(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the threshold of a rule that drops documents with a lower `signal`."""
+    """Return the field of a rule that drops documents with a lower `signal`."""
     return threshold(signal, "<", default, description, missing)
 
 
 def above(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the threshold of a rule that drops documents with a higher `signal`."""
+    """Return the field of a rule that drops documents with a higher `signal`."""
     return threshold(signal, ">", default, description, missing)
 
 
 @dataclass(frozen=True)
 class DocumentKind:
-    """Documents of which `signal` is at least `minimum`; one whose signal is null (not measured) is not of the kind."""
+    """A kind of documents: their `signal` is at least `minimum`, and not null (not measured)."""
 
     signal: str
     minimum: float
@@ -62,7 +62,7 @@ class DocumentKind:
 
 @dataclass(frozen=True)
 class Rule:
-    """One active rule of a configuration. With `kinds` it judges documents of any of them only, or (`of_kind` false) of none."""
+    """One active rule of a configuration. With `kinds` it judges only documents of one of them, or (`of_kind` false) only the others."""
 
     name: str
     drop: Drop
@@ -74,12 +74,12 @@ class Rule:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Every signal that the rule reads: its own first."""
+        """Return every signal that the rule reads, its own first."""
         return (self.drop.signal, *(kind.signal for kind in self.kinds))
 
     @property
     def number(self) -> float | None:
-        """The threshold if it is a number."""
+        """Return the threshold if it is a number."""
         return None if isinstance(self.threshold, tuple) else float(self.threshold)
 
 
@@ -90,7 +90,7 @@ class RuleGroup(StageConfig):
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
 
 
-RULE_GROUPS: dict[str, type[RuleGroup]] = {}  # groups of rules of other packages and modules, by the name that `select.groups` gives them
+RULE_GROUPS: dict[str, type[RuleGroup]] = {}  # name in `select.groups` → group of rules, of other packages and modules
 
 G = TypeVar("G", bound=type[RuleGroup])
 
@@ -109,13 +109,13 @@ def rule_group(name: str) -> Callable[[G], G]:
 
 
 class WebRules(RuleGroup):
-    """Rules made for crawled pages. Gopher applied its own only to the web, not to its curated sources."""
+    """Rules for crawled pages. Gopher, too, applied its rules only to the web, not to its curated sources."""
 
     exempt_sources: tuple[str, ...] = Field(("code", "wikipedia"), description="Sources whose documents this group does not judge")
 
 
 class LanguageRules(RuleGroup):
-    """Language identification; FineWeb keeps documents of a score of at least 0.65."""
+    """Rules on the identified language; FineWeb keeps documents with a score of at least 0.65."""
 
     min_score: Share = below("language_score", 0.65, "Minimum probability of the language")
     languages: tuple[str, ...] | None = threshold("language", "not in", None, "Languages to keep (ISO 639 codes); null: all")
@@ -156,9 +156,9 @@ class GopherQualityRules(WebRules):
     max_ellipsis_lines: Share = above("ellipsis_line_fraction", 0.3, "Maximum share of lines that end with an ellipsis")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.8, "Minimum share of words with a letter; punctuation is no word")
     min_stop_words: Count = below("stop_words", 2, "Minimum number of distinct stop words of the language, or of any", missing="keep")
-    # Not Gopher's.
+    # The rules below are not Gopher's.
     max_misread: Share = above("misread_fraction", 0.005, "Maximum share of characters that are UTF-8 read as cp1252, such as Ã© for é")
-    # Words put together at random have few of them; measured only with a language's own list.
+    # Random words hold few stop words. This is measured only if the language has its own list.
     min_stop_word_fraction: Share = below("stop_word_fraction", 0.1, "Minimum share of the language's stop words", missing="keep")
     min_english_stop_words: Count = below("english_stop_words", None, "Minimum number of distinct English stop words; Gopher: 2")
 
@@ -182,51 +182,49 @@ class FineWebRules(WebRules):
     min_terminated_lines: Share = below("terminated_line_fraction", 0.12, "Minimum share of lines that end a sentence")
     # Not measured for scripts written without spaces.
     max_short_lines: Share = above("short_line_fraction", 0.67, "Maximum share of lines of at most 30 characters", "keep")
-    max_repeated_line_characters: Share = above(
-        "repeated_line_character_fraction", 0.1, "Maximum share of characters in lines seen earlier; datatrove: 0.01"
-    )
+    max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.1, "Maximum share of characters in repeated lines")
     max_newline_ratio: Ratio = above("newline_ratio", 0.3, "Maximum number of newlines per word")
 
 
 class DirtyWordRules(RuleGroup):
-    """Pages for adults that domain lists miss (Llama 3, section 3.1.1)."""
+    """Rules against adult pages that domain lists miss (Llama 3, section 3.1.1)."""
 
     max_ratio: Share = above("dirty_word_ratio", 0.02, "Maximum share of words of the adult vocabulary")
     max_words: Count = above("dirty_words", None, "Maximum number of words of the adult vocabulary")
 
 
 class DivergenceRules(RuleGroup):
-    """Documents with too many outlier tokens (Llama 3, section 3.1.1)."""
+    """Rules against documents with too many outlier tokens (Llama 3, section 3.1.1)."""
 
     # Not measured for languages with too few documents to compare with.
-    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus beyond its length's, nats", "keep")
+    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus beyond that of its length, nats", "keep")
 
 
 class NgramCoverageRules(RuleGroup):
-    """Documents that mostly repeat themselves: logs, generated listings (Llama 3, section 3.1.1)."""
+    """Rules against documents that mostly repeat themselves: logs, generated listings (Llama 3, section 3.1.1)."""
 
     max_coverage: Share = above("ngram_coverage", 0.5, "Maximum share of words inside n-grams seen earlier in the document")
 
 
 class NoticeRules(WebRules):
-    """Boilerplate pages: terms of use, privacy and cookie policies, and notices instead of a page (JavaScript required, page not found).
-    Found by phrases: terms and policies in English, German, French, Spanish, Italian, Dutch, Portuguese; the others in English.
-    Thresholds are Puna's own.
+    """Rules against terms of use, privacy and cookie policies, and notices instead of a page (JavaScript required, page not found).
+
+    They count phrases: of terms and policies in seven European languages, of notices in English. The thresholds are Puna's own.
     """
 
     max_legal: Share = above("legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, like `we may disclose`")
-    max_notice: Share = above("notice_ratio", 0.5, "Maximum share of words in lines in place of a page, like `please enable javascript`")
+    max_notice: Share = above("notice_ratio", 0.5, "Maximum share of words in notices instead of a page: `please enable javascript`")
 
 
 class CuratedRules(RuleGroup):
-    """Documents of sources that are curated already: only stubs go."""
+    """Rules for curated sources: only stubs are dropped."""
 
     sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents this group judges; empty: all")
     min_words: Count = below("words", 20, "Minimum number of words")
 
 
 class CodeRules(RuleGroup):
-    """Source code: generated, minified and data files (the rules of StarCoder, Li et al. 2023, section 3.1)."""
+    """Rules for source code, against generated, minified and data files (StarCoder, Li et al. 2023, section 3.1)."""
 
     sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group judges; empty: all")
     exempt_sources: tuple[str, ...] = Field((), description="Sources whose documents this group does not judge")
@@ -237,18 +235,18 @@ class CodeRules(RuleGroup):
 
 
 Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "ngram_coverage", "quality"]
-"""Groups of rules made for prose: programs say the same again and again, in short lines without a full stop."""
+"""Names of the rule groups for prose, which programs with their repeated, short lines without full stops do not fit."""
 
 
 class CodeReasoningRules(WebRules):
-    """Pages with code and pages that reason (Llama 3, section 3.1.3), told by their lines and by the classifiers of `code_reasoning`.
+    """Rules for pages with code or reasoning (Llama 3, section 3.1.3), as found by lines of code and the classifiers of `code_reasoning`.
 
-    Prose rules do not fit such pages: the groups with `spared_by` skip them, and these rules apply only to them.
+    Rules for prose do not fit such pages: the groups in `spared_by` skip them, and these rules apply only to them.
     """
 
-    min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code that make a page one with code in any case")
-    min_code: Fraction | None = Field(None, description="Minimum probability that makes a page one with code; null: none does")
-    min_reasoning: Fraction | None = Field(None, description="Minimum probability that makes a page one that reasons; null: none does")
+    min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code in a page with code; null: not counted")
+    min_code: Fraction | None = Field(None, description="Minimum probability of code in a page with code; null: not used")
+    min_reasoning: Fraction | None = Field(None, description="Minimum probability of reasoning in a page that reasons; null: not used")
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
@@ -256,39 +254,37 @@ class CodeReasoningRules(WebRules):
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
-        """Bounds of signals that make a document a page with code or reasoning."""
+        """Return the bounds of signals that make a document a page with code or reasoning."""
         bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 
 
 class QualityRules(WebRules):
-    """Rules on the quality of documents. `exempt_sources` should name the sources that a classifier learned as good ones."""
+    """Rules on the quality of documents. `exempt_sources` should name the sources from which a classifier learned good documents."""
 
     min_quality: Share = below("quality", None, "Minimum probability of good quality", "keep")
     min_rank: Share = below("quality_rank", 0.1, "Minimum rank of the quality: 0.1 drops the worst tenth", "keep")
 
 
 class DomainRules(RuleGroup):
-    """Rules on the type that the knowledge classifier gives."""
+    """Rules on the knowledge type of documents."""
 
     excluded: tuple[str, ...] | None = threshold("domain", "in", None, "Knowledge types to drop")
     min_score: Share = below("domain_score", None, "Minimum probability of the knowledge type")
 
 
 class LineRules(StageConfig):
-    """Removal of lines from kept documents: repetitions (Llama 3, section 3.1.1), and the lines that C4 removes (Raffel et al. 2020)."""
+    """Rules for lines of kept documents: repetitions (Llama 3, section 3.1.1), and the lines that C4 removes (Raffel et al. 2020)."""
 
-    max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
-        0.9, description="Maximum fraction of a line's words in n-grams seen earlier; null: any"
-    )
-    min_words: int = Field(30, ge=1, description="Shorter lines are not judged by their n-grams, words")
-    final_punctuation: bool = Field(False, description="Whether lines go that end in none of . ? ! and the double quote; C4: true")
-    min_line_words: int = Field(0, ge=0, description="Minimum number of words of a line between white space; C4: 3")
+    max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(0.9, description="Maximum share of words in repeated n-grams")
+    min_words: int = Field(30, ge=1, description="Minimum words of a line that is judged by its n-grams")
+    final_punctuation: bool = Field(False, description="Remove lines that do not end in . ? ! or a double quote; C4: true")
+    min_line_words: int = Field(0, ge=0, description="Minimum number of words of a line, separated by white space; C4: 3")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
-    """Yield the rules of a configuration whose fields are rule groups, in declared order, without inactive ones."""
+    """Yield the active rules of a configuration whose fields are rule groups, in declared order."""
     groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
     groups |= getattr(config, "groups", {})
     apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)

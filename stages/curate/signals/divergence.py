@@ -1,8 +1,8 @@
 """Kullback-Leibler divergence of a document's words from the corpus's (Llama 3, section 3.1.1).
 
-Words in lower case, numbers alike, are hashed into `BINS` bins, so that counts add up within fixed memory. A document is compared with
-the rest of the corpus; the mass of words not seen there is Good and Turing's estimate, the share of words seen once. A short text
-diverges because it is short: rules judge the excess over `expected`, what texts drawn from the corpus show at each length.
+Words in lower case, with all numbers alike, are hashed into `BINS` bins, so that memory is fixed. A document is compared with the rest of
+the corpus; unseen words share the mass that Good and Turing estimate from the words seen once. Short texts diverge more, so rules judge
+the excess over `expected`, the mean divergence of texts of that length drawn from the corpus.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAWS = 8
 
 @dataclass(frozen=True)
 class Corpus:
-    """Word counts of a corpus: `counts` int64[BINS], `words` their sum, `prior` the mass of an unseen bin."""
+    """Word counts of a corpus: `counts` int64[BINS], their sum `words`, and the pseudocount `prior` that is added to every bin."""
 
     counts: I64
     words: int
@@ -32,15 +32,14 @@ class Corpus:
 
     @classmethod
     def of(cls, counts: I64) -> Corpus:
-        """Return the corpus with these counts of every bin."""
+        """Return the corpus with these counts, and a prior from the bins that hold one word."""
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
     def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
         """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
-        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the documents
-        are the corpus's own.
+        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the corpus holds them.
         """
         corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some are views of files
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
@@ -67,9 +66,9 @@ class Corpus:
 
 @njit(cache=True)
 def _counted(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
-    """Return the bins of some `places` in the corpus, and the number of places in each; bin i ends before `ends[i]`.
+    """Return the bins of some `places` in the corpus, and the number of places in each; bin i ends before place `ends[i]`.
 
-    `firsts`: the bin of every 2^shift-th place, from which the next ones are few steps away. `tally`: a zero for each bin, left so.
+    `firsts`: the bin of every 2^shift-th place, where the search begins. `tally`: a zero for each bin, also on return.
     """
     for place in places:
         at = firsts[place >> shift]
@@ -106,12 +105,12 @@ def _divergences(corpus: I64, words: int, prior: float, rows: I64, offsets: I64,
 
 
 def expected_at(words: I64, expected: F64) -> F64:
-    """Return the expectation for texts of `words` words: linear in the logarithm of the length, flat outside."""
+    """Return the expected divergence of texts of `words` words: linear in the logarithm of the length, constant outside `LENGTHS`."""
     return np.interp(np.log(np.maximum(words, 1)), np.log(LENGTHS), expected)
 
 
 class Tally:
-    """Word counts of many parts, added up as they come: at most as many entries wait to be merged as are merged, or `LEAST`."""
+    """Word counts of many parts; new entries are merged when they outnumber the merged ones and `LEAST`."""
 
     LEAST = 1 << 16
 
@@ -120,7 +119,7 @@ class Tally:
         self.waiting = self.words = 0
 
     def add(self, bins: U32, counts: I64) -> None:
-        """Count `counts` more words in `bins`."""
+        """Add `counts` words to `bins`."""
         self.pieces.append((bins, counts))
         self.words += int(counts.sum())
         self.waiting += len(bins)

@@ -1,4 +1,4 @@
-"""Gopher's numbers about a document (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them."""
+"""Gopher's signals of a document (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
 @njit(cache=True, borrows=True)
 def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
-    """Return numbers of `#`, of ellipses, of newlines, of letters and digits, and the longest line's length."""
+    """Return the numbers of `#`, of ellipses, of newlines, and of letters and digits; and the length of the longest line."""
     hashes, ellipses, newlines, alphanumeric, longest, start, dots, dot = 0, 0, 0, 0, 0, 0, 0, -2
     for at in range(len(codes)):
         code = codes[at]
@@ -50,9 +50,9 @@ def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
 
 @njit(cache=True, borrows=True)
 def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) -> tuple[int, float, float]:
-    """Return non-symbol words, their mean length, share of words with a letter (0 for a text without words).
+    """Return the number of non-symbol words, their mean length and the share of them with a letter (0 for a text without words).
 
-    The mean length is NaN if most words are of a script written without spaces, of which English's bounds say nothing.
+    The mean length is NaN if most words are of a script written without spaces, to which bounds for English do not apply.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
@@ -68,7 +68,7 @@ def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) 
 
 @njit(cache=True, borrows=True)
 def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
-    """Return share of lines (as str.splitlines cuts them) that start with a bullet, and that end with an ellipsis."""
+    """Return the shares of lines (as of `str.splitlines`) that start with a bullet and that end with an ellipsis."""
     lines, bullets, ellipses = 0, 0, 0
     at, total = 0, len(codes)
     while at < total:
@@ -97,8 +97,8 @@ def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
 def duplicate_pieces(
     codes: U32, flags: U16, hashes: U64, power: U64, first: int, last: int, newlines: int, keys: U64
 ) -> tuple[int, int, int, int]:
-    """Return four counts of the pieces of first..last between runs of at least `newlines` newlines: pieces, pieces seen before, characters
-    of those, and characters of pieces that are not blank.
+    """Return four counts of the pieces of first..last between runs of at least `newlines` newlines: pieces, repeated pieces, their
+    characters, and the characters of repeated pieces that are not blank.
 
     `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty table.
     """
@@ -140,9 +140,9 @@ def stripped(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U64, length: I64) -> None:
-    """Write hashes of the beginnings of the text as words, next to each other and each after a space, and their lengths.
+    """Write the hashes and lengths of all prefixes of a text's words: `joined` without spaces, `spaced` with one before each word.
 
-    All of one element more than words; with them the hash of any n-gram takes one multiplication.
+    Each array has one element more than there are words. With them the hash of any n-gram takes one multiplication.
     """
     joined[0], spaced[0], length[0] = 0, 0, 0
     for word in range(len(start)):
@@ -153,7 +153,7 @@ def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U
 
 @njit(cache=True, borrows=True)
 def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: U64) -> int:
-    """Write the hash of each n-gram to `keys`, of words with `spaces` spaces in it that the hash knows; return their number.
+    """Write the hash of each n-gram, which covers `spaces` spaces, to `keys`; return the number of n-grams.
 
     `chained`, `length`: see `chain`.
     """
@@ -165,10 +165,7 @@ def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: 
 
 @njit(cache=True, borrows=True)
 def _top_gram_characters(room: Any, spaced: U64, length: I64, n: int) -> int:
-    """Return the characters of the most frequent n-gram, a space between its words, times its count; 0 if none occurs twice.
-
-    Of equally frequent n-grams the first counts.
-    """
+    """Return the length of the most frequent n-gram (the first in a tie), with spaces, times its count; 0 if none occurs twice."""
     keys, slots, counts = room.keys, room.slots, room.counts
     grams = gram_keys(spaced, length, room.powers, n, n, keys)
     bits = emptied(slots, grams)
@@ -187,7 +184,7 @@ def _top_gram_characters(room: Any, spaced: U64, length: I64, n: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _duplicate_gram_characters(room: Any, joined: U64, length: I64, n: int) -> int:
-    """Return the number of characters in repeated n-grams, which do not overlap."""
+    """Return the number of characters in n-grams seen earlier, counted without overlap."""
     keys, slots = room.keys, room.slots
     grams = gram_keys(joined, length, room.powers, n, 0, keys)
     bits = emptied(slots, grams)
@@ -205,7 +202,7 @@ def _duplicate_gram_characters(room: Any, joined: U64, length: I64, n: int) -> i
 
 @njit(cache=True, borrows=True)
 def gram_repetition(room: Any, words: int, size: int, one: Any) -> None:
-    """Write Gopher's numbers of repeated n-grams to the record of a document of `size` characters; `room`: see `measure.Space`."""
+    """Write Gopher's signals of repeated n-grams to the record of a document of `size` characters; `room`: see `measure.Space`."""
     chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
     one.top_2gram_character_fraction = _top_gram_characters(room, spaced, length, 2) / size
@@ -221,7 +218,7 @@ def gram_repetition(room: Any, words: int, size: int, one: Any) -> None:
 
 @njit(cache=True)
 def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: int, one: Any) -> None:
-    """Write Gopher's numbers of repeated lines and paragraphs, and FineWeb's, to a document's record."""
+    """Write Gopher's signals of repeated lines and paragraphs, and FineWeb's of repeated lines, to a document's record."""
     size = max(len(codes), 1)
     keys = cleared(room.keys, newlines + 1)
     pieces, repeated, characters, inked = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, keys)
@@ -233,7 +230,7 @@ def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: in
     one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
 
 
-# The characters that cp1252 has for the bytes 0x80 to 0xBF; those without one are often left as control characters.
+# Characters of cp1252 for the bytes 0x80 to 0xBF; bytes without one are often read as control characters.
 CONTINUATIONS = np.zeros(0x2123, np.bool_)
 CONTINUATIONS[0x80:0xC0] = True
 CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")]] = True
@@ -241,7 +238,7 @@ CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore
 
 @njit(cache=True, borrows=True)
 def misread_characters(codes: U32) -> int:
-    """Return characters in sequences that are one character's UTF-8 bytes, each read as a character of cp1252."""
+    """Return the number of characters in sequences that are the UTF-8 bytes of one character, misread as cp1252."""
     result, at, total = 0, 0, len(codes)
     while at < total:
         code = codes[at]

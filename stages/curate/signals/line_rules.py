@@ -1,7 +1,6 @@
-"""Numbers about the lines of a document: C4's, FineWeb's, line lengths, n-grams seen earlier, legal phrases and notices.
+"""Compiled signals of lines: the rules of C4 and FineWeb, n-grams seen earlier, legal phrases and notices.
 
-C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them; sentences are
-counted as spaCy's sentencizer does.
+C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them; sentences as in spaCy's sentencizer.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
 PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
-# They are looked for in steps as long as two letters allow, the last ones of as many as the shortest has (Wu, Manber 1994).
+# Search of Wu and Manber (1994): the last two letters of a window, as long as the shortest phrase, give the step to the next one.
 WINDOW = min(map(len, PHRASES))
 ASCII = 128
 STEPS = np.full(ASCII * ASCII, WINDOW - 1, np.uint8)
@@ -53,7 +52,7 @@ for _phrase in PHRASES:
 
 @njit(cache=True, borrows=True)
 def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: int) -> int:
-    """Return length of the 0-ended `phrase[first:]` where codes[at:stop] begins with it but for case, else 0."""
+    """Return the length of the 0-terminated `phrase[first:]` if codes[at:stop] begins with it, whatever its case, else 0."""
     k = 0
     while phrase[first + k] != 0:
         if at + k >= stop or lower[codes[at + k]] != phrase[first + k]:
@@ -65,7 +64,7 @@ def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: 
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: U32, lower: U32, a: int, b: int) -> int:
     """Return the kinds of C4's phrases that a..b contains, as bits."""
-    result, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # which is no letter of a phrase
+    result, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # `last` occurs in no phrase
     while at < b:
         step = int(STEPS[min(lower[codes[at - 1]], last) * ASCII + min(lower[codes[at]], last)])
         if step == 0:
@@ -78,7 +77,7 @@ def phrase_kinds(codes: U32, lower: U32, a: int, b: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _citation_end(codes: U32, flags: U16, lower: U32, at: int, stop: int) -> int:
-    """Return end of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
+    """Return the end of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
     k = at + 1
     while k < stop and flags[codes[k]] & DECIMAL:
         k += 1
@@ -116,10 +115,9 @@ def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: 
 
 @njit(cache=True, borrows=True)
 def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: int, a: int, b: int) -> int:
-    """Return sentences of the line a..b, whose words are first..last.
+    """Return the number of sentences of the line a..b, whose words are first..last.
 
-    A sentence begins with the first word after a full stop (or its like), punctuation aside. White space other
-    than a single blank is a word.
+    A sentence begins with the first word after a terminator that is not punctuation. White space other than one blank is a word.
     """
     if a == b:
         return 0
@@ -145,11 +143,11 @@ def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: i
 
 @njit(cache=True)
 def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: U32, one: Any) -> None:
-    """Write C4's numbers to a document's record: sentences in kept lines, lines with "lorem ipsum", lines with a curly bracket before
-    any of those; first for lines that end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, then for all (FineWeb's use).
+    """Write C4's signals to a document's record: sentences in kept lines, lines with "lorem ipsum", and lines with a curly bracket before
+    the first of these. Each counts lines that end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, and again all lines (FineWeb).
 
-    A line counts that passed the rules before: no word of more than 1000 characters, the terminal punctuation, three words; for curly
-    brackets no "javascript". A curly bracket costs C4 the page, not the line: its sentences count. `line`: room for the longest line.
+    A counted line has at least three words, none of more than 1000 characters; a line with a curly bracket also has no "javascript". C4
+    drops the page for a curly bracket, not the line, so its sentences count. `line`: room for the longest line.
     """
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
@@ -208,14 +206,14 @@ def _ends_sentence(text: U32) -> bool:
 @njit(cache=True)
 def _sentences_anew(text: U32, flags: U16) -> int:
     start, stop = np.empty(len(text) + 1, np.int32), np.empty(len(text) + 1, np.int32)
-    # Where words begin in a script without spaces does not change how many sentences there are.
+    # Word boundaries in scripts without spaces do not change the number of sentences.
     count = split_ranges(text, flags, NO_BREAKS, start, stop)
     return int(sentences(text, flags, start, stop, 0, count, 0, len(text)))
 
 
 @njit(cache=True, borrows=True)
 def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
-    """Return the number of non-blank lines, the share that end a sentence, and the share of at most 30 characters."""
+    """Return the number of non-blank lines, and the shares of them that end a sentence and that have at most 30 characters."""
     lines, terminated, short = 0, 0, 0
     start, at, total = 0, 0, len(codes)
     while at <= total:
@@ -234,8 +232,8 @@ def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
 
 
 class PlainWords(NamedTuple):
-    """The words of a text that are not symbols: `folded` uint64 (see `words.Words`), `line` int32: which line each is in, newlines parting
-    them; `lettered` bool: whether it has a letter."""
+    """The words of a text that are not symbols: `folded` uint64 (see `words.Words`), `line` int32: the number of each word's line (split at
+    newlines), `lettered` bool: True for a word with a letter."""
 
     folded: U64
     line: I32
@@ -259,10 +257,10 @@ def plain_words(codes: U32, start: I32, folded: U64, word_flags: U8, plain: Plai
 
 @njit(cache=True, borrows=True)
 def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32, words: I32, covered: I32) -> None:
-    """Write for each line (split at newlines) its non-symbol words, and those of them in an n-gram seen earlier.
+    """Write for each line (split at newlines) the number of its non-symbol `words`, and of those `covered` by n-grams seen earlier.
 
-    N-grams of the `count` words, in lower case with all numbers alike, run across lines. One with letters in fewer than half of its words
-    does not count. `keys`, `slots`: room for hashes and a table. `words`, `covered`: one element per line.
+    N-grams of the `count` words, in lower case with all numbers alike, run across lines. An n-gram with letters in fewer than half of its
+    words does not count. `keys`, `slots`: room for hashes and a hash table.
     """
     words[:] = 0
     covered[:] = 0
@@ -294,8 +292,8 @@ LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 
 class Phrases(NamedTuple):
-    """`begins`: the first words' folded hashes as `bits_of`; `keys`: a table of hashes of the phrases' words together; `kinds` uint8 at
-    the same places; `longest`: words of the longest."""
+    """Hash tables of phrases: `begins`, the folded hashes of first words (see `bits_of`); `keys`, the hashes of whole phrases; their
+    `kinds` uint8 at the same places; `longest`, the words of the longest phrase."""
 
     begins: U64
     keys: U64

@@ -1,4 +1,4 @@
-"""Every heuristic number of many documents, in one compiled pass with one splitting into words."""
+"""All heuristic signals of many documents, in one compiled pass that splits each text into words once."""
 
 from __future__ import annotations
 
@@ -48,17 +48,16 @@ from puna.storage import PunaError
 
 assert definitions  # importing it declares the signals that are measured here
 
-# One field for each compiled signal; what no measurement fills stays NaN, which is null.
+# One field for each compiled signal; a field that no measurement fills stays NaN, which means null.
 RECORD = np.dtype([(name, np.float64) for name, made in SIGNALS.items() if made.compiled])
 NAMES: tuple[str, ...] = RECORD.names or ()
 
 
 class Vocabulary(NamedTuple):
-    """Tables that texts are measured with.
+    """Tables for the measurement of texts.
 
-    `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`. `stop_keys`: a table of stop words' hashes;
-    `stop_languages` uint64 at the same places: bit i is set when the word is language i's (0: English). `phrases`:
-    see `notices.Phrases`.
+    `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`; `phrases`: see `line_rules.Phrases`. `stop_keys`: a table
+    of stop words' hashes; `stop_languages` uint64 at the same places: bit i is set for a word of language i (0: English).
     """
 
     flags: U16
@@ -88,7 +87,7 @@ def vocabulary() -> Vocabulary:
 
 
 class Space(NamedTuple):
-    """Room for one document at a time, so that nothing is allocated per document."""
+    """Arrays that the documents of a call use one after another."""
 
     codes: U32
     line: U32
@@ -127,8 +126,8 @@ def _space(characters: int) -> Space:
 class Measurements(NamedTuple):
     """Measurements of D documents. `values` RECORD[D], NaN if not measured.
 
-    Document d's words for the divergence: `bins` and `counts` uint32 in bin_offsets[d : d + 2]. Its lines that are
-    covered enough: `line` (number), `line_words`, `line_covered` int32 in line_offsets[d : d + 2].
+    Document d has its word counts, `bins` and `counts` uint32, from bin_offsets[d] to bin_offsets[d + 1]; and its lines of enough coverage,
+    `line` (number), `line_words` and `line_covered` int32, from line_offsets[d] to line_offsets[d + 1].
     """
 
     values: NDArray[np.void]
@@ -142,8 +141,8 @@ class Measurements(NamedTuple):
 
 
 class OwnWords(NamedTuple):
-    """The stop words of languages for D documents: `keys` a table of salted hashes, `salts` uint64[lists], `of` int64[D]: the list
-    of each document's language; `ANY_LIST` where the best of `stop_words.txt` counts, `NO_LIST` if nothing is counted."""
+    """Lists of stop words for D documents: `keys`, a table of hashes salted by list; `salts` uint64[lists]; `of` int64[D], the number of
+    each document's list, or `ANY_LIST` (the best list of `stop_words.txt` counts) or `NO_LIST` (nothing is counted)."""
 
     keys: U64
     salts: U64
@@ -154,13 +153,13 @@ ANY_LIST, NO_LIST = -1, -2
 
 
 def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
-    """Return the lists of some languages, folded, and each document's list."""
+    """Return `lists` of stop words as hashes, with the number `of` each document's list."""
     return OwnWords(*_salted(tuple(lists)), np.array(of, np.int64))
 
 
 @lru_cache(maxsize=2)
 def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
-    """Return `OwnWords.keys` and `salts`; all parts of a corpus have one."""
+    """Return `OwnWords.keys` and `salts`, cached since all parts of a corpus share them."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     try:
         keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in words_listed(list(words)).folded]
@@ -170,10 +169,10 @@ def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
 
 
 def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: float, own: OwnWords | None = None) -> Measurements:
-    """Return all signals of the documents but the divergence, which needs the whole corpus.
+    """Return all compiled signals of documents except the divergence, which needs the whole corpus.
 
-    Lines are reported where at least the share `line_coverage` of their words lies in n-grams of `coverage_n` words
-    seen earlier. `own`: the stop words of each document's language.
+    Lines are reported if at least the share `line_coverage` of their words is in n-grams of `coverage_n` words seen earlier. `own`: the
+    stop words of each document's language.
     """
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))
@@ -211,14 +210,13 @@ def _measure(
         if own.of[d] >= 0:
             results, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
             one.stop_words, one.stop_word_fraction = results, occurrences / max(plain, 1)
-        # What occurs once is no repetition, though datatrove counts it: a sentence would have the top 4-gram of a spam page.
+        # datatrove also counts n-grams that occur once, by which one sentence would look as repetitive as a spam page.
         line_repetition(codes, about.flags, room, hashes, newlines, one)
         gram_repetition(room, words, max(characters, 1), one)
         c4_numbers(codes, about.flags, about.lower, start, stop, room.line, one)
         one.lines, one.terminated_line_fraction, one.short_line_fraction = fineweb_numbers(codes, about.flags)
         if mean_length != mean_length:
-            # C4 counts words between white space: a line of a script without spaces has one, and none would be kept.
-            # 30 characters are a short line of letters, but a sentence of such a script.
+            # C4 counts words between white space, so it would keep no line of a script without spaces; 30 such characters are a sentence.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
         one.newline_ratio, one.code_lines = newlines / max(words, 1), code_lines(codes)[1]
         one.misread_fraction = misread_characters(codes) / max(characters, 1)
@@ -277,9 +275,9 @@ def _own_stop_words(own: OwnWords, salt: np.uint64, folded: U64, space: U64) -> 
 
 @njit(cache=True, borrows=True)
 def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U32) -> tuple[int, int]:
-    """Write the bins of the non-symbol words, given as folded hashes, in the order in which they first occur, and how often each does.
+    """Write the bins of the non-symbol `words` (folded hashes) in order of first occurrence, and their counts.
 
-    Returns how many bins, and how many of the words are dirty.
+    Return the number of bins, and the number of words of the adult vocabulary.
     """
     slots, results, bad = room.slots, 0, 0
     mask = (1 << emptied(slots, len(words))) - 1
@@ -299,7 +297,7 @@ def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U
 
 
 def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
-    """Raise PunaError if a signal that may be null for all documents is, although its definition gives the first ones a value."""
+    """Raise PunaError if an optional signal is null for all documents, although its definition gives one of the first a value."""
     for name in NAMES:
         arrays = SIGNALS[name]
         if arrays.optional and arrays.definition and np.isnan(found.values[name]).all():

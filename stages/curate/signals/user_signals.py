@@ -1,4 +1,4 @@
-"""Signals of a user's own: measured by their definitions, document after document, in a process that bounds what one may cost."""
+"""User-defined signals, measured by their definitions in a subprocess with bounded time and memory per document."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from puna.stages.contract.signals import Definition
 from puna.stages.executors.subprocess_worker import Apart
 from puna.storage import PunaError
 
-FAILED = "_failed"  # column of measured parts: per document the signals whose definition failed, and how
-IN_A_ROW = 16  # documents, one after another, for which a definition takes too long, before the run is stopped
+FAILED = "_failed"  # column of measured parts: each document's signals whose definition failed, with the errors
+IN_A_ROW = 16  # consecutive documents that exceed a definition's budget, after which the run stops
 
 
 class Budget(NamedTuple):
@@ -30,12 +30,12 @@ class Budget(NamedTuple):
 
 
 def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
-    """Return `table` with a column for each signal, of the documents in the same order, and the column `FAILED`.
+    """Return `table` with a column for each signal of `documents` (in the same order), and the column `FAILED`.
 
-    A definition that raises an exception or exceeds its budget leaves the value null. Raise PunaError if one gives a value of another
-    type than it declares, or is too slow for `IN_A_ROW` documents one after another: that is wrong for all documents.
+    A definition that raises an exception or exceeds its budget leaves the value null. Raise PunaError if a value does not have the declared
+    type, or if `IN_A_ROW` consecutive documents exceed the budget, since such a definition is wrong for all documents.
     """
-    # Without signals one list stands for all: so many new ones would have garbage collected.
+    # Without signals all rows share one list: many new lists would start garbage collections.
     failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
     for signal in own:
         rows = zip(*(documents[name].to_pylist() for name in signal.columns), strict=True)
@@ -45,7 +45,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
 
 
 def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield each document's value, or the reason why it has none."""
+    """Yield each document's `value`, or the reason why it has none as `failed` or `wrong`."""
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:
@@ -58,12 +58,12 @@ def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> I
 
 @lru_cache(maxsize=1)
 def process() -> Apart:
-    """Return the one that measures for this process."""
+    """Return the subprocess in which this process measures."""
     return Apart(measured)
 
 
 def measured(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the value of one document, or the reason why it has none."""
+    """Return the `value` of one document, or the reason why it has none, as `failed` (an exception) or `wrong` (its type)."""
     try:
         value = _definition(job["definition"])(*job["row"])
     except Exception as error:  # noqa: BLE001 - a definition may fail in any way, and the other documents go on
@@ -100,7 +100,7 @@ def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
 
 
 class Failures:
-    """Failures of definitions: the count of each, and the first time."""
+    """Failures of definitions: their number by signal, and the first one of each signal."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -113,7 +113,7 @@ class Failures:
             self.first.setdefault(name, f"document {identity}: {answer}")
 
     def check(self, documents: int) -> None:
-        """Raise PunaError if a definition failed for every document: it is the definition that is wrong."""
+        """Raise PunaError if a definition failed for all documents."""
         for name, count in self.counts.items():
             if count == documents:
                 raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")

@@ -1,4 +1,4 @@
-"""Definitions of all heuristic signals in plain Python: one function each, which the compiled measurement must equal.
+"""Definitions of all heuristic signals in plain Python: one function each, whose values the compiled measurement must equal.
 
 Words are those of `puna.kernels.text.words`. Importing this package declares the signals.
 """

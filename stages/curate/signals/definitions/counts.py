@@ -11,7 +11,7 @@ COVERAGE_N = 5
 
 
 def folded(word: str) -> str:
-    """Return a word in lower case, with every number alike."""
+    """Return a word in lower case, with each number replaced by 0."""
     return re.sub(r"\d+", "0", word.lower())
 
 

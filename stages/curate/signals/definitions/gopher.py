@@ -78,15 +78,15 @@ def stop_word_fraction(text: str) -> float | None:
 
 
 def top_gram(text: str, n: int) -> float:
-    """Return characters of the most frequent n-gram times its count; 0 if no n-gram repeats."""
+    """Return the length of the most frequent n-gram times its count, as a fraction of the text; 0 if no n-gram repeats."""
     results = words_of(text)
     grams = Counter(" ".join(results[i : i + n]) for i in range(len(results) - n + 1))
-    gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first of equally frequent ones
+    gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first in a tie
     return len(gram) * count / max(len(text), 1) if count > 1 else 0.0
 
 
 def duplicate_gram(text: str, n: int) -> float:
-    """Return the characters of n-grams seen earlier; the search continues after each of them."""
+    """Return the fraction of characters in n-grams seen earlier, counted without overlap."""
     results = words_of(text)
     seen: set[str] = set()
     at = characters = 0

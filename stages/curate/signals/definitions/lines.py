@@ -1,4 +1,4 @@
-"""Signals of lines: C4's (Raffel et al. 2020, arXiv 1910.10683), FineWeb's (arXiv 2406.17557) as datatrove defines them, lengths."""
+"""Signals of lines and characters: C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "us
 
 
 def sentences(line: str) -> int:
-    """Return sentences as spaCy's sentencizer counts them. A sentence begins with a word, not punctuation, after a full stop."""
+    """Return the number of sentences by spaCy's sentencizer: each begins with the first word after a terminator that is not punctuation."""
     if not line:
         return 0
     words = split_codes(code_points(line))
@@ -40,7 +40,7 @@ def sentences(line: str) -> int:
 
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
-    """Return the number of sentences in lines that C4 keeps, of lines with "lorem ipsum", and of lines with a curly bracket before them."""
+    """Return the numbers of sentences in lines kept by C4, of lines with "lorem ipsum", and of lines with "{" before the first of these."""
     results = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()
@@ -59,7 +59,7 @@ def c4(text: str, need_end: bool) -> tuple[int, int, int]:
 
 
 def _of_c4(name: str, place: int, need_end: bool, meaning: str) -> None:
-    """Declare the signal of one number of `c4`; sentences are null for scripts without spaces, whose lines have one word to C4."""
+    """Declare a number of `c4` as a signal; sentences are null for scripts without spaces, where a line is one word to C4."""
 
     def definition(text: str) -> int | None:
         return None if place == 0 and unspaced(text) else c4(text, need_end)[place]
@@ -150,7 +150,7 @@ def code_lines(text: str) -> int:
 
 
 def is_code(line: str) -> bool:
-    """True if a line reads as code. Items of a list do not, nor lines of a table: over a third digits, or without letters."""
+    """True if a line looks like code, but not like an item of a list or a row of a table (over a third digits, or no letters)."""
     visible = [c for c in line if c not in " \t\r\v\f"]
     marks, digits = sum(c in MARKS for c in visible), sum(c in "0123456789" for c in visible)
     letters = any(c.isascii() and c.isalpha() for c in visible)

@@ -1,5 +1,4 @@
-"""Signals of boilerplate pages: terms, privacy and cookie policies, in English and six other languages of Europe, and notices
-in place of a page, only in English."""
+"""Signals of boilerplate pages: terms and policies in seven European languages, and notices instead of a page in English."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ SPEAKERS = frozenset((
     "votre", "vos", "nosotros", "nuestra", "nuestro", "nuestros", "usted", "noi", "nostro", "nostra", "nostri", "tuo", "tua",
     "tuoi", "tue", "wij", "ons", "onze", "je", "uw", "nós", "nosso", "nossa", "nossos", "você",
 ))  # fmt: skip
-"""Terms and policies speak to their reader; laws, and articles about them, say many of the same phrases to nobody."""
+"""Words by which terms and policies address their reader; laws and articles have many of the same phrases without these words."""
 NOTICE_WORDS = 100
 
 

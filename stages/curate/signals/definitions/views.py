@@ -1,4 +1,4 @@
-"""Ways to look at a text that several definitions share."""
+"""Views of a text that several definitions share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def has(character: str, flag: int) -> bool:
 
 @lru_cache(maxsize=4)
 def words_of(text: str) -> tuple[str, ...]:
-    """Return all words of a text, symbols among them."""
+    """Return all words of a text, including symbols."""
     return tuple(split(text))
 
 
@@ -49,6 +49,6 @@ def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
 
 @lru_cache(maxsize=2)
 def entries(name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the lines of a list in the data folder, as words; comments left out."""
+    """Return the lines of a list in the data folder, split into words, without comments."""
     text = (DATA / name).read_text(encoding="utf-8")
     return tuple(tuple(line.split()) for line in text.splitlines() if line and not line.startswith("#"))
