@@ -60,6 +60,8 @@ class ServingSettings(Settings):
     def _of_one_engine(self) -> ServingSettings:
         if other := self.layout.axes - {"data", "tensor", "pipeline"}:
             raise ValueError(f"layout.{min(other)}: answers come from groups by tensor or pipeline, and data; leave {min(other)} out")
+        if self.layout.virtual_stages > 1:
+            raise ValueError("layout.virtual_stages: answers pass one stage of a process; leave virtual_stages out")
         if self.sinks and self.window is None:
             raise ValueError(f"sinks {self.sinks}: they are used only with a window; set window, or leave sinks out")
         if self.engine == "vllm" and self.window is not None:

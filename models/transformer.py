@@ -265,20 +265,22 @@ class Decoder(nn.Module):
 
     def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states of embedded tokens x [T, D] at position ids [T]."""
-        layers: Iterable[Layer] = self.layers
-        if self.checkpointing and self.training and torch.is_grad_enabled():
-            layers = [partial(checkpoint, layer, use_reentrant=False) for layer in self.layers]
-        hidden_TD, balance = decode(layers, self.norm, self.config, x_TD, positions, attend)
+        hidden_TD, balance = decode(self.running(self.layers), self.norm, self.config, x_TD, positions, attend)
         if torch.is_grad_enabled():
             self.balance = balance
         return hidden_TD
+
+    def running(self, layers: Iterable[Layer]) -> Iterable[Layer]:
+        """Return layers as a pass runs them: those whose activations it keeps, or those that compute them again."""
+        again = self.checkpointing and self.training and torch.is_grad_enabled()
+        return [partial(checkpoint, layer, use_reentrant=False) for layer in layers] if again else layers
 
     if TYPE_CHECKING:
         __call__ = forward
 
 
 def decode(
-    layers: Iterable[Layer], norm: RMSNorm, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
+    layers: Iterable[Layer], norm: nn.Module, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states of embedded tokens x [T, D] at position ids [T] after layers and final norm, and the layers' mean
     load-balancing loss; None without experts."""

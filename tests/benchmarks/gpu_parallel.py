@@ -127,6 +127,8 @@ def _all_checks(ranks: int, shared: bool) -> list[Check]:
         variant = "moe" if "expert" in axes else "plain"
         out += [Check("numbers", layout, objective, variant) for objective in ("pretrain", "dpo")[: 1 if shared and len(axes) > 1 else 2]]
         out.append(Check("checkpoint", layout, "pretrain", variant))
+        if "pipeline" in axes and 2 * dict(layout)["pipeline"] <= SHAPES[cases.DEVICE]["num_hidden_layers"]:
+            out.append(Check("numbers", (*layout, ("virtual_stages", 2))))
         if not shared and len(layout) == 1:
             out.append(Check("speed", layout, variant=variant))
     out.append(Check("numbers", (("data", ranks),), "sft", precision="bf16"))

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".pkg")]
 
 from puna.models.forest import Forest  # noqa: E402
 from puna.models.training.parallel.context import deal  # noqa: E402
-from puna.models.training.parallel.layout import PROVED  # noqa: E402
+from puna.models.training.parallel.layout import PROVED, Layout  # noqa: E402
 from puna.stages.executors import ranks as processes  # noqa: E402
 from tests.benchmarks import published_plans  # noqa: E402
 from tests.parallel.cases import MODELS, OBJECTIVES  # noqa: E402
@@ -36,18 +36,21 @@ EQUAL = 1e-5
 VARIANTS = {
     "shard": ("tied", "biases", "window", "parallel_block", "moe", "mla"), "tensor": ("tied", "biases", "window", "parallel_block"),
     "pipeline": ("tied", "biases", "window", "parallel_block", "mla"), "context": ("tied", "biases", "window", "parallel_block", "mla"),
-    "data": tuple(name for name in MODELS if name != "plain"),
+    "data": tuple(name for name in MODELS if name not in ("plain", "deep")),
 }  # fmt: skip
-STATES: tuple[dict[str, int], ...] = ({}, {"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"shard": 2, "tensor": 2})
+INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
+STATES: tuple[dict[str, int], ...] = (
+    {}, {"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, INTERLEAVED, {"context": 2}, {"shard": 2, "tensor": 2},
+)  # fmt: skip
 
 
 def size(layout: dict[str, int]) -> int:
-    return int(np.prod(list(layout.values()) or [1]))
+    return Layout(**layout).processes
 
 
 def equality(pool: Pool) -> dict[str, float]:
     """Compare each layout and objective, and the models of one axis, with one process."""
-    layouts = [dict.fromkeys(sorted(axes), 2) for axes in PROVED]
+    layouts = [*(dict.fromkeys(sorted(axes), 2) for axes in PROVED), INTERLEAVED, {"data": 2, **INTERLEAVED}]
     jobs = [(layout, objective, "moe" if "expert" in layout else "plain") for layout in layouts for objective in OBJECTIVES]
     jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
     differences = []

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +53,7 @@ PLAIN: dict[str, Any] = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "deep": {"num_hidden_layers": 4},
     "tied": {"tie_word_embeddings": True},
     "biases": {"qkv_bias": True, "o_bias": True, "qk_norm": True},
     "window": {"sliding_window": 5, "sliding_layers": (1,)},
@@ -180,11 +182,12 @@ def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float)
     return max(float((some[n] - others[n]).abs().max()) / max(float(others[n].abs().max()), floor * top) for n in others)
 
 
-def compare(members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", **compute: Any) -> dict[str, float]:
-    """Return how far gradients, numbers of the log, and weights under a layout are from those of one process."""
+def compare(
+    members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", size: Sequence[int] = (), **compute: Any
+) -> dict[str, float]:
+    """Return how far gradients, numbers of the log, and weights under a layout are from those of one process. `size`: layers, micro-batches."""
     chosen = Layout(**layout)
-    # More micro-batches than stages, and two layers in one of two stages.
-    size = (4, 5) if "pipeline" in layout else (2, 3)
+    size = tuple(size or ((4, 5) if "pipeline" in layout else (2, 3)))  # type: ignore[assignment]
     own = steps(objective, variant, chosen, Mesh(chosen, members), *size, **compute)
     one = one_process(objective, variant, size, tuple(sorted(compute.items())))
     numbers = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
@@ -197,7 +200,7 @@ def compare(members: Sequence[int], layout: dict[str, int], objective: str, vari
 
 
 def trained(
-    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "plain",
+    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "deep",
     at: Callable[[str, int], None] = lambda place, number: None, **optimizer: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
@@ -225,7 +228,7 @@ def trained(
     return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
 
 
-def restored(members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "plain", adopt: bool = False) -> dict[str, Any]:
+def restored(members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "deep", adopt: bool = False) -> dict[str, Any]:
     """Return a digest of the whole weights, moments and averages of a checkpoint as this layout reads them."""
     chosen = Layout(**layout)
     trainer = Trainer(network(variant), o.LanguageModeling(), TrainConfig(steps=6, compute={"layout": chosen}), mesh=Mesh(chosen, members))
@@ -248,6 +251,22 @@ def restored(members: Sequence[int], layout: dict[str, int], folder: str, varian
             digest.update(f"{kind} {name} {tuple(gathered.shape)}".encode() + gathered.contiguous().numpy().tobytes())
     assert all(float(tensor) == state[1]["step"] for name, tensor in tensors.items() if name.startswith("state.step."))
     return {"digest": digest.hexdigest()}
+
+
+def held_passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int) -> int:
+    """Return the largest number of passes whose result a rank of a pipeline kept in a step."""
+    alive, counts = list[weakref.ref[Tensor]](), list[int]()
+
+    def forward(run: Callable[..., Any], *given: Any) -> Any:
+        passed = run(*given)
+        alive.append(weakref.ref(passed[1]))
+        counts.append(sum(one() is not None for one in alive))
+        return passed
+
+    chosen = Layout(**layout)
+    with _wrapped(Pipelined, "_forward", forward):
+        steps("pretrain", "plain", chosen, Mesh(chosen, members), layers, micro)
+    return max(counts)
 
 
 def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> dict[str, float]:
@@ -471,7 +490,7 @@ def rolled(
     source: Rollouts[Any] = Rollouts(policy, reference, score, PROMPTS, [1], settings, 5, groups=groups)
     given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
     with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves
-        log = train_ppo(source, network("moe" if variant == "moe" else "plain", "value"), **given) if critic else train_grpo(source, **given)
+        log = train_ppo(source, network(variant if variant in ("moe", "deep") else "plain", "value"), **given) if critic else train_grpo(source, **given)
     log = [{name: value for name, value in row.items() if name not in TIMED} for row in log]
     return {"log": log, "digest": weights_digest(policy), "equal": equal, "trains": groups.trains}
 
@@ -542,6 +561,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
+    "read_ratio": read_ratio, "held_passes": held_passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
     "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

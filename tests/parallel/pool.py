@@ -95,13 +95,14 @@ def serve(sockets: list[socket.socket]) -> None:
 
 def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
     """Run the jobs that come through a socket until it ends."""
-    from puna.models.training.parallel.mesh import back_group, group_of, join
+    from puna.models.training.parallel.mesh import group_of, join, message_group
 
     join()
     # Jobs of two or four ranks then make no group, which all ranks would have to make.
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [1, 2], [0, 1, 2], [0, 1, 2, 3]):
         group_of(ranks)
-    back_group()
+    for number in range(4):
+        message_group(number)
     for line in own.makefile("r"):
         given = json.loads(line)
         try:

@@ -79,5 +79,7 @@ def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, in
 def test_layouts_that_answer_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="layout.shard: answers come from groups by tensor or pipeline"):
         ServingSettings(layout={"shard": 2})
+    with pytest.raises(ValueError, match="layout.virtual_stages: answers pass one stage of a process; leave virtual_stages out"):
+        ServingSettings(layout={"pipeline": 2, "virtual_stages": 2})
     with pytest.raises(ValueError, match="layout pipeline 2: stages of layers draw answers only"):
         BenchmarkConfig(serving={"layout": {"pipeline": 2}})

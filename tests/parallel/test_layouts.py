@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from puna.models.config import ModelConfig
@@ -17,7 +15,7 @@ EQUAL = 1e-5
 
 
 def check(ranks: Run, layout: dict[str, int], objective: str, variant: str = "plain", **given: object) -> None:
-    for result in ranks("compare", math.prod(layout.values()), layout=layout, objective=objective, variant=variant, **given):
+    for result in ranks("compare", Layout(**layout).processes, layout=layout, objective=objective, variant=variant, **given):
         assert result["gradients"] <= EQUAL and result["rows"] <= EQUAL and result["weights"] <= 5 * EQUAL, result
 
 
@@ -64,9 +62,16 @@ def test_two_axes(ranks: Run, layout: dict[str, int], objective: str):
     check(ranks, layout, objective, "tied")
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_gradients_of_a_pipeline_have_the_same_bits(ranks: Run, objective: str):
-    for result in ranks("compare", 2, layout={"pipeline": 2}, objective=objective):
+INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
+
+
+@pytest.mark.parametrize("objective, layout, size", [
+    *((objective, layout, (4, 5)) for objective in OBJECTIVES for layout in ({"pipeline": 2}, INTERLEAVED)),
+    ("pretrain", {"pipeline": 2, "virtual_stages": 3}, (7, 1)), ("pretrain", {"pipeline": 4}, (5, 2)),
+], ids=str)  # fmt: skip
+def test_gradients_of_a_pipeline_have_the_same_bits(ranks: Run, objective: str, layout: dict[str, int], size: tuple[int, int]):
+    """Stages of one layer and of two; micro-batches more than ranks, fewer, and no multiple of them."""
+    for result in ranks("compare", Layout(**layout).processes, layout=layout, objective=objective, size=size):
         # Clipping takes squares stage by stage, which rounds otherwise.
         assert result["gradients"] == 0 and result["rows"] <= EQUAL and result["weights"] <= EQUAL, result
 
@@ -76,9 +81,20 @@ def test_pipeline_of_variants(ranks: Run, variant: str):
     check(ranks, {"pipeline": 4}, "sft", variant)
 
 
+@pytest.mark.parametrize("variant", ["tied", "window", "mla"])
+def test_interleaved_stages_whose_layers_are_computed_twice(ranks: Run, variant: str):
+    check(ranks, INTERLEAVED, "sft", variant, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rank_keeps_as_many_passes_as_its_schedule_says(ranks: Run, groups: int):
+    layout = {"pipeline": 2, "virtual_stages": groups}
+    assert ranks("held_passes", 2, layout=layout, layers=4, micro=7) == [2 * groups, 2 * groups - 1]
+
+
 @pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
 def test_pipeline_with_copies(ranks: Run, objective: str):
-    check(ranks, {"data": 2, "pipeline": 2}, objective, "tied")
+    check(ranks, {"data": 2, **(INTERLEAVED if objective in ("dpo", "ppo") else {"pipeline": 2})}, objective, "tied")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -158,9 +174,10 @@ def test_the_comparison_sees_faults_that_other_trainers_had(ranks: Run, fault: s
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
     ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
     ({"layout": {"expert": 2}}, "has no experts"),
+    ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only, for 4 stages"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_no_test_proves_is_refused_by_name(ranks: Run, given: dict[str, object], problem: str):
-    for message in ranks("refusal", math.prod(given["layout"].values()), objective="sft", **given):
+    for message in ranks("refusal", Layout(**given["layout"]).processes, objective="sft", **given):
         assert problem in message
 
 
@@ -169,3 +186,8 @@ def test_experts_are_dealt_evenly():
     Layout(expert=4).check(moe)
     with pytest.raises(ValueError, match="has 4 experts, which it must divide"):
         Layout(expert=3).check(moe)
+
+
+def test_only_a_pipeline_has_virtual_stages():
+    with pytest.raises(ValueError, match="layout.virtual_stages = 2: only a pipeline has stages; set layout.pipeline, too"):
+        Layout(data=2, virtual_stages=2)

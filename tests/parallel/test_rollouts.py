@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from puna.models.training.parallel.groups import Groups
+from puna.models.training.parallel.layout import Layout
 from puna.models.training.settings import GrpoSettings
 from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.contract.rank_jobs import check
@@ -54,7 +55,7 @@ def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: i
     "layout, generate, more",
     [({"data": 8}, 0, {}), ({"data": 2}, 1, {}), ({"data": 2}, 2, {"critic": True}), ({"shard": 2}, 1, {}), ({"tensor": 2}, 1, {"critic": True}),
      ({"data": 2}, 1, {"variant": "lora"}), ({"pipeline": 2}, 1, {"critic": True}), ({"context": 2}, 1, {}), ({"expert": 2}, 1, {"variant": "moe"}),
-     ({"pipeline": 2}, 0, {"critic": True}), ({"tensor": 2}, 0, {}), ({"shard": 2}, 0, {"critic": True}), ({"context": 2}, 0, {"critic": True}),
+     ({"pipeline": 2}, 0, {"critic": True}), ({"pipeline": 2, "virtual_stages": 2}, 0, {"variant": "deep", "critic": True}), ({"tensor": 2}, 0, {}), ({"shard": 2}, 0, {"critic": True}), ({"context": 2}, 0, {"critic": True}),
      ({"expert": 2}, 0, {"variant": "moe", "critic": True})], ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("max_stale", [0, 1])
@@ -63,7 +64,8 @@ def test_several_ranks_train_on_the_answers_of_others(
 ) -> None:
     """The log is that of one process, up to rounding."""
     one = ranks("rolled", 1, layout={}, max_stale=max_stale, **more)[0]
-    all_ = ranks("rolled", math.prod(layout.values()) + generate, layout=layout, generate=generate, max_stale=max_stale, **more)
+    count = Layout(**layout).processes + generate
+    all_ = ranks("rolled", count, layout=layout, generate=generate, max_stale=max_stale, **more)
     assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
     for own, expected in zip(all_[0]["log"], one["log"], strict=True):
         assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)  # explained variances are differences of near numbers

@@ -141,7 +141,7 @@ class Groups:
 
 def _in_pieces(layout: Layout) -> bool:
     """True if ranks answer from the layers that they train, which is proved on CPUs: log-probs then have the bits of one process."""
-    return layout.axes <= {"data", "pipeline"} and not torch.cuda.is_available()
+    return layout.axes <= {"data", "pipeline"} and layout.virtual_stages == 1 and not torch.cuda.is_available()
 
 
 def _bytes(weight: Tensor) -> Tensor:

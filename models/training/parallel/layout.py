@@ -37,6 +37,9 @@ class Layout(Settings):
     )
     tensor: int = Field(1, ge=1, le=64, description="Processes over which each matrix, the vocabulary and the rows between them are cut")
     pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
+    virtual_stages: int = Field(
+        1, ge=1, le=64, description="Stages of each process of a pipeline; several shorten the waits at a step's ends and send more rows"
+    )
     context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by their cost")
     expert: int = Field(1, ge=1, le=1024, description="Processes over which the experts of each layer are cut, each with own micro-batches")
 
@@ -48,6 +51,11 @@ class Layout(Settings):
     def processes(self) -> int:
         """Number of processes."""
         return math.prod(self.size(axis) for axis in AXES)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of a pipeline."""
+        return self.pipeline * self.virtual_stages
 
     @property
     def axes(self) -> frozenset[str]:
@@ -69,6 +77,8 @@ class Layout(Settings):
 
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:
+        if self.pipeline == 1 < self.virtual_stages:
+            raise ValueError(f"layout.virtual_stages = {self.virtual_stages}: only a pipeline has stages; set layout.pipeline, too")
         if self.axes and self.axes not in PROVED:
             able = "; ".join(sorted(" x ".join(sorted(some)) for some in PROVED))
             raise ValueError(f"no test proves the layout {self} equal to one process; these are proved: {able}")
@@ -77,11 +87,13 @@ class Layout(Settings):
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError if this layout does not fit a model."""
         for axis in sorted(self.axes):
-            if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, self.size(axis))):
+            parts = self.stages if axis == "pipeline" else self.size(axis)
+            if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
                 raise ValueError(f"layout.{axis} = {self.size(axis)}: {problem}")
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
+        sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
+        return sizes if self.virtual_stages == 1 else f"{sizes} (virtual_stages {self.virtual_stages})"
 
 
 def _tensor(config: ModelConfig, size: int) -> str | None:
@@ -100,10 +112,10 @@ def _context(config: ModelConfig, size: int) -> str | None:
     return "a model with experts has a loss over all rows of a micro-batch" if config.moe is not None else None
 
 
-def _pipeline(config: ModelConfig, size: int) -> str | None:
+def _pipeline(config: ModelConfig, stages: int) -> str | None:
     if config.moe is not None:
         return "a model with experts has a loss in each layer, which stages do not add up"
-    return None if config.num_hidden_layers >= size else f"the model has {config.num_hidden_layers} layers only"
+    return None if config.num_hidden_layers >= stages else f"the model has {config.num_hidden_layers} layers only, for {stages} stages"
 
 
 def _expert(config: ModelConfig, size: int) -> str | None:

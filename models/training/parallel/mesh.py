@@ -80,7 +80,7 @@ class Mesh:
         self.layout = layout
         self._groups: dict[str, Any] = {}
         self._ranks: dict[str, list[int]] = {}
-        self.back: Any = None
+        self.lanes: list[Any] = []
         if layout.processes == 1:
             self.index, self.at, self.everyone = 0, dict.fromkeys(AXES, 0), None
             return
@@ -95,7 +95,7 @@ class Mesh:
         self.at = dict(zip(AXES, places[self.index], strict=True))
         self.everyone = group_of(members)
         if layout.pipeline > 1:
-            self.back = back_group()
+            self.lanes = [message_group(number) for number in range(2 if layout.virtual_stages == 1 else 4)]
         for number, axis in enumerate(AXES):
             if sizes[number] == 1:
                 continue
@@ -206,12 +206,14 @@ def group_of(ranks: Sequence[int]) -> Any:
     return _GROUPS[tuple(ranks)]
 
 
-def back_group() -> Any:
-    """Return a second group of all processes, for a pipeline's backward messages. NCCL exchanges of two ranks in one group follow each
-    other: if both send first, each waits for the other to receive."""
-    if () not in _GROUPS:
-        _GROUPS[()] = dist.new_group(timeout=TIMEOUT)
-    return _GROUPS[()]
+def message_group(number: int) -> Any:
+    """Return one of the groups of all processes between which a pipeline divides its messages, see `schedule.lane`.
+
+    NCCL exchanges of two ranks in one group follow each other: if both send first, each waits for the other to receive.
+    """
+    if number and (-number,) not in _GROUPS:
+        _GROUPS[-number,] = dist.new_group(timeout=TIMEOUT)
+    return _GROUPS[-number,] if number else dist.group.WORLD
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:

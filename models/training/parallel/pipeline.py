@@ -1,11 +1,11 @@
-"""Stages of consecutive layers, which a step's micro-batches pass one after the other (1F1B, Narayanan et al. 2021).
+"""Stages of consecutive layers, which a step's micro-batches pass one after the other: 1F1B, and interleaved (Narayanan et al. 2021).
 
-Stage s of S runs S - 1 - s micro-batches forward, then one forward and one backward in turn: it never holds more than S - s. Micro-batches
-may have any length. The numbers are bit-identical to one process.
+`schedule` has the order. Micro-batches may have any length and number. The numbers are bit-identical to one process.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,46 +17,46 @@ from puna.models.forest import Forest
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
 from puna.models.training.parallel.cut_model import place
-from puna.models.training.parallel.mesh import Mesh, bounds
-from puna.models.transformer import Attend, Transformer, forest_attend, rotary_table
+from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.schedule import lane, schedule
+from puna.models.transformer import Attend, Transformer, decode, forest_attend
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
 
 
 class StageTransformer(Transformer):
-    """The layers first .. last - 1 of a model, on the first stage with the embedding, on the last one with norm and head."""
+    """The stages of a rank: layers of a model, with the embedding before the first one, with norm and head behind the last one."""
 
-    def __init__(self, whole: Transformer, first: int, last: int) -> None:
+    def __init__(self, whole: Transformer, stages: Sequence[range]) -> None:
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
-        self.first, self.last = first, last
+        self.stages, self.first = stages, stages[0].start
         self.given: Tensor | None = None
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.model.layers[self.first : self.last]
+        return nn.ModuleList(self.model.layers[layer] for stage in self.stages for layer in stage)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         inputs, self.given = self.given, None
         return self.model.embed_tokens(tokens) if inputs is None else inputs
 
-    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        cos, sin = rotary_table(self.config, positions, x_ND.dtype)
-        for layer in self.blocks:
-            x_ND, _ = layer(x_ND, cos, sin, attend)
-        return self.model.norm(x_ND) if self.last == self.config.num_hidden_layers else x_ND
+    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend, number: int = 0) -> Tensor:
+        stage = self.stages[number]
+        norm = self.model.norm if stage.stop == self.config.num_hidden_layers else nn.Identity()
+        return decode(self.model.running(self.model.layers[layer] for layer in stage), norm, self.config, x_ND, positions, attend)[0]
 
-    def through(self, forest: Forest, x_TD: Tensor | None) -> Tensor:
-        """Return the hidden states for the next stage, from this stage's input; the first stage embeds the tokens."""
+    def through(self, forest: Forest, x_TD: Tensor | None, number: int) -> Tensor:
+        """Return the hidden states for the next stage, from the input of this rank's stage `number`; the first stage embeds the tokens."""
         x_TD = self.model.embed_tokens(forest.tokens) if x_TD is None else x_TD
-        return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask))
+        return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final hidden states [T, D] from the last stage's input, once for each micro-batch."""
         inputs, self.given = self.given, None
         if inputs is None:
             raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
-        return self.through(forest, inputs)
+        return self.through(forest, inputs, -1)
 
 
 class Pipelined(Parallel):
@@ -64,48 +64,46 @@ class Pipelined(Parallel):
 
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
         super().__init__(whole, mesh, device)
-        self._stage, self._stages = mesh.at["pipeline"], mesh.size("pipeline")
-        first, last = bounds(whole.config.num_hidden_layers, self._stages, self._stage)
+        self._rank, self._ranks, self._stages = mesh.at["pipeline"], mesh.size("pipeline"), mesh.layout.stages
+        layers = whole.config.num_hidden_layers
+        starts = [-(-layers * stage // self._stages) for stage in range(self._stages + 1)]
+        self._own = range(self._rank, self._stages, self._ranks)
         self._tied = whole.head == "lm" and whole.config.tie_word_embeddings
-        self.held = self.model = StageTransformer(whole, first, last)
+        self.held = self.model = StageTransformer(whole, [range(starts[stage], starts[stage + 1]) for stage in self._own])
         copy = self._tied and self._is_last
         self.pieces = {n: Piece.of(p, cut=frozenset({"pipeline"}), copy=copy and n == EMBEDDING) for n, p in whole.named_parameters()}
         held = {name: nn.Parameter(own(p, (), self.device), p.requires_grad) for name, p in whole.named_parameters() if self._has(name)}
         for name, parameter in held.items():
             place(self.model, "lm_head.weight" if copy and name == EMBEDDING else name, parameter)
-        for module in [layer for i, layer in enumerate(self.model.model.layers) if not first <= i < last]:
-            module.to_empty(device="meta")
         self.parameters = {name: p for name, p in held.items() if p.requires_grad}
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent = [deque[tuple[Any, Tensor]]() for _ in mesh.lanes]
 
     @property
     def _is_last(self) -> bool:
-        return self._stage == self._stages - 1
+        return self._rank == self._ranks - 1
 
     def _has(self, name: str) -> bool:
         if name == EMBEDDING:
-            return self._stage == 0 or (self._tied and self._is_last)
+            return self._rank == 0 or (self._tied and self._is_last)
         if name.startswith((*HEAD, NORM)):
             return self._is_last
-        return self.held.first <= int(name.split(".")[2]) < self.held.last
+        return any(int(name.split(".")[2]) in stage for stage in self.held.stages)
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
-        waiting: list[tuple[Tensor | None, Tensor]] = []
+        waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor, Values]] = {}
         total: Tensor | None = None
         metrics: Values = {}
-        ahead = min(self._stages - 1 - self._stage, len(parts))
-        for number in range(len(parts) + ahead):
-            if number < len(parts):
-                part, counted = parts[number]
-                inputs, out, values = self._forward(part, counted, compute)
-                waiting.append((inputs, out))
-                if self._is_last:
-                    total = out.detach().float() if total is None else total + out.detach().float()
-                    for name, value in values.items():
-                        metrics[name] = metrics[name] + value if name in metrics else value
-            if number >= ahead:
-                self._backward(*waiting.pop(0))
+        for number, stage, backward in schedule(self._rank, self._ranks, self._stages, len(parts)):
+            if backward:
+                self._backward(stage, *waiting.pop((number, stage))[:2])
                 collect()
+                continue
+            waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a name of its own would keep it during the next pass
+            if stage == self._stages - 1:
+                loss = waiting[number, stage][1].detach().float()
+                total = loss if total is None else total + loss
+                for name, value in waiting[number, stage][2].items():
+                    metrics[name] = metrics[name] + value if name in metrics else value
         self._arrived()
         if self._tied:
             self._add_tied()
@@ -113,7 +111,8 @@ class Pipelined(Parallel):
 
     @torch.no_grad()
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
-        _, out, _ = self._forward(part, True, lambda model, some: (compute(model, some), {}))
+        for stage in self._own:
+            out = self._forward(stage, part, True, lambda model, some: (compute(model, some), {}))[1]
         self._arrived()
         last, group = self.mesh.rank("pipeline", -1), self.mesh.group("pipeline")
         dist.broadcast(size := torch.tensor(len(out)), last, group)
@@ -121,23 +120,18 @@ class Pipelined(Parallel):
         dist.broadcast(values, last, group)
         return values
 
-    def _arrived(self) -> None:
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-
-    def _forward(self, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
-        """Return the stage's input, its output (on the last stage the loss), and metrics."""
+    def _forward(self, stage: int, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
+        """Return a stage's input, its output (of the last one the loss), and metrics."""
         forest = getattr(part, "targets", part).forest
         weight = next(iter(self.parameters.values()))
         inputs = None
-        if self._stage:
+        if stage:
             inputs = torch.empty(len(forest), self.held.config.hidden_size, dtype=weight.dtype, device=weight.device)
-            dist.recv(inputs, self.mesh.rank("pipeline", self._stage - 1))
+            self._receive(inputs, stage - 1, stage)
             inputs.requires_grad_()
-        if not self._is_last:
-            out = self.held.through(forest.to(weight.device), inputs)
-            self._send(out.detach(), self._stage + 1, None)
+        if stage < self._stages - 1:
+            out = self.held.through(forest.to(weight.device), inputs, self._own.index(stage))
+            self._send(out.detach(), stage, stage + 1)
             return inputs, out, {}
         self.held.given = inputs
         loss, values = compute(self.model, part)
@@ -145,19 +139,30 @@ class Pipelined(Parallel):
             loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
         return inputs, loss, values
 
-    def _backward(self, given: Tensor | None, out: Tensor) -> None:
+    def _backward(self, stage: int, given: Tensor | None, out: Tensor) -> None:
         gradient = None
-        if not self._is_last:
+        if stage < self._stages - 1:
             gradient = torch.empty_like(out)
-            dist.recv(gradient, self.mesh.rank("pipeline", self._stage + 1), self.mesh.back)
+            self._receive(gradient, stage + 1, stage)
         torch.autograd.backward(out, gradient)
         if given is not None:
             assert given.grad is not None
-            self._send(given.grad, self._stage - 1, self.mesh.back)
+            self._send(given.grad, stage, stage - 1)
 
-    def _send(self, values: Tensor, stage: int, group: Any) -> None:
-        values = values.contiguous()
-        self._sent.append((dist.isend(values, self.mesh.rank("pipeline", stage), group), values))
+    def _send(self, values: Tensor, source: int, target: int) -> None:
+        values, number = values.contiguous(), lane(source, target, self._ranks)
+        sent, group = self._sent[number], self.mesh.lanes[number]
+        sent.append((dist.isend(values, self.mesh.rank("pipeline", target % self._ranks), group), values))
+        if len(sent) > self._ranks:  # values stay in memory until they have arrived
+            sent.popleft()[0].wait()
+
+    def _receive(self, values: Tensor, source: int, target: int) -> None:
+        dist.recv(values, self.mesh.rank("pipeline", source % self._ranks), self.mesh.lanes[lane(source, target, self._ranks)])
+
+    def _arrived(self) -> None:
+        for sent in self._sent:
+            while sent:
+                sent.popleft()[0].wait()
 
     def _add_tied(self) -> None:
         """Add the gradients of the embedding and of the output layer, which are one matrix on two stages."""
