@@ -44,7 +44,7 @@ from puna.models.training.rollouts import Rollouts, Sampled, Source
 from puna.models.training.settings import GrpoSettings, LoraSettings, PpoSettings, TrainConfig
 from puna.models.training.state import load_state
 from puna.models.training.trainer import TIMED, Trainer
-from puna.models.transformer import Transformer
+from puna.models.transformer import Block, Transformer
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -253,9 +253,9 @@ def restored(members: Sequence[int], layout: dict[str, int], folder: str, varian
     return {"digest": digest.hexdigest()}
 
 
-def held_passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int) -> int:
-    """Return the largest number of passes whose result a rank of a pipeline kept in a step."""
-    alive, counts = list[weakref.ref[Tensor]](), list[int]()
+def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int, **compute: Any) -> list[int]:
+    """Return the largest number of a pipeline's passes whose result a rank kept, and how often it computed a layer in a step."""
+    alive, counts, computed = list[weakref.ref[Tensor]](), list[int](), itertools.count()
 
     def forward(run: Callable[..., Any], *given: Any) -> Any:
         passed = run(*given)
@@ -263,10 +263,15 @@ def held_passes(members: Sequence[int], layout: dict[str, int], layers: int, mic
         counts.append(sum(one() is not None for one in alive))
         return passed
 
-    chosen = Layout(**layout)
-    with _wrapped(Pipelined, "_forward", forward):
-        steps("pretrain", "plain", chosen, Mesh(chosen, members), layers, micro)
-    return max(counts)
+    def block(run: Callable[..., Any], *given: Any) -> Any:
+        next(computed)
+        return run(*given)
+
+    mesh = Mesh(Layout(**layout), members)
+    trainer = Trainer(network("plain", num_hidden_layers=layers), o.LanguageModeling(), train_config(mesh.layout, **compute), mesh=mesh)
+    with _wrapped(Pipelined, "_forward", forward), _wrapped(Block, "forward", block), trainer:
+        trainer.step(1, micro_batches("pretrain", 1, micro), seed=1)
+    return [max(counts), next(computed)]
 
 
 def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> dict[str, float]:
@@ -561,6 +566,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "held_passes": held_passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
+    "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
     "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -87,9 +87,9 @@ def test_interleaved_stages_whose_layers_are_computed_twice(ranks: Run, variant:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_rank_keeps_as_many_passes_as_its_schedule_says(ranks: Run, groups: int):
-    layout = {"pipeline": 2, "virtual_stages": groups}
-    assert ranks("held_passes", 2, layout=layout, layers=4, micro=7) == [2 * groups, 2 * groups - 1]
+def test_a_rank_keeps_as_many_passes_as_its_schedule_says_and_computes_layers_twice_if_told(ranks: Run, groups: int):
+    given = {"layout": {"pipeline": 2, "virtual_stages": groups}, "layers": 4, "micro": 7, "activation_checkpointing": groups == 2}
+    assert ranks("passes", 2, **given) == [[2 * groups, groups * 2 * 7], [2 * groups - 1, groups * 2 * 7]]
 
 
 @pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
