@@ -20,7 +20,7 @@ from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.spikes import spike_limits
-from puna.models.training.state import Saver, check_identity, load_record
+from puna.models.training.state import Job, Saver, check_identity, load_record
 from puna.models.training.trainer import Row, Trainer
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
@@ -63,11 +63,12 @@ def train(
         identity |= _adopted(trainer, state)
         first, log = _resume(checkpoint_dir, trainer, average, identity)
 
-        def write() -> None:
+        def write() -> Job | None:
             assert checkpoint_dir is not None
             tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
             record = {**identity, "precision": trainer.precision, **progress("step", config.steps, log)}
-            trainer.parallel.save_state(checkpoint_dir, len(log), tensors, record)
+            # Moments in files are more than the memory holds: no copy of them.
+            return trainer.parallel.save_state(checkpoint_dir, len(log), tensors, record, config.optimizer.state_in == "memory")
 
         saved = write if checkpoint_dir is not None else None
         saver = stack.enter_context(Saver(config.compute.save_seconds, saved, trainer.parallel.mesh.agree))

@@ -29,7 +29,7 @@ from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.parallel import alone, parallel
 from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
-from puna.models.training.state import Saver, check_identity
+from puna.models.training.state import Job, Saver, check_identity
 from puna.models.training.trainer import between_layers
 from puna.models.transformer import Transformer
 
@@ -153,11 +153,10 @@ def _train(
         rollouts.keep(rollout, None)
     log, stale = state.log, config.max_stale
 
-    def write() -> None:
+    def write() -> Job | None:
         assert checkpoint_dir is not None
-        # Between a rollout's updates, the weights that sampled the next one are gone: then the state of its start stays.
-        if not (stale and state.begun):
-            _save(checkpoint_dir, trainers, identity, config, state)
+        # Between the updates of a rollout, the weights that sample the next one are gone: then the state of its start stays.
+        return None if stale and state.begun else _saving(checkpoint_dir, trainers, identity, config, state)
 
     with ExitStack() as stack:
         for trainer in trainers.values():
@@ -182,11 +181,12 @@ def _train(
             log.append(_finish(state.begun, rollout))
             check_skips(log, 2)
             state.begun = None
-            saver.stepped(now=True)
-            source.forget(rollout)
+            saver.stepped(now=True)  # waits until the state before is on disk
+            source.forget(rollout - 1)
             if on_step is not None:
                 on_step(log[-1])
             saver.end_if_asked()
+    source.forget(len(log))
     groups.end(json.dumps(log))
     return log
 
@@ -325,7 +325,10 @@ def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
     return PpoBatch(targets, **by_token, left_out=left_out[0], answers_left_out=left_out[1])
 
 
-def _save(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State) -> None:
+def _saving(
+    folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State
+) -> Job | None:  # fmt: skip
+    """Return a job that writes the state; write it at once where moments are in files, of which memory holds no copy."""
     ranks, done = trainers["policy"], 0
     tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
     record = {**identity, "precision": ranks.precision, "numbers": state.numbers, **progress("rollout", config.rollouts, state.log)}
@@ -333,7 +336,8 @@ def _save(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], 
         tensors, record["begun"], done = tensors | state.begun.tensors(), state.begun.record(), len(state.begun.rows["policy"])
     if state.sampled is not None:
         record["sampled"] = state.sampled.text()
-    ranks.parallel.save_state(folder, len(state.log) * config.updates + done, tensors, record)
+    step = len(state.log) * config.updates + done
+    return ranks.parallel.save_state(folder, step, tensors, record, config.optimizer.state_in == "memory")
 
 
 def _resume(folder: Path | None, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings) -> State:

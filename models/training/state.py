@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing.pool import ThreadPool
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +36,7 @@ class Stop:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._asked: list[int] = []
+        self.insisted = False
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
@@ -62,6 +63,7 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number in self._asked:
+            self.insisted = True
             self._put_back()
             signal.raise_signal(number)
             return
@@ -77,6 +79,7 @@ class Stop:
 
 Tensors = TypeVar("Tensors")
 Result = TypeVar("Result")
+Job = Callable[[], object]
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
@@ -96,26 +99,40 @@ SAVE_SHARE = 0.02
 class Saver:
     """The saving of a training's state: when a step asks for it, periodically, and before a signal ends the training.
 
-    seconds: time after which the state is saved. Where the last write was slow, the wait grows until writing takes at most `SAVE_SHARE`
-    of the time. write: writes the state; None: it is not saved. agree: true if any of the ranks that train together wants to save.
+    seconds: time after which the state is saved. Where the last save was slow, the wait grows until saving takes at most `SAVE_SHARE`
+    of the time. write: writes the state, or returns a job that writes a copy of it while the training goes on; None: it is not saved. One
+    job runs at a time; its error is raised by the next save or at the end, which wait for it. agree: true if any of the ranks that train
+    together wants to save.
     """
 
-    def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, seconds: float, write: Callable[[], Job | None] | None, agree: Callable[[bool], bool] = bool) -> None:
         self._seconds, self._write, self._agree = seconds, write, agree
         self._cost, self._since, self._saved = 0.0, time.monotonic(), False
         self._stop = Stop()
+        self._pool: ThreadPool | None = None
+        self._job: AsyncResult[object] | None = None
 
     def __enter__(self) -> Saver:
         self._stop.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stop.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            if not self._stop.insisted:
+                self.wait()
+        except Exception:
+            if kind is None:
+                raise
+        finally:
+            if self._pool is not None:
+                self._pool.close()
+            self._stop.__exit__(kind, *error)
 
     def stepped(self, now: bool = False) -> None:
         """Save the state after a step if that is due, or if the step wants it (`now`)."""
         self._saved = False
-        if self._agree(now or self._stop.asked or time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE)):
+        due = time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE) and (self._job is None or self._job.ready())
+        if self._agree(now or self._stop.asked or due):
             self._save()
 
     def leave_if_asked(self) -> None:
@@ -128,6 +145,7 @@ class Saver:
         """Save the state and end the training if a signal is waiting."""
         if self._agree(self._stop.asked):
             self._save()
+            self.wait()
             if not self._stop.asked:
                 raise SystemExit("another rank of the training was stopped")
             self._stop.act()
@@ -136,21 +154,43 @@ class Saver:
         if self._write is None or self._saved:
             return
         start = time.monotonic()
-        self._write()
+        self.wait()
+        if (job := self._write()) is not None:
+            self._pool = self._pool or ThreadPool(1)
+            self._job = self._pool.apply_async(job)
         self._since, self._saved = time.monotonic(), True
         self._cost = self._since - start
 
+    def wait(self) -> None:
+        """Wait until the last state is on disk; raise the error of its job."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.get()
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors in the host's memory."""
+    import torch
+
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in tensors.items()}
+
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy. It is written
-    under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place."""
+    """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy.
+
+    It is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
+    """
+    return write_state(folder, step, tensors, json.dumps({"step": step, **record}))
+
+
+def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], text: str) -> Path:
+    """Write a checkpoint as `save_state` does; `text`: its record, in JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"
     temporary = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     _write(tensors, temporary / TENSORS)
-    text = json.dumps({"step": step, **record})
     checksums = {TENSORS: file_checksum(temporary / TENSORS), RECORD: checksum(text.encode())}
     (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": checksums}), encoding="utf-8")
     for name in (TENSORS, RECORD):

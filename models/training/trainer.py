@@ -19,8 +19,9 @@ from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.packing import Later
-from puna.models.training.parallel.base import Part
+from puna.models.training.parallel.base import Parallel, Part
 from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.owners import Matrices, Owners
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import TrainConfig
 from puna.models.training.spikes import NO_LIMITS, Limits
@@ -85,7 +86,7 @@ class Trainer:
         self.parallel = parallel(model, config.compute.layout, mesh, self.device)
         self.model, self.objective, self.config = self.parallel.model, objective, config
         self.parameters = self.parallel.parameters
-        whole, model = model, self.model
+        model = self.model
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self._parts: list[Part] = []
@@ -96,22 +97,20 @@ class Trainer:
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
                 parameter.data = rounded(data, torch.bfloat16)
-        self.optimizers = optimizers(whole, self.weights, config, rate_scales or {})
+        self.optimizers = optimizers(self.parallel, self.weights, config, rate_scales or {})
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
             decoder.checkpointing = config.compute.activation_checkpointing
 
     def _check_layout(self) -> None:
         """Raise ValueError for settings that no test proves under the layout."""
-        layout, name = self.parallel.mesh.layout, self.config.optimizer.name
+        layout = self.parallel.mesh.layout
         if self.precision == "bf16" and layout.axes - {"data"}:
             raise ValueError(f"the layout {layout} is proved only in fp32: set compute.precision to fp32")
         capped = getattr(getattr(self.model, "config", None), "final_logit_softcapping", None) is not None
         for setting, there in (("z_loss", bool(getattr(self.objective, "z_loss", 0.0))), ("final_logit_softcapping", capped)):
             if there and layout.axes - {"data"}:
                 raise ValueError(f"the layout {layout} is proved only without {setting}: leave {setting} out, or set only layout.data")
-        if OPTIMIZERS[name].whole_matrices and layout.axes & {"shard", "tensor"}:
-            raise ValueError(f"the optimizer {name} needs whole matrices, which the layout {layout} cuts: set optimizer.name to adamw")
 
     def __enter__(self) -> Trainer:
         return self
@@ -261,8 +260,9 @@ class Trainer:
         pieces. Raise ValueError if optimiser or weights differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
-        # The pieces of a pipeline's other stages are other ranks'.
-        rest = {} if self.parallel.mesh.layout.pipeline > 1 else {name: value for name, value in state.items() if name not in own}
+        # The state of a pipeline's other stages, and of matrices that other ranks own, is theirs.
+        apart = self.parallel.mesh.layout.pipeline > 1 or self.parallel.owned
+        rest = {} if apart else {name: value for name, value in state.items() if name not in own}
         cut = {
             name: state[name][piece.slices()] if tuple(state[name].shape) == piece.shape else state[name] for name, piece in pieces.items()
         }
@@ -276,29 +276,36 @@ class Trainer:
         self._publish()
 
 
-def optimizers(model: nn.Module, weights: dict[str, nn.Parameter], config: TrainConfig, scales: Mapping[str, float]) -> list[Optimizer]:
-    """Return the configured optimiser and, if that takes only whole matrices, AdamW for the other weights. Each group's `scale` multiplies
-    its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top."""
-    settings = config.optimizer
+def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: Mapping[str, float]) -> list[Optimizer | Owners]:
+    """Return the configured optimiser, that of matrices with owners, and AdamW for the weights that the configured one does not take.
+
+    Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
+    """
+    settings, model = config.optimizer, held.whole
     if unknown := sorted(scales.keys() - weights.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
     plain, embedded = undecayed(model), embeddings(model)
     kind, own = OPTIMIZERS[settings.name], settings.own()
     fitting = inner_matrices(model) if kind.whole_matrices else weights.keys()
-    first = {name for name in weights if name in fitting and kind.takes(weights[name], **own)}
+    first = {name for name, whole in model.named_parameters() if name in weights and name in fitting and kind.takes(whole, **own)}
 
-    def groups(names: Iterable[str]) -> list[Group]:
+    def groups(some: Matrices) -> list[Group]:
         kinds: dict[tuple[float, bool], list[nn.Parameter]] = {}
-        for name in names:
+        for name, weight in some.items():
             scale = scales.get(name, 1.0) * (settings.embedding_scale if name in embedded else 1.0)
-            kinds.setdefault((scale, name in plain), []).append(weights[name])
+            kinds.setdefault((scale, name in plain), []).append(weight)
         return [Group(kinds[key], key[0], 0.0 if key[1] else settings.weight_decay) for key in sorted(kinds)]
 
-    parts: list[Optimizer] = []
-    if first:
-        parts.append(kind(groups(name for name in weights if name in first), settings, **own))
-    if len(first) < len(weights):
-        parts.append(OPTIMIZERS["adamw"](groups(name for name in weights if name not in first), settings))
+    def updating(some: Matrices) -> Optimizer:
+        return kind(groups(some), settings, **own)
+
+    parts: list[Optimizer | Owners] = []
+    if kind.whole_matrices and (owners := Owners(held, weights, first)).names:
+        parts.append(owners.start(updating))
+    if local := {name: weight for name, weight in weights.items() if name in first - held.owned}:
+        parts.append(updating(local))
+    if rest := {name: weight for name, weight in weights.items() if name not in first}:
+        parts.append(OPTIMIZERS["adamw"](groups(rest), settings))
     return parts
 
 

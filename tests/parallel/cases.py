@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import math
 import os
 import time
@@ -33,7 +34,7 @@ from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import vocabulary
-from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.base import Parallel, Piece
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
@@ -138,11 +139,14 @@ def loss_of(objective: str, layout: Layout, mesh: Mesh) -> Any:
     return made[objective]()
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {"adamw": {}, "muon": {"name": "muon"}, "galore": {"name": "galore", "parameters": {"rank": 8}}}
+
+
 def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> TrainConfig:
     return TrainConfig(
         steps=4,
         schedule={"learning_rate": 0.01, "warmup_steps": 0, "shape": "constant"},
-        optimizer={"name": optimizer, "epsilon": 1e-3, "weight_decay": 0.1},
+        optimizer={**OPTIMIZERS[optimizer], "epsilon": 1e-3, "weight_decay": 0.1},
         compute={"layout": layout, **compute},
     )
 
@@ -200,8 +204,8 @@ def compare(
 
 
 def trained(
-    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "deep",
-    at: Callable[[str, int], None] = lambda place, number: None, **optimizer: Any,
+    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "plain",
+    at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
     after each step."""
@@ -210,7 +214,7 @@ def trained(
     config = TrainConfig(
         steps=of,
         schedule={"learning_rate": 0.01, "warmup_steps": 0, "ema": 0.5},
-        optimizer={"epsilon": 1e-3, **optimizer},
+        optimizer={**OPTIMIZERS[optimizer], "epsilon": 1e-3},
         compute={"layout": chosen},
     )
 
@@ -228,10 +232,12 @@ def trained(
     return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
 
 
-def restored(members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "deep", adopt: bool = False) -> dict[str, Any]:
+def restored(
+    members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "plain", adopt: bool = False, optimizer: str = "adamw"
+) -> dict[str, Any]:
     """Return a digest of the whole weights, moments and averages of a checkpoint as this layout reads them."""
     chosen = Layout(**layout)
-    trainer = Trainer(network(variant), o.LanguageModeling(), TrainConfig(steps=6, compute={"layout": chosen}), mesh=Mesh(chosen, members))
+    trainer = Trainer(network(variant), o.LanguageModeling(), train_config(chosen, optimizer), mesh=Mesh(chosen, members))
     averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
     state = trainer.parallel.load_state(Path(folder), trainer.tensors(), averages)
     assert state is not None
@@ -245,10 +251,12 @@ def restored(members: Sequence[int], layout: dict[str, int], folder: str, varian
         trainer.restore(tensors)
     tensors = trainer.tensors() | {name: tensor for name, tensor in state[0].items() if name.startswith("average.")}
     digest = hashlib.sha256()
-    for kind in ("weight", "state.exp_avg", "state.exp_avg_sq", "average"):
-        for name, piece in sorted(trainer.parallel.pieces.items()):
-            gathered = trainer.parallel.gather(piece, tensors.get(f"{kind}.{name}"))
-            digest.update(f"{kind} {name} {tuple(gathered.shape)}".encode() + gathered.contiguous().numpy().tobytes())
+    pieces = {name: trainer.parallel.piece_of(name, tensor) for name, tensor in tensors.items()}
+    shapes = [json.loads(text) for text in trainer.parallel.mesh.gather_texts(json.dumps({name: p.shape for name, p in pieces.items()}))]
+    for name, shape in sorted({name: tuple(shape) for some in shapes for name, shape in some.items()}.items()):
+        piece = pieces.get(name, Piece.of(torch.empty(shape, device="meta"), cut=frozenset(["elsewhere"])))
+        gathered = trainer.parallel.gather(piece, tensors.get(name))
+        digest.update(f"{name} {shape}".encode() + gathered.contiguous().numpy().tobytes())
     assert all(float(tensor) == state[1]["step"] for name, tensor in tensors.items() if name.startswith("state.step."))
     return {"digest": digest.hexdigest()}
 

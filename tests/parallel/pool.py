@@ -100,9 +100,9 @@ def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
     join()
     # Jobs of two or four ranks then make no group, which all ranks would have to make.
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [1, 2], [0, 1, 2], [0, 1, 2, 3]):
-        group_of(ranks)
-    for number in range(4):
-        message_group(number)
+        for use in ("", "saving"):
+            group_of(ranks, use)
+    back_group()
     for line in own.makefile("r"):
         given = json.loads(line)
         try:

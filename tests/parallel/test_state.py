@@ -42,6 +42,19 @@ def test_experts_are_read_by_every_layout(ranks: Run, tmp_path: Path):
         assert len({answer["digest"] for reader in layouts for answer in ranks("restored", size(reader), layout=reader, **given)}) == 1, writer
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "galore"])
+def test_the_state_of_whole_matrices_is_read_by_every_layout(ranks: Run, optimizer: str, tmp_path: Path):
+    """A training goes on in three layouts. Owners write a matrix's state once; that of a stack of experts is cut like its weights."""
+    for variant, layouts in (("plain", [{"shard": 2}, {}, {"tensor": 2}]), ("moe", [{"expert": 2}, {}, {"shard": 2, "expert": 2}])):
+        given = {"variant": variant, "optimizer": optimizer}
+        losses = ranks("trained", 1, layout={}, folder=str(tmp_path / f"{variant}-one"), steps=6, **given)[0]["losses"]
+        given["folder"] = str(tmp_path / variant)
+        for steps, writer in zip((2, 4, 6), layouts, strict=True):
+            result = ranks("trained", size(writer), layout=writer, steps=steps, **given)
+            assert len({one["digest"] for layout in layouts for one in ranks("restored", size(layout), layout=layout, **given)}) == 1, writer
+        assert result[0]["losses"] == pytest.approx(losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pipeline": 2}], ids=str)
 def test_a_rank_reads_little_more_than_its_pieces(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     assert max(ranks("read_ratio", 2, layout=layout, folder=str(tmp_path))) <= 1.2

@@ -6,8 +6,10 @@ totals, so they add up over readers as over micro-batches.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 
 from puna.kernels.adamw import gradient_norm
 from puna.models.training.parallel.boxes import load, save
-from puna.models.training.parallel.layout import READERS
+from puna.models.training.parallel.layout import AXES, READERS
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
-from puna.models.training.state import load_state, save_state
+from puna.models.training.state import Job, copied, load_state, write_state
 
 Part = tuple[Any, bool]
 """A micro-batch, and whether it counts: a reader with fewer than the others repeats one that does not count."""
@@ -61,14 +63,16 @@ class Piece:
 class Parallel:
     """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
-    whole: the trained model. model: the computing module, with the methods that objectives call. parameters: this rank's trained parameters
-    by name. pieces: each local tensor's part of the whole tensor. beside: other models in the same state, by the prefix of their tensors'
-    names. device: place of the pieces of weights; None: the whole model's device.
+    whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
+    trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
+    whole. beside: other models in the same state, by the prefix of their tensors' names. device: where the pieces of weights are; None:
+    where the whole model is.
     """
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
         self.whole, self.mesh = whole, mesh
         self.beside: dict[str, Parallel] = {}
+        self.owned: frozenset[str] = frozenset()
         self.model: nn.Module = whole
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
@@ -205,15 +209,30 @@ class Parallel:
             if not dot:
                 return Piece.of(tensor)
         own = self.pieces[weight]
-        alike = tuple(tensor.shape) == tuple(stop - start for start, stop in own.box)
-        return own if alike else Piece.of(tensor, cut=own.cut & {"pipeline"}, copy=own.copy)
+        if weight in self.owned and "state." in name.removesuffix(weight):
+            return Piece.of(tensor, cut=frozenset(AXES))
+        if tuple(tensor.shape) == tuple(stop - start for start, stop in own.box):
+            return own
+        inner = Piece.of(tensor, cut=own.cut & {"pipeline"}, copy=own.copy)
+        if tensor.ndim == len(own.shape) > 2:  # of a stack of matrices, cut like it
+            return replace(own, shape=own.shape[:-2] + inner.shape[-2:], box=own.box[:-2] + inner.box[-2:])
+        return inner
 
-    def save_state(self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> None:
-        """Write a checkpoint; `tensors` are this rank's."""
-        if self.processes == 1:
-            save_state(folder, step, tensors, record)
-        else:
-            save(folder, step, tensors, {name: self.piece_of(name, tensor) for name, tensor in tensors.items()}, record, self.mesh)
+    def save_state(
+        self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any], beside: bool = False
+    ) -> Job | None:  # fmt: skip
+        """Write a checkpoint; `tensors` are this rank's. beside: return a job that does so, for a thread beside the training."""
+        text = json.dumps({"step": step, **record}) if self.mesh.index == 0 else ""
+        pieces = {name: self.piece_of(name, tensor) for name, tensor in tensors.items()}
+        own = {name: tensor for name, tensor in tensors.items() if pieces[name].counts(self.mesh.at)}
+        own = copied(own) if beside else own
+        job: Job = partial(write_state, folder, step, own, text)
+        if self.processes > 1:
+            job = partial(save, self.mesh, pieces, folder, step, own, text)
+        if beside:
+            return job
+        job()
+        return None
 
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]

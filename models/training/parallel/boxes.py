@@ -22,34 +22,47 @@ if TYPE_CHECKING:
     from puna.models.training.parallel.mesh import Mesh
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], record: dict[str, Any], mesh: Mesh) -> None:
-    """Write the checkpoint of `step` under `folder`, each piece by the first rank that holds it. All ranks must call it. As in
-    `state.save_state`, the folder gets its final name once it is complete on disk."""
+def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tensors: Mapping[str, Tensor], text: str) -> None:
+    """Write the checkpoint of `step` under `folder`; `tensors`: this rank's boxes. text: rank 0's record, in JSON. All ranks must call it.
+
+    As in `state.save_state`, the folder gets its final name once it is complete on disk. OSError, on all ranks, if one cannot write.
+    """
     from safetensors.torch import save_file
 
     final, temporary = folder / f"step-{step:09d}", folder / f".step-{step:09d}.ranks"
-    if mesh.index == 0:
+    file = f"rank-{mesh.index}.safetensors"
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    mesh.wait()
-    file = f"rank-{mesh.index}.safetensors"
-    own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if pieces[name].counts(mesh.at)}
-    save_file(own, temporary / file)
-    flush(temporary / file)
-    boxes = {name: {"shape": pieces[name].shape, "box": pieces[name].box} for name in own}
-    note = {"file": file, "checksum": file_checksum(temporary / file), "boxes": boxes}
-    (temporary / f"{file}.json").write_text(json.dumps(note), encoding="utf-8")
-    mesh.wait()
-    if mesh.index == 0:
+
+    def write() -> None:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary / file)
+        flush(temporary / file)
+        boxes = {name: {"shape": pieces[name].shape, "box": pieces[name].box} for name in tensors}
+        note = {"file": file, "checksum": file_checksum(temporary / file), "boxes": boxes}
+        (temporary / f"{file}.json").write_text(json.dumps(note), encoding="utf-8")
+
+    def complete() -> None:
         notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(temporary.glob("*.json"))]
-        text = json.dumps({"step": step, **record, "index": {one["file"]: one["boxes"] for one in notes}})
-        sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(text.encode())}
+        record = f'{text[:-1]}, "index": {json.dumps({one["file"]: one["boxes"] for one in notes})}}}'  # the record's text may be long
+        sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(record.encode())}
         for path in temporary.glob("*.json"):
             path.unlink()
-        (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": sums}), encoding="utf-8")
+        (temporary / RECORD).write_text(json.dumps({"record": record, "checksums": sums}), encoding="utf-8")
         flush(temporary / RECORD)
         publish(temporary, final)
-    mesh.wait()
+
+    ranks = mesh.saving()
+    for act, first in ((begin, True), (write, False), (complete, True)):
+        error: OSError | None = None
+        try:
+            if mesh.index == 0 or not first:
+                act()
+        except OSError as problem:
+            error = problem
+        if ranks.agree(error is not None):
+            raise error or OSError("another rank could not write its part of the training's state")
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -82,7 +83,7 @@ class Mesh:
         self._ranks: dict[str, list[int]] = {}
         self.lanes: list[Any] = []
         if layout.processes == 1:
-            self.index, self.at, self.everyone = 0, dict.fromkeys(AXES, 0), None
+            self.index, self.at, self.everyone, self._saving = 0, dict.fromkeys(AXES, 0), None, None
             return
         if not dist.is_initialized():
             raise ValueError(f"the layout {layout} needs {layout.processes} processes, and this one runs alone: start it with torchrun")
@@ -93,7 +94,7 @@ class Mesh:
         places = list(itertools.product(*map(range, sizes)))
         self.index = members.index(dist.get_rank()) if dist.get_rank() in members else -1
         self.at = dict(zip(AXES, places[self.index], strict=True))
-        self.everyone = group_of(members)
+        self.everyone, self._saving = group_of(members), group_of(members, "saving")
         if layout.pipeline > 1:
             self.lanes = [message_group(number) for number in range(2 if layout.virtual_stages == 1 else 4)]
         for number, axis in enumerate(AXES):
@@ -153,6 +154,12 @@ class Mesh:
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
 
+    def saving(self) -> Mesh:
+        """Return these ranks with a group of their own, for a thread that saves a state while the training goes on."""
+        ranks = copy.copy(self)
+        ranks.everyone = self._saving
+        return ranks
+
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in their order."""
         if self.everyone is None:
@@ -194,16 +201,16 @@ def broadcast_text(text: str, source: int, group: Any) -> str:
     return bytes(content.numpy()).decode()
 
 
-_GROUPS: dict[tuple[int, ...], Any] = {}
+_GROUPS: dict[tuple[str | int, ...], Any] = {}
 
 
-def group_of(ranks: Sequence[int]) -> Any:
-    """Return the group of these ranks, made once; all processes make it together."""
-    if list(ranks) == list(range(dist.get_world_size())):
+def group_of(ranks: Sequence[int], use: str = "") -> Any:
+    """Return the group of these ranks for a use, made once; all processes make it together. States are saved from the host's memory."""
+    if not use and list(ranks) == list(range(dist.get_world_size())):
         return dist.group.WORLD
-    if tuple(ranks) not in _GROUPS:
-        _GROUPS[tuple(ranks)] = dist.new_group(list(ranks), timeout=TIMEOUT)
-    return _GROUPS[tuple(ranks)]
+    if (use, *ranks) not in _GROUPS:
+        _GROUPS[use, *ranks] = dist.new_group(list(ranks), timeout=TIMEOUT, backend="gloo" if use == "saving" else None)
+    return _GROUPS[use, *ranks]
 
 
 def message_group(number: int) -> Any:
@@ -211,9 +218,7 @@ def message_group(number: int) -> Any:
 
     NCCL exchanges of two ranks in one group follow each other: if both send first, each waits for the other to receive.
     """
-    if number and (-number,) not in _GROUPS:
-        _GROUPS[-number,] = dist.new_group(timeout=TIMEOUT)
-    return _GROUPS[-number,] if number else dist.group.WORLD
+    return group_of(range(dist.get_world_size()), "back")
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:

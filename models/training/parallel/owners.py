@@ -1,0 +1,101 @@
+"""Updates of whole matrices that ranks hold in pieces, as Muon needs them: each matrix has an owner, the rank that updates it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from puna.models.training.optimizers import Optimizer
+from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.mesh import by_load
+
+Matrices = Mapping[str, nn.Parameter]
+
+
+class Owners:
+    """An optimiser of matrices that no rank holds whole.
+
+    A matrix's owner gathers its weights and gradient, updates them, and sends each rank its piece. Copies are owners, too, and share the
+    updates. Matrices go in waves: a rank holds one whole matrix at a time.
+
+    names: the matrices that have an owner, of those that the optimiser updates. state: as an `Optimizer`'s, by this rank's pieces; that of
+    a matrix is at its owner only.
+    """
+
+    def __init__(self, held: Parallel, weights: Matrices, names: Collection[str]) -> None:
+        mesh, shapes = held.mesh, {name: piece.shape for name, piece in held.pieces.items()}
+        own = {name: (held.pieces[name].box, held.pieces[name].counts(mesh.at)) for name in names}
+        self._ranks: list[dict[str, tuple[list[list[int]], bool]]] = [json.loads(text) for text in mesh.gather_texts(json.dumps(own))]
+        self._index, self._group, self._weights = mesh.index, mesh.everyone, weights
+        cut = {n for rank in self._ranks for n, (box, _) in rank.items() if [b - a for a, b in box[-2:]] != list(shapes[n][-2:])}
+        self.names = sorted(cut)
+        costs = [math.prod(shapes[name]) * min(shapes[name][-2:]) for name in self.names]
+        shares = [[self.names[i] for i in share] for share in by_load(costs, held.processes)]
+        self._waves = list(zip_longest(*shares, fillvalue=""))
+        self._matrices = {name: nn.Parameter(torch.empty(shapes[name], device=held.device)) for name in shares[self._index]}
+        self._none = torch.empty(0, device=held.device)
+        held.owned = frozenset(cut)
+
+    @torch.no_grad()
+    def start(self, make: Callable[[Matrices], Optimizer]) -> Owners:
+        """Make the optimiser of the matrices that this rank owns."""
+        for wave in self._waves:
+            self._gather(wave, self._weights, self._matrices.get(wave[self._index], self._none))
+        self._optimizer = make(self._matrices)
+        self.state = {self._weights[name]: self._optimizer.state[matrix] for name, matrix in self._matrices.items()}
+        for matrix in self._matrices.values():
+            self._free(matrix)
+        return self
+
+    @torch.no_grad()
+    def step(self, rate: float, factor: Tensor | None = None) -> None:
+        """Update all matrices, as `Optimizer.step` does."""
+        own = {name: self._weights[name] for name in self.names}
+        gradients = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in own.items()}
+        for wave in self._waves:
+            name, whole, gradient = wave[self._index], self._none, self._none
+            if name:
+                whole, gradient = (torch.empty(self._matrices[name].shape, device=whole.device) for _ in range(2))
+            self._gather(wave, own, whole)
+            self._gather(wave, gradients, gradient)
+            if name and own[name].grad is not None:  # without a gradient on any rank it stays, as in one process
+                self._matrices[name].data, self._matrices[name].grad = whole, gradient
+                self._optimizer.step(rate, factor)
+                self._free(self._matrices[name])
+            self._scatter(wave, own, whole)
+
+    @staticmethod
+    def _free(matrix: nn.Parameter) -> None:
+        """Free the memory of a matrix, which keeps its shape."""
+        matrix.data, matrix.grad = matrix.new_zeros(()).expand(matrix.shape), None
+
+    def _gather(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor) -> None:
+        """Write the pieces of this rank's matrix of a wave into it; the first rank that holds a piece sends it."""
+        here, name = self._ranks[self._index], wave[self._index]
+        send = [pieces[other] if other in here and here[other][1] else self._none for other in wave]
+        self._exchange(send, [whole[_slices(rank[name][0])] if name in rank and rank[name][1] else self._none for rank in self._ranks])
+
+    def _scatter(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor) -> None:
+        """Write this rank's pieces of the matrices of a wave."""
+        here, name = self._ranks[self._index], wave[self._index]
+        send = [whole[_slices(rank[name][0])] if name in rank else self._none for rank in self._ranks]
+        self._exchange(send, [pieces[other] if other in here else self._none for other in wave])
+
+    def _exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
+        """Send one tensor to each rank, and write what each rank sends."""
+        sizes = [tensor.numel() for tensor in receive]
+        out = self._none.new_empty(sum(sizes))
+        flat = torch.cat([tensor.reshape(-1) for tensor in send])
+        dist.all_to_all_single(out, flat, sizes, [tensor.numel() for tensor in send], group=self._group)
+        for tensor, values in zip(receive, out.split(sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def _slices(box: Sequence[Sequence[int]]) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
