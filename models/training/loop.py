@@ -75,16 +75,15 @@ def train(
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, config.optimizer.spike_window, config.optimizer.spike_limit)
-            if sampled:
-                trainer.publish_whole()
-            row = trainer.step(step, batches(step), seed, limits)
+            with trainer.whole_weights(sampled):
+                batch = batches(step)
+            row = trainer.step(step, batch, seed, limits)
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
             _average(average, trainer.weights, config, row)
-            if watched(step):
-                trainer.publish_whole()
-            if on_step is not None:  # before the step is saved, so that a crash skips no call
-                on_step(row)
+            if on_step is not None:  # before the step is saved: after a crash none is left without its call
+                with trainer.whole_weights(watched(step)):
+                    on_step(row)
             saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             saver.end_if_asked()
         trainer.assign(average)
@@ -154,7 +153,6 @@ def _resume(folder: Path | None, trainer: Trainer, average: dict[str, Tensor], i
     prefix = "average."
     average.update({n.removeprefix(prefix): t.clone() for n, t in tensors.items() if n.startswith(prefix)})
     trainer.restore({n: t for n, t in tensors.items() if not n.startswith(prefix)})
-    trainer.publish_whole()
     return record["step"] + 1, record["log"]
 
 

@@ -130,6 +130,15 @@ class Trainer:
         if self.parallel.processes > 1:
             self.parallel.publish(self.weights)
 
+    @contextmanager
+    def whole_weights(self, wanted: bool) -> Iterator[None]:
+        """Give the model its whole weights inside, if they are wanted; then free them again where this rank has pieces."""
+        if wanted:
+            self.publish_whole()
+        yield
+        if wanted:
+            self.parallel.release()
+
     def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
         """Run a step on a batch or a list of micro-batches, and return its row. A step that is not finite, or whose loss or gradient
         norm exceeds `limits`, changes nothing."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,69 @@ def test_a_state_is_saved_by_time_and_seldom_where_writing_is_slow(monkeypatch: 
             saver.stepped()
     # Due after 10 s, then, where a write takes 3 s, after 150: writing takes 2 % of the time.
     assert writes == [110.1, 264.1]
+
+
+def test_a_training_goes_on_while_its_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of step 2 gets to the disk after step 4; that of step 4 has to wait for it."""
+    going_on, flush, complete = threading.Event(), state.flush, dict[float, list[str]]()
+
+    def slow(path: Path) -> None:
+        assert going_on.wait(30)
+        flush(path)
+
+    def on_step(row: dict[str, float]) -> None:
+        complete[row["step"]] = [path.name for path in tmp_path.glob("step-*")]
+        if row["step"] == 4:
+            going_on.set()
+
+    monkeypatch.setattr(state, "flush", slow)
+    log = train(model(), OBJECTIVES["language_modeling"][2], batches("language_modeling"), TrainConfig(steps=5), 3, tmp_path, 2, on_step)
+    assert complete == {1: [], 2: [], 3: [], 4: [], 5: complete[5]} and len(log) == 5
+    record = state.load_record(tmp_path)
+    assert record is not None and record["step"] == 5 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_write_at_a_time_whose_error_the_next_save_or_the_end_raises() -> None:
+    calls: list[str] = []
+
+    def job(name: str, error: str) -> Callable[[], object]:
+        def write() -> None:
+            calls.append(f"{name} begins")
+            time.sleep(0.05)
+            calls.append(f"{name} ends")
+            if error:
+                raise OSError(error)
+
+        return write
+
+    jobs = iter([job("first", ""), job("second", "no space"), job("third", "no space")])
+    with state.Saver(10.0, lambda: next(jobs)) as saver:
+        saver.stepped(now=True)
+        saver.stepped(now=True)
+        with pytest.raises(OSError, match="no space"):
+            saver.stepped(now=True)
+    assert calls == ["first begins", "first ends", "second begins", "second ends"]
+    with pytest.raises(OSError, match="no space"), state.Saver(10.0, lambda: next(jobs)) as saver:
+        saver.stepped(now=True)
+
+
+def test_a_signal_waits_for_the_write_and_a_second_one_does_not() -> None:
+    finish, ended = threading.Event(), []
+
+    def write() -> None:
+        finish.wait(30)
+        ended.append(True)
+
+    for second in (False, True):
+        finish.clear()
+        ended.clear()
+        act = (lambda: os.kill(os.getpid(), signal.SIGINT)) if second else finish.set
+        with pytest.raises(KeyboardInterrupt), state.Saver(10.0, lambda: write) as saver:
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Timer(0.05, act).start()
+            saver.end_if_asked()
+        assert ended == ([] if second else [True])
+    finish.set()
 
 
 def test_how_often_a_state_is_saved_is_in_no_key() -> None:

@@ -65,13 +65,17 @@ def test_a_layer_that_is_computed_twice_takes_a_third_more() -> None:
     assert twice.compute == pytest.approx(4 / 3 * plain.compute) and twice.bytes < plain.bytes
 
 
-def test_the_state_is_cut_and_the_whole_model_beside_it_counted() -> None:
+def test_the_state_is_cut_and_whole_weights_are_counted_between_steps() -> None:
+    """There a rank has its eighth of weights in fp32 and bf16 and of two moments, and the whole weights in fp32."""
     tiny = Work(rows=64, length=64, micro_tokens=64)
     one, cut = (estimate(CONFIG, tiny, Layout(shard=size), SHEET, whole=False) for size in (1, 8))
     element, layer = 2, (parameters(CONFIG).layers + parameters(CONFIG).norms) / 16
     gathered = 2 * element * max(layer, parameters(CONFIG).embedding)
     assert one.bytes - (cut.bytes - gathered) == pytest.approx(7 / 8 * state_bytes(CONFIG, "bf16"), rel=1e-6)
-    assert estimate(CONFIG, tiny, Layout(shard=8), SHEET).bytes - cut.bytes == 4 * parameters(CONFIG).total
+    between = (4 + 2 + 8) / 8 + 4
+    assert estimate(CONFIG, tiny, Layout(shard=8), SHEET).bytes == pytest.approx(between * parameters(CONFIG).total)
+    large = Work(rows=64, length=4096, micro_tokens=32_768)
+    assert estimate(CONFIG, large, Layout(shard=8), SHEET).bytes == estimate(CONFIG, large, Layout(shard=8), SHEET, whole=False).bytes
 
 
 @pytest.mark.parametrize("devices", [2, 6, 8, 16, 128])

@@ -141,7 +141,7 @@ def test_one_expert_a_rank_and_layers_computed_twice(ranks: Run):
 
 @pytest.mark.parametrize("optimizer, axes, variant", [
     ("muon", "data", "plain"), ("muon", "pipeline", "plain"), ("muon", "expert", "moe"), ("muon", "shard", "mla"), ("muon", "tensor", "tied"),
-    ("muon", "data shard", "plain"), ("muon", "shard expert", "moe"), ("muon", "data shard tensor", "plain"), ("galore", "data", "plain"),
+    ("muon", "context", "plain"), ("muon", "shard expert", "moe"), ("muon", "data shard tensor", "plain"), ("galore", "data", "plain"),
     ("galore", "pipeline", "plain"), ("galore", "shard", "plain"), ("galore", "tensor", "plain"), ("galore", "shard expert", "moe"),
 ])  # fmt: skip
 def test_optimizers_of_whole_matrices(ranks: Run, optimizer: str, axes: str, variant: str):

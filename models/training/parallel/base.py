@@ -196,6 +196,14 @@ class Parallel:
                     parameter.copy_(value)
         self._published = True
 
+    def release(self) -> None:
+        """Free the whole model's weights until `publish` writes them, where this rank computes with pieces."""
+        if self.model is not self.whole:
+            for name, parameter in self.whole.named_parameters():
+                if name in self.pieces:
+                    parameter.data = parameter.new_zeros(()).expand(parameter.shape)
+            self._published = False
+
     # --- the state of a training ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:

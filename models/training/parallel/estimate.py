@@ -78,8 +78,10 @@ class Estimate:
 
 
 def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
-    """Return time and memory of a step; raise ValueError if a reader would have less than a row. `whole`: count the whole model that each
-    process of Puna holds beside its part."""
+    """Return time and memory of a step. `whole`: count the whole weights that each process of Puna gathers between steps.
+
+    Raise ValueError if a reader would have less than a row.
+    """
     machine, readers = Machine.of(sheet), layout.readers
     if work.rows < readers:
         raise ValueError(f"{work.rows} rows a step are too few for {readers} readers")
@@ -134,7 +136,10 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
 
 
 def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: int, whole: bool) -> float:
-    """Return the bytes of the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers."""
+    """Return the bytes of the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers.
+
+    Between steps it has no gradients and rows, but (`whole`) the whole weights in fp32, to validate and to write them.
+    """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
     layers = -(-config.num_hidden_layers // stages)
     body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
@@ -149,7 +154,10 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
     needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
     if layout.shard > 1:
         needed += 2 * element * max(body / layers, counts.embedding) / layout.tensor
-    return needed + (4 * counts.total if whole and layout.axes - {"data"} else 0)
+    if not whole or layout.axes <= {"data"}:
+        return needed
+    resting = work.moments + (4 if work.precision == "fp32" else 6)
+    return max(needed, resting * held / layout.shard + 4 * counts.total)
 
 
 def layouts(devices: int) -> Iterator[Layout]:
