@@ -12,6 +12,8 @@ from puna.models.settings import NO_RESULT, Settings
 from puna.models.training.parallel.layout import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from puna.models.generation import AnswerEngine, Engine
@@ -80,8 +82,13 @@ class ServingSettings(Settings):
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:
-        missing = self.engine == "vllm" and find_spec("vllm") is None
-        return [f"{where}.engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
+        return without_vllm(self.engine, f"{where}.engine")
+
+
+def without_vllm(engine: str, field: str) -> list[str]:
+    """Return a complaint about a field that names an engine which is not installed."""
+    missing = engine == "vllm" and find_spec("vllm") is None
+    return [f"{field}: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
 
 
 def guesses(speculate: int, draft: object) -> int:
@@ -154,3 +161,18 @@ def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -
     from puna.models.generation.vllm import VllmEngine
 
     return VllmEngine(folder, tokenizer, settings.weights, settings.gpu_memory)
+
+
+def vllm_policy(folder: Path, tokenizer: Tokenizer, memory: float) -> Callable[[Transformer], AnswerEngine]:
+    """Return a function that gives a vLLM engine the weights of a model in training, by way of a folder, and returns the engine."""
+    from puna.models.formats.checkpoint import save
+    from puna.models.generation.vllm import VllmEngine
+
+    engine = VllmEngine(folder, tokenizer, memory=memory)
+
+    def holding(model: Transformer) -> AnswerEngine:
+        save(model, folder, tokenizer)
+        engine.read_again()
+        return engine
+
+    return holding

@@ -58,6 +58,12 @@ class VllmEngine:
             progress(len(completions) * params.n, len(completions) * params.n)
         return completions
 
+    def read_again(self) -> None:
+        """Take the weights that now lie in the model's folder, of the same names and shapes, and drop what was computed with others."""
+        if self._llm is not None:
+            self._llm.collective_rpc("reload_weights")
+            self._llm.reset_prefix_cache()
+
     def _loaded(self, params: SamplingParams) -> Any:
         """Return vLLM's model, loaded with the log-prob mode that these parameters need; raise ValueError if that is impossible."""
         if params.temperature in (0.0, 1.0):

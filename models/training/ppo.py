@@ -53,6 +53,7 @@ class Group:
     finished: Tensor
     advantages: Tensor
     returns: Tensor
+    importance: Tensor
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.logprobs)
@@ -64,10 +65,12 @@ def train_ppo(
 ) -> TrainLog:  # fmt: skip
     """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
-    Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates), score (raw
-    mean), unequal_prompts (share whose answers differ in reward), kl (nats per answer to the reference; without a KL penalty only in about
-    `WATCHED` rollouts), gold (the verifiers' mean score if a reward model gives the reward), clip_fraction, approximate_kl, entropy,
-    value_loss, value_error, explained_variance, answer_tokens, finished.
+    Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
+    score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
+    reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
+    computed), gold (where a reward model rewards, the mean of the verifiers' scores beside it), clip_fraction,
+    approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished. Of another engine's answers: mismatch,
+    the KL divergence of its tokens to the policy's, nats per token, and importance, their mean weight in the loss.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
     `rate_scales`: factors of the policy's learning rate by parameter name.
@@ -192,7 +195,7 @@ def _train(
 
 
 BY_ANSWER = ("scores", "finished")
-BY_TOKEN = ("logprobs", "values", "advantages", "returns")
+BY_TOKEN = ("logprobs", "values", "advantages", "returns", "importance")
 COLUMNS = (*BY_ANSWER, "mask", *BY_TOKEN)
 
 
@@ -232,6 +235,7 @@ def _begin(state: State, trainers: dict[str, Trainer], estimate: Estimator, roll
     assert sampled is not None
     values, weights, returns = estimate(sampled, numbers, trainers)
     by_token = {"mask": sampled.mask, "logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
+    by_token["importance"] = sampled.importance
     rollouts.keep(len(state.log) + 1, _rows(sampled, weights))
     groups = _groups(sampled.asked, sampled.answers, by_token | {"scores": sampled.scores, "finished": sampled.finished})
     row = _summary(sampled, groups, "critic" in trainers, getattr(rollouts.config, "turns", 1) > 1)
@@ -315,6 +319,7 @@ def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: b
         "unequal_prompts": sampled.unequal, "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
         **({"turns": 1.0 + sum(len(one.replies) for one in sampled.flat) / len(sampled.scores)} if several else {}),
         "finished": float(sampled.finished.mean()),
+        **({} if sampled.mismatch is None else {"mismatch": sampled.mismatch, "importance": float(sampled.importance.mean())}),
     }  # fmt: skip
 
 

@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from puna.kernels.exact import can_be_exact, exact_passes
-from puna.models.generation import Completion, Engine, SamplingParams
+from puna.models.generation import AnswerEngine, Completion, SamplingParams
 from puna.models.generation.turns import converse
 from puna.models.training.objectives.base import Targets
+from puna.models.training.objectives.ppo import importance_weights
 from puna.models.training.objectives.reward import answer_rewards
 from puna.models.training.packing import pack, step_indices
 from puna.models.training.parallel.base import Parallel
@@ -42,7 +43,9 @@ Keep = Callable[[int, list[dict[str, Any]] | None], object]
 Remember = Callable[[str, Callable[[], Any]], Any]
 """Function that returns the JSON value of a name, and computes it with the given function the first time."""
 WAVE_FLOPS = 3e11
-"""Operations of a wave of answers on a CPU, after which it is saved: some seconds of a core."""
+"""Operations of the answers that are sampled on a CPU before they are saved: some seconds of a core."""
+MISMATCH = 0.1
+"""Divergence of another engine's log-probs from the policy's, nats per token, beyond which its answers are refused."""
 WATCHED = 8
 """Rollouts of a run, besides the last one, whose KL divergence is measured although the reward does not need it."""
 
@@ -51,16 +54,20 @@ WATCHED = 8
 class Sampled:
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
-    `mask`: True at the policy's own tokens; `logprobs` and `reference` are 0 elsewhere. `kl`: nats per answer to the reference; if it is
-    None, `reference` repeats the policy's log-probs. `score`, `unequal`: the mean score, and the share of prompts whose answers differ in
-    reward, over all that was drawn before `resample` chose. `version`: rollouts on which the sampling weights had been trained. `parts`:
-    parts of the scores by name, [A] each, and the answers' `steps`: where each ends, in tokens, and its reward.
+    `mask`: True at the policy's own tokens; `logprobs` and those of the `reference` are 0 elsewhere. `kl`: nats per answer to the
+    reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and `unequal`: the mean score, and the
+    share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from. `version`: the rollouts on which
+    the weights that answered had been trained. `parts` of the scores, [A] each, by name, and the answers' `steps`: where each ends, in
+    tokens, and its reward. `importance`: weights of the tokens in the loss; `mismatch`: how far another engine's log-probs lie from the
+    policy's (nats per token, the mean of log q - log p). Puna's own are the policy's: 1 and None.
     """
 
     asked: list[list[int]]
     completions: list[list[Completion]]
     scores: Tensor
     reference: Tensor
+    importance: Tensor
+    mismatch: float | None
     kl: float | None
     score: float
     unequal: float
@@ -88,7 +95,7 @@ class Sampled:
     def read(cls, text: str) -> Sampled:
         values = json.loads(text)
         values["completions"] = [[Completion(*one) for one in row] for row in values["completions"]]
-        return cls(**values | {name: torch.tensor(values[name]) for name in ("scores", "reference")})
+        return cls(**values | {name: torch.tensor(values[name]) for name in ("scores", "reference", "importance")})
 
 
 class Drawn(NamedTuple):
@@ -109,7 +116,8 @@ class Rollouts(Generic[Config]):
     `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that sample; None: those of the configuration. Each answers its part of
     the prompts, and all score all answers; in exact passes the answers are those of one process. `keep` gets the rows of the answers.
     `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
-    policy's device. `between`: the scorer of the rollouts that `watched_rollouts` leaves out; None: `scorer`.
+    policy's device. `between`: the scorer of the rollouts that `watched_rollouts` leaves out; None: `scorer`. `other`: gives another engine
+    that holds a model's weights, whose answers are weighed by `importance_weights`; None: Puna's engine.
     """
 
     policy: Transformer | Parallel
@@ -124,10 +132,13 @@ class Rollouts(Generic[Config]):
     generate: Callable[..., list[list[Completion]]] = converse
     device: torch.device | None = None
     between: Scorer | None = None
+    other: Callable[[Transformer], AnswerEngine] | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
-        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored. Raise
-        ValueError if the engine's log-probs of the first prompt's answers are not those of the policy."""
+        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
+
+        ValueError if Puna's log-probs of the first prompt's answers are not those of the policy, or another engine's are too far from it.
+        """
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         candidates = self._drawn(rollout, remember)
@@ -135,18 +146,21 @@ class Rollouts(Generic[Config]):
         best = sorted(sorted(range(len(candidates)), key=lambda i: not candidates[i].unequal)[: config.prompts])
         prompts, completions = [candidates[i].prompt for i in best], [list(candidates[i].completions) for i in best]
         sampled = Sampled(
-            asked=prompts, completions=completions, reference=torch.empty(0), kl=None, version=version,
+            asked=prompts, completions=completions, reference=torch.empty(0), mismatch=None, kl=None, version=version,
+            importance=torch.ones(sum(len(one.tokens) for some in completions for one in some)),
             scores=torch.tensor([s for i in best for s in candidates[i].scores], dtype=torch.float32),
             score=sum(sum(one.scores) / len(one.scores) for one in candidates) / len(candidates),
             unequal=sum(one.unequal for one in candidates) / len(candidates),
             parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
-        # The engine's log-probs are the trainer's: one forest mask serves both.
+        if self.other is None:  # the engine's log-probs are the trainer's: one forest mask serves both
+            self._check(rollout, sampled)
+        else:
+            sampled = self._weighed(rollout, sampled)
         logprobs = base = sampled.logprobs
-        self._check(rollout, sampled)
         kl = None
         if measured or config.kl_coefficient:
-            base = torch.where(sampled.mask, self._reference_logprobs(prompts, sampled.answers), 0.0)
+            base = torch.where(sampled.mask, self._asked_logprobs(self.reference, prompts, sampled.answers), 0.0)
             kl = float((logprobs - base).sum()) / len(sampled.flat)
         return replace(sampled, reference=base, kl=kl)
 
@@ -168,12 +182,32 @@ class Rollouts(Generic[Config]):
                 "the answers are of other weights"
             )
 
+    def _weighed(self, rollout: int, sampled: Sampled) -> Sampled:
+        """Return another engine's answers with the policy's log-probs and the weights of their tokens.
+
+        The policy is asked as it will be trained, so that the ratios of a rollout's first update are 1."""
+        mask, drawn = sampled.mask, sampled.logprobs
+        place = next(iter(alone(self.policy).parameters.values()))
+        with exact_passes(place.dtype, place.device, can_be_exact(place.dtype, place.device)):
+            own = torch.where(mask, self._asked_logprobs(self.policy, sampled.asked, sampled.answers), 0.0)
+        mismatch = float((drawn - own).sum() / mask.sum())
+        if not abs(mismatch) <= MISMATCH:
+            raise ValueError(
+                f"rollout {rollout}: the engine's log-probs of its answers lie {mismatch:.2g} nats a token from the policy's, more than "
+                f"{MISMATCH}: it answers with other weights, or cannot tell log-probs"
+            )
+        each = iter(own.split(sampled.lengths.tolist()))
+        completions = [[one._replace(logprobs=next(each).tolist()) for one in some] for some in sampled.completions]
+        importance = importance_weights(own, drawn, self.config.importance_cap)
+        return replace(sampled, completions=completions, importance=importance, mismatch=mismatch)
+
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
         config, candidates, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
         weight = next(iter(held.parameters.values()))
-        engine = held_engine(held, exact=can_be_exact(weight.dtype, weight.device))
+        exact = can_be_exact(weight.dtype, weight.device)
+        engine = held_engine(held, exact=exact) if self.other is None else self.other(cast("Transformer", held.whole))
         scorer = self.scorer if rollout in watched_rollouts(config.rollouts) else self.between or self.scorer
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
             # Further prompts come from beyond the last rollout.
@@ -196,7 +230,7 @@ class Rollouts(Generic[Config]):
         flops = 2.0 * sum(p.numel() for p in held.whole.parameters()) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
-    def _sampled(self, engine: Engine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
+    def _sampled(self, engine: AnswerEngine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
         """Return for each prompt its answers, the fields of `Completion` each, and their scores."""
         config = self.config
         seed = int(np.random.default_rng(seeds).integers(2**31))
@@ -224,9 +258,9 @@ class Rollouts(Generic[Config]):
             yield Drawn(prompt, some, scores, len(rewards) > 1, {name: part for name, part in parts.items() if name != "score"})
 
     @torch.no_grad()
-    def _reference_logprobs(self, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
-        """Return [N] log-probs of all answer tokens, fp32 on the CPU."""
-        return torch.cat(by_group(self.reference, self._logprobs, asked, answers, self.config.compute.micro_batch_tokens))
+    def _asked_logprobs(self, model: Transformer | Parallel, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
+        """Return a model's [N] log-probs of all answer tokens, fp32 on the CPU."""
+        return torch.cat(by_group(model, self._logprobs, asked, answers, self.config.compute.micro_batch_tokens))
 
     def _logprobs(self, model: Transformer, t: Targets) -> Tensor:
         return model.token_logprobs(t.forest, t.positions, t.tokens, temperature=self.config.temperature)[0]
@@ -291,7 +325,7 @@ class Source:
 
 
 def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
-    """Return a scorer by a reward model: its scalar head at each answer's last token."""
+    """Return a scorer by a reward model."""
 
     @torch.no_grad()
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:

@@ -57,13 +57,9 @@ class OptimizerSettings(Settings):
     )  # fmt: skip
 
     @model_validator(mode="after")
-    def _window_is_long_enough(self) -> OptimizerSettings:
+    def _consistent(self) -> OptimizerSettings:
         if 0 < self.spike_window < 8:
             raise ValueError(f"spike_window must be 0 or at least 8, not {self.spike_window}")
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_exists(self) -> OptimizerSettings:
         self.own()
         return self
 
@@ -298,8 +294,17 @@ class RolloutSettings(Settings):
         "weights one rollout older, to which its ratios refer. 0: after them"
     )  # fmt: skip
 
+    engine: Literal["puna", "vllm"] = Field("puna", description="Whose engine draws answers: Puna's own, or vLLM's, where it is installed")
+    importance_cap: float = Field(
+        2.0, ge=1, description="vllm: largest factor of a token's loss, its probability by the policy over that by vLLM (truncated "
+        "importance sampling, Yao et al. 2025)"
+    )  # fmt: skip
+    gpu_memory: float = Field(0.4, gt=0, lt=1, description="vllm: share of the GPU's memory that it takes")
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.engine == "vllm" and (self.generate or self.compute.layout.processes > 1):
+            raise ValueError("engine vllm: no test proves it beside several processes: set generate to 0 and leave compute.layout out")
         if self.minibatches > self.prompts:
             raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
         if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
@@ -383,6 +388,8 @@ class GrpoSettings(RolloutSettings):
                 "ratio sequence weighs whole answers: set normalizer to answers and surrogate to clipped, not "
                 f"{self.normalizer} and {self.surrogate}"
             )
+        if self.engine == "vllm" and self.turns > 1:
+            raise ValueError(f"engine vllm answers in one turn: set turns to 1, not {self.turns}, or engine to puna")
         if self.credit == "steps" and (self.ratio == "sequence" or self.baseline == "rloo"):
             raise ValueError("credit steps compares steps, not answers: set ratio to token, and baseline to grpo or mean")
         return self

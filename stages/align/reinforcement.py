@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
+from puna.models.serving import vllm_policy, without_vllm
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import answer_text, shown
@@ -52,9 +53,17 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
     gold: bool = Field(False, description="With reward reward_model: score about 8 rollouts by verifiers, too; both are plotted by KL")
 
 
+    @model_validator(mode="after")
+    def _vllm_reads_whole_weights(self) -> Self:
+        if self.engine == "vllm" and self.method == "lora":
+            raise ValueError("engine vllm reads the policy's matrices, which adapters are not merged into: set method to full")
+        return self
+
+
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """Require a chat template, the reward model that `reward` uses, one tokenizer for both, and memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
+    missing += without_vllm(config.engine, "engine")
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config.optimizer, config)]
 
 
@@ -132,6 +141,8 @@ def _optimize(
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
     check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
+    if config.engine == "vllm" and ranks.count() > 1:
+        raise PunaError(f"{run.stage}: engine=vllm: no test proves it beside several processes: use one, or engine=puna")
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     layout = groups.mesh.layout
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
@@ -159,10 +170,11 @@ def _optimize(
     reference = frozen(model)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
+        other = vllm_policy(run.scratch / "vllm", tokenizer, config.gpu_memory) if config.engine == "vllm" else None
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
         between = replace(rewards, gold=None).parts if rewards.watched else None
         log = drive(
-            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered, between=between),
+            Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered, between, other),
             *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
         )  # fmt: skip

@@ -204,11 +204,13 @@ TRL_POLICY_LOSSES = {
     "gspo": {"normalizer": "answers", "ratio": "sequence"},
     "cispo": {"surrogate": "cispo"},
 }
+WEIGHED = ("dapo", "gspo", "cispo")
+"""Losses whose tokens are weighed as another engine's, by TRL's `vllm_importance_sampling_correction`."""
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", TRL_POLICY_LOSSES)
-def test_policy_losses_are_those_of_trls_grpo(kind: str, seed: int) -> None:
+@pytest.mark.parametrize(("kind", "weighed"), [*((kind, False) for kind in TRL_POLICY_LOSSES), *((kind, True) for kind in WEIGHED)])
+def test_policy_losses_are_those_of_trls_grpo(kind: str, weighed: bool, seed: int) -> None:
     """Six answers of unequal length in fp64, with masked tokens among them: loss, gradient and the share of clipped ratios."""
     generator = torch.Generator().manual_seed(seed)
     lengths, most = torch.randint(1, 9, (6,), generator=generator).tolist(), 9
@@ -220,6 +222,8 @@ def test_policy_losses_are_those_of_trls_grpo(kind: str, seed: int) -> None:
     entropies = torch.rand(6, most, generator=generator, dtype=torch.float64)
     advantages = torch.randn(6, generator=generator, dtype=torch.float64)
     counted = (mask & inside).long()
+    drawn = old + 0.5 * torch.randn(6, most, generator=generator, dtype=torch.float64)
+    ratio = torch.clamp(torch.exp((old - drawn) * counted), max=1.5)  # as TRL computes it where it samples, mode token_truncate
 
     args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
     accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda value: value, reduce=lambda value, reduction: value)
@@ -227,13 +231,13 @@ def test_policy_losses_are_those_of_trls_grpo(kind: str, seed: int) -> None:
         args=args, accelerator=accelerator, model=SimpleNamespace(training=True), beta=0.0, current_gradient_accumulation_steps=1,
         loss_type="grpo" if kind == "gspo" else kind, importance_sampling_level="sequence" if kind == "gspo" else "token",
         epsilon_low=0.2, epsilon_high=1.3 if kind == "cispo" else 0.3, max_completion_length=most, top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=False, _entropy_bonus_enabled=True, use_adaptive_entropy=False,
+        off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=weighed, vllm_importance_sampling_correction=True, _entropy_bonus_enabled=True, use_adaptive_entropy=False,
         entropy_coef=0.07, _metrics={"train": defaultdict(list)}, _get_per_token_logps_and_entropies=lambda *_, **__: (new, entropies, None),
     )  # fmt: skip
     empty = torch.zeros(6, 0, dtype=torch.long)
     inputs = {
         "prompt_ids": empty, "prompt_mask": empty, "completion_ids": counted, "completion_mask": counted, "advantages": advantages,
-        "old_per_token_logps": old, "num_items_in_batch": counted.sum(),
+        "old_per_token_logps": old, "num_items_in_batch": counted.sum(), "importance_sampling_ratio": ratio,
     }  # fmt: skip
     expected = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
     expected.backward()
@@ -243,7 +247,8 @@ def test_policy_losses_are_those_of_trls_grpo(kind: str, seed: int) -> None:
     flags = [row[:n].tolist() for row, n in zip(mask, lengths, strict=True)]
     targets = o.Targets.from_answers([[1], [2]], answers, [flags[:2], flags[2:]])
     each = advantages.repeat_interleave(torch.tensor(lengths))
-    batch = o.PpoBatch(targets, old[inside], each, torch.zeros_like(each), torch.zeros_like(each))
+    weights = o.importance_weights(old[inside], drawn[inside], 1.5) if weighed else None
+    batch = o.PpoBatch(targets, old[inside], each, torch.zeros_like(each), torch.zeros_like(each), weights)
     objective = o.Ppo(0.2, 0.07, clip_high=0.3, max_tokens=most, **TRL_POLICY_LOSSES[kind])
     loss, metrics = objective(Given(leaf, entropies[inside]), batch)
     loss.backward()

@@ -52,14 +52,28 @@ class Asked:
 
 
 class Model:
-    """vllm.LLM over Puna's engine: outputs come with their index, in any order, and log-probs by token."""
+    """vllm.LLM over Puna's engine: outputs come with their index, in any order, and log-probs by token. It computes with weights that lie
+    `noise` (a deviation) from those of the folder, as kernels of another engine and fewer bits do."""
 
     made = []
+    noise = 0.0
 
     def __init__(self, model, *, tokenizer=None, quantization=None, seed=None, gpu_memory_utilization=0.9, logprobs_mode="raw_logprobs"):
-        self.engine, self.mode = Engine(load(model), Tokenizer.load(tokenizer)), logprobs_mode
+        self.folder, self.tokenizer, self.mode = model, Tokenizer.load(tokenizer), logprobs_mode
+        self.collective_rpc("reload_weights")
+        self.reset_prefix_cache()
         self.asked, self.quantization, self.share = [], quantization, gpu_memory_utilization
         Model.made.append(self)
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        assert method == "reload_weights" and not args
+        self.weights, self.engine = load(self.folder), None  # pages of the weights before must be dropped first
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.weights.parameters():
+            parameter.data += self.noise * torch.randn(parameter.shape, generator=generator)
+
+    def reset_prefix_cache(self):
+        self.engine = Engine(self.weights, self.tokenizer, exact=True)
 
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
         assert not use_tqdm and len(prompts) == len(sampling_params)

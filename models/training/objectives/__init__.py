@@ -10,6 +10,7 @@ from puna.models.training.objectives.ppo import (
     cispo_surrogate,
     clipped_surrogate,
     group_advantages,
+    importance_weights,
     ppo_value_loss,
     step_advantages,
     token_values,
@@ -20,6 +21,6 @@ from puna.models.training.objectives.reward import Reward, RewardBatch, answer_r
 __all__ = [
     "Batch", "Distill", "Dpo", "DpoBatch", "Kto", "KtoBatch", "LanguageModeling", "Objective", "Ppo", "PpoBatch", "Reward", "RewardBatch",
     "Sft", "Targets", "Value", "answer_rewards", "cispo_surrogate", "clipped_surrogate", "divergence", "group_advantages",
-    "ppo_value_loss", "ranked_pairs", "reference_logprobs", "reward_loss", "step_advantages", "sum_segments", "target_logprobs",
-    "token_values", "whiten",
+    "importance_weights", "ppo_value_loss", "ranked_pairs", "reference_logprobs", "reward_loss", "step_advantages", "sum_segments",
+    "target_logprobs", "token_values", "whiten",
 ]  # fmt: skip

@@ -70,6 +70,14 @@ def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, cli
     return log_ratio.exp().clamp(max=1.0 + clip).detach() * advantages * logprobs
 
 
+def importance_weights(logprobs: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """Return [N] ``min(p / q, cap)`` of tokens that another engine drew (truncated importance sampling, Yao et al. 2025).
+
+    logprobs, sampled [N] float: log p by the policy that is trained, log q by the engine that drew.
+    """
+    return (logprobs - sampled).exp().clamp(max=cap)
+
+
 def answer_tokens(targets: Targets) -> Tensor:
     """Return [N] float32: for each target, the number of unmasked targets of its answer, at least 1."""
     counts = targets.sum_by_answer(torch.ones_like(targets.tokens, dtype=torch.float32)).clamp(min=1)
@@ -94,13 +102,17 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 
 @dataclass(frozen=True)
 class PpoBatch(Batch):
-    """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets. `left_out`: number of the update's
-    answer tokens that are in no batch, as they have no gradient; `answers_left_out`: number of their answers. Means count them, too."""
+    """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
+
+    `importance`: factors of the policy's loss by token; None: 1. `left_out`: number of the update's answer tokens that are in no batch, as
+    they have no gradient; `answers_left_out`: number of their answers. Means count them, too.
+    """
 
     logprobs: Tensor
     advantages: Tensor
     values: Tensor
     returns: Tensor
+    importance: Tensor | None = None
     left_out: int = 0
     answers_left_out: int = 0
 
@@ -146,7 +158,7 @@ class Ppo(Objective[PpoBatch]):
             gain = cispo_surrogate(logprobs, weight, batch.advantages, self.clip_high)
         else:
             gain = clipped_surrogate(weight, batch.advantages, self.clip, self.clip_high)
-        gain = torch.where(targets.mask, gain, zero)
+        gain = torch.where(targets.mask, gain if batch.importance is None else gain * batch.importance, zero)
         if self.normalizer == "answers":
             gain = gain / answer_tokens(targets)
         loss = divide(-gain.sum(), totals["normalizer"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from puna.flows.engine.trace import flow_named, trace
+from puna.flows.engine.trace import load as load_recipe
 from puna.flows.web import application
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load
@@ -22,7 +26,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.trainer import Trainer
 from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
-from puna.stages.contract import Model, Prompts, SeededConfig, StageRun, execute, stage
+from puna.stages.contract import Facts, InputFacts, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
 from puna.stages.training.rewards import rewards_of
 from puna.stages.verifiers.base import ScoringConfig
@@ -30,6 +34,8 @@ from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer
 from puna.storage import Artifact, PunaError, Store, catalog
 from puna.storage.schemas import table_schema
+from tests.models.test_vllm_engine import Asked
+from tests.models.test_vllm_engine import Model as StandIn
 
 Tiny = Callable[..., Artifact]
 FOUND: list[list[list[float]]] = []
@@ -90,6 +96,37 @@ def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny,
     before, after = load(model.path()), load(made.path())
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight) == (method == "lora")
     assert before.state_dict().keys() == after.state_dict().keys()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_vllm_draws_answers_of_a_policy_in_training(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
+    """With the stand-in of vLLM's `LLM`: its weights follow the policy's, and what it computes differently is weighed in the loss."""
+    StandIn.made.clear()
+    monkeypatch.setattr(StandIn, "noise", noise)
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=StandIn, SamplingParams=Asked))
+    store = Store.open(tmp_path)
+    given = {name: value for name, value in SETTINGS.items() if name != "critic_learning_rate"} | {"rollouts": 2}
+    config = GrpoConfig(engine="vllm", gpu_memory=0.25, **given)
+    made = execute(grpo, config, {"policy": tiny_model(store), "prompts": asked(store)}, store)
+    log, (engine,) = made.read("training_log").to_pylist(), StandIn.made
+    assert engine.share == 0.25 and len(engine.asked) == 2 * 6 and all(row["approximate_kl"] >= 0 for row in log)
+    if noise:
+        assert all(row["mismatch"] != 0 and 0 < row["importance"] != 1 for row in log)
+    else:
+        assert [(row["mismatch"], row["importance"]) for row in log] == [(0.0, 1.0)] * 2
+    assert load(made.path()).head == "lm" and not any("vllm" in name for name in made.manifest.files)
+
+
+def test_vllm_is_refused_where_it_is_not_or_reads_no_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
+    steps = trace(flow_named("pipeline"), load_recipe("demo", ["grpo.engine=vllm"])).steps
+    config = next(step.config for step in steps if step.label == "grpo_1")
+    facts = Facts({name: (InputFacts("model", None, None),) for name in ("policy", "reward_model")}, 1 << 40, None)
+    assert grpo.needs is not None
+    assert grpo.needs(config, facts) == ["engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"]
+    assert grpo.needs(config.replace(engine="puna"), facts) == []
+    with pytest.raises(ValueError, match="which adapters are not merged into: set method to full"):
+        GrpoConfig(engine="vllm", method="lora")
 
 
 def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_model: Tiny) -> None:
