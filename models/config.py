@@ -189,6 +189,7 @@ class ModelConfig(ModelShape):
 
     vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")
+    reward_pooling: Literal["last", "mean"] = Field("last", description="Where a reward is read: an answer's last token, or all its tokens")
     model_type: str = Field("", description="Whose layout a checkpoint has; empty: the first family that can hold the model")
 
     @model_validator(mode="after")
@@ -231,6 +232,7 @@ class ModelConfig(ModelShape):
             "own_expert_width": self.moe is not None and self.moe.moe_intermediate_size != self.intermediate_size,
             "raw_expert_weights": self.moe is not None and not self.moe.norm_topk_prob,
             "mla": self.mla is not None,
+            "reward_pooling": self.reward_pooling != "last",
         }
         return frozenset(name for name, there in features.items() if there)
 

@@ -136,6 +136,8 @@ def hub_config(config: ModelConfig) -> dict[str, Any]:
     """Return the configuration under its family's own field names; `parse_config` is the inverse."""
     raw = config.to_dict()
     nested = {name: raw.pop(name) for name in ("rope_scaling", "moe", "mla")}
+    if config.reward_pooling == "last":  # what every reader takes for granted
+        del raw["reward_pooling"]
     if config.model_type == "puna":
         return {**raw, **nested, "hidden_act": "silu", "rope_parameters": _rope_parameters(config)}
     for name in ("sliding_window", "sliding_layers", "qkv_bias", "o_bias", "qk_norm", "parallel_block"):

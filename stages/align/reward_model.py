@@ -45,6 +45,8 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     if not train:
         raise PunaError(f"reward_model: there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
     scorer, tokenizer = load_model(model, "scalar", new=True, quantization=config.quantization, layout=config.training.compute.layout)
+    if scorer.config.reward_pooling != config.pooling:
+        scorer.config = scorer.config.replace(reward_pooling=config.pooling, model_type="")
     bad, limit = BadRows(config, "reward_model"), row_limit(config.training)
     learned = render_ranked(tokenizer, train, limit, bad)
     bad.check_left(len(learned), f"{len(train)} training preferences")

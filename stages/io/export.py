@@ -113,6 +113,10 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
     if damage := artifact.damage():
         raise DamagedArtifact.of(artifact.id, damage)
+    if json.loads((artifact.path() / "config.json").read_text(encoding="utf-8")).get("reward_pooling", "last") != "last":
+        raise PunaError(
+            f"export: {artifact.id}: its reward is a mean over the answer's tokens, which {format} cannot say; train it with pooling=last"
+        )
     target = Path(folder)
     with new_folder(target) as part:
         if format in ("gguf", "awq"):

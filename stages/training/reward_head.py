@@ -46,15 +46,9 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
     import torch
 
     computed = answer_states(model, examples, micro_batch_tokens, run.progress, run.scratch / "states")
-    states = [one.double() for one in computed]
-    scale = torch.cat(states).std(0, correction=0).clamp(min=1e-12)
-    places = [(number, a, b) for number, example in enumerate(examples) for a, b in all_pairs(example)]
-    prompts = torch.tensor([number for number, _, _ in places])
-    weight = 1 / torch.bincount(prompts).double()[prompts]
-    folds = torch.as_tensor(run.generator("folds").permutation(len(examples)) % FOLDS)
-    pairs = Pairs(torch.stack([(states[n][a] - states[n][b]) / scale for n, a, b in places]), weight, folds[prompts])
+    pairs, scale = pairs_of(computed, examples, torch.as_tensor(run.generator("folds").permutation(len(examples)) % FOLDS))
     if len(examples) > FOLDS:
-        longer = [order(len(examples[n].answers[a]) - len(examples[n].answers[b])) for n, a, b in places]
+        longer = [order(len(one.answers[a]) - len(one.answers[b])) for one in examples for a, b in all_pairs(one)]
         run.metric("cross_validated_accuracy", cross_validated(pairs, run.scratch))
         run.metric("cross_validated_longer_accuracy", sum(longer) / len(longer))
     penalty = best_penalty(pairs, run.scratch)
@@ -64,10 +58,23 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
         model.score.weight.copy_(head.to(model.score.weight)[None])
 
 
+def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tensor) -> tuple[Pairs, Tensor]:
+    """Return all pairs of ranked answers by states of unit variance, and the deviations [D] that they had. `folds`: of the examples."""
+    import torch
+
+    doubles = [one.double() for one in states]
+    scale = torch.cat(doubles).std(0, correction=0).clamp(min=1e-12)
+    places = [(number, a, b) for number, example in enumerate(examples) for a, b in all_pairs(example)]
+    prompts = torch.tensor([number for number, _, _ in places])
+    weight = 1 / torch.bincount(prompts).double()[prompts]
+    return Pairs(torch.stack([(doubles[n][a] - doubles[n][b]) / scale for n, a, b in places]), weight, folds[prompts]), scale
+
+
 def answer_states(
     model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None], folder: Path
 ) -> list[Tensor]:
-    """Return the final hidden states [answers, D] at the last token of each answer, where the scalar head reads; saved in `folder`."""
+    """Return the final hidden states [answers, D] at the last token of each answer, or their mean over its tokens, as the model's
+    `reward_pooling` says; saved in `folder`."""
     import torch
 
     from puna.models.training.objectives import Targets
@@ -77,16 +84,19 @@ def answer_states(
     batches = pack([len(example) for example in examples], micro_batch_tokens)
     after = dict(zip(map(tuple, batches), itertools.accumulate(map(len, batches)), strict=True))
 
-    def last_states(batch: list[int]) -> NDArray[np.float32]:
+    def states_of(batch: list[int]) -> NDArray[np.float32]:
         some = [examples[i] for i in batch]
         targets = Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place)
         with torch.no_grad():
-            states = model.hidden(targets.forest)[targets.last].float().cpu()
+            hidden, mean = model.hidden(targets.forest), model.config.reward_pooling == "mean"
+            states = hidden[targets.rows if mean else targets.last].float().cpu()
+            if mean:
+                states = torch.stack([some.mean(0) for some in states.split(targets.lengths.tolist())])
         progress(after[tuple(batch)], len(examples), "hidden states")
         return states.numpy()
 
     places = [i for batch in batches for i in batch]
-    states = torch.from_numpy(rows_of(last_states, batches, folder, "batch of hidden states"))
+    states = torch.from_numpy(rows_of(states_of, batches, folder, "batch of hidden states"))
     by_example = dict(zip(places, states.split([len(examples[i].answers) for i in places]), strict=True))
     return [by_example[i] for i in range(len(examples))]
 

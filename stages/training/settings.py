@@ -111,12 +111,17 @@ class RewardModelConfig(AdaptableConfig):
         description="Leave the model as it is and fit only the head, exactly: for few preferences, and many times faster; of `training` "
         "only compute.micro_batch_tokens counts",
     )
+    pooling: Literal["last", "mean"] = Field(
+        "last", description="Where the reward is read: at an answer's last token; or the mean over its tokens, which no export can say"
+    )
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
 
     @model_validator(mode="after")
     def _engine(self) -> RewardModelConfig:
         if self.engine == "trl" and self.nll_weight:
             raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+        if self.engine == "trl" and self.pooling == "mean":
+            raise ValueError("TRL's RewardTrainer reads the last token: pooling must be last with engine trl")
         if self.head_only and (self.engine == "trl" or self.method == "lora" or self.nll_weight):
             raise ValueError("head_only trains no layer: engine must be puna, method full and nll_weight 0")
         return self

@@ -74,7 +74,7 @@ def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
 
 
 def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-    """Return the scalar head's output at the last token of each answer."""
+    """Return the reward of each answer."""
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards

@@ -17,7 +17,8 @@ calls, sampled tokens, updates and trained answers as `rl`, or more (`budget_rat
 **Forgetting**, of `rl`: relative rise of WikiText-2's perplexity, relative fall of the right last words of TinyStories, of four
 (LAMBADA-like), and of the right continuations of WikiText's articles, of four (ARC-like).
 
-**Preferences.** `reward_model`, its head alone, on hh_rlhf: accuracy on prompts that the fit has not seen, beside always the shorter answer.
+**Preferences.** Heads of `reward_model`, read at the last token and over all of an answer, on hh_rlhf: accuracy on prompts that the fit has
+not seen, beside always the shorter answer.
 """
 
 from __future__ import annotations
@@ -38,18 +39,28 @@ import alignment_smollm2 as smollm2  # the benchmarks beside this one
 import known_prompts
 import known_texts
 import known_trl
+import numpy as np
+import torch
 
+from puna.models.training.objectives import Targets
+from puna.models.training.packing import pack
+from puna.models.training.resumable_loop import rows_of
+from puna.models.transformer import Transformer
 from puna.stages.align.dpo import dpo
 from puna.stages.align.preferences import preferences
 from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.align.rejection_sample import rejection_sample
-from puna.stages.align.reward_model import reward_model
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
 from puna.stages.contract import External, execute, parse
 from puna.stages.io.import_model import import_model
 from puna.stages.io.imports import import_preferences, import_prompts
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.intervals import paired, wilson
+from puna.stages.training.rankings import all_pairs, order, read_preferences, render_ranked
+from puna.stages.training.reward_head import FOLDS, cross_validated, pairs_of
+from puna.stages.training.settings import CLEAR
+from puna.stages.training.train import Example, load_model
 from puna.storage import Artifact, Store
 
 DATA = smollm2.DATA
@@ -334,23 +345,50 @@ def main() -> None:
         if given.answers:
             given.answers.write_text(json.dumps([one["answers"] for one in seeds], indent=1), encoding="utf-8")
     if given.part in ("all", "reward"):
-        result |= preferences_figures(bench)
+        result |= preferences_figures(bench, given.seeds)
     result["load"] = os.getloadavg()[0]
     print(json.dumps(result, indent=None if given.json else 1))
 
 
-def preferences_figures(bench: Bench) -> dict[str, Any]:
-    """Return the accuracy of a reward model's head on hh_rlhf's prompts that its fit has not seen."""
+def preferences_figures(bench: Bench, seeds: Sequence[int]) -> dict[str, Any]:
+    """Return the accuracy of reward models' heads on hh_rlhf's prompts that their fits have not seen, by where the reward is read.
+
+    One pass in bf16 gives both heads' states, each answer's last and its mean, so that both have the same budget. A seed draws the folds."""
     (file,) = External.resolve(str(bench.data / "hh_rlhf" / "harmless-base_first_half.jsonl"))
     pairs = bench.make(import_preferences, {"heldout_fraction": 0}, {"inputs": [file]})
-    model = bench.make(reward_model, {"head_only": True}, {"model": bench.model, "preferences": [pairs]})
-    metrics = model.manifest.metrics
-    count, right, longer = (float(metrics[name]) for name in ("train_pairs", "cross_validated_accuracy", "cross_validated_longer_accuracy"))
-    shorter = max(longer, 1 - longer)
-    return {
-        "reward_model_hh_accuracy": right, "reward_model_hh_baseline": shorter, "reward_model_hh_over_baseline": right - shorter,
-        "reward_model_hh_standard_error": math.sqrt((right * (1 - right) + shorter * (1 - shorter)) / count), "reward_model_hh_pairs": count,
-    }  # fmt: skip
+    network, tokenizer = load_model(bench.model, "scalar", new=True)
+    examples = [one.example for one in render_ranked(tokenizer, read_preferences([pairs], CLEAR), Limit(4096, ""), BadRows(BadRowsConfig(), "hh"))]
+    states = _both_states(network.bfloat16(), examples, bench.store.root / "hh_states")
+    longer = statistics.mean(order(len(one.answers[a]) - len(one.answers[b])) for one in examples for a, b in all_pairs(one))
+    baseline, count = max(longer, 1 - longer), sum(len(all_pairs(one)) for one in examples)
+    figures: dict[str, Any] = {"reward_model_hh_baseline": baseline, "reward_model_hh_pairs": count}
+    for pooling, some in states.items():
+        right = []
+        for seed in seeds:
+            folds = torch.as_tensor(np.random.default_rng(seed).permutation(len(examples)) % FOLDS)
+            right.append(cross_validated(pairs_of(some, examples, folds)[0]))
+        figures[f"reward_model_hh_accuracy_{pooling}"] = right
+        figures[f"reward_model_hh_over_baseline_{pooling}"] = statistics.mean(right) - baseline
+    share = statistics.mean(figures["reward_model_hh_accuracy_mean"])
+    return {**figures, "reward_model_hh_standard_error": math.sqrt((share * (1 - share) + baseline * (1 - baseline)) / count)}
+
+
+def _both_states(network: Transformer, examples: Sequence[Example], folder: Path) -> dict[str, list[torch.Tensor]]:
+    """Return each example's states [answers, D] at the last token of its answers, and their means; batches are saved in `folder`."""
+    batches = pack([len(example) for example in examples], 4096)
+
+    @torch.no_grad()
+    def compute(batch: list[int]) -> np.ndarray[Any, Any]:
+        targets = Targets.from_answers([examples[i].prompt for i in batch], [examples[i].answers for i in batch])
+        hidden = network.hidden(targets.forest).float()
+        means = [some.mean(0) for some in hidden[targets.rows].split(targets.lengths.tolist())]
+        return torch.cat([hidden[targets.last], torch.stack(means)], 1).numpy()
+
+    order_of = [i for batch in batches for i in batch]
+    rows = torch.from_numpy(rows_of(compute, batches, folder, "batch of hidden states"))
+    each = dict(zip(order_of, rows.split([len(examples[i].answers) for i in order_of]), strict=True))
+    halves = [each[i].chunk(2, 1) for i in range(len(examples))]
+    return {"last": [last for last, _ in halves], "mean": [mean for _, mean in halves]}
 
 
 if __name__ == "__main__":

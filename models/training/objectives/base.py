@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 
+from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 
 BatchT = TypeVar("BatchT")
@@ -25,6 +26,8 @@ Metrics = dict[str, Tensor]
 
 class Model(Protocol):
     """The methods of a model that objectives call: `Transformer` has them, and PEFT's models forward them."""
+
+    config: ModelConfig
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the weights."""
@@ -134,6 +137,12 @@ class Targets:
     @property
     def answers(self) -> int:
         return len(self.lengths)
+
+    @property
+    def rows(self) -> Tensor:
+        """Return [N] int64, the index in the row of each target itself."""
+        before = self.lengths.cumsum(0) - 1 - self.last
+        return torch.arange(len(self.tokens), device=self.tokens.device) - before.repeat_interleave(self.lengths)
 
     def sum_by_answer(self, values: Tensor) -> Tensor:
         """Return the sums of [N] values over each answer's unmasked targets -> [A]; an answer without any gives 0."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
-from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide
+from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide, sum_segments
 from puna.models.transformer import by_rows, softcapped
 
 
@@ -38,7 +38,7 @@ def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> 
 
 @dataclass(frozen=True)
 class RewardBatch(Batch):
-    """Ranked answers; rank [A] int64, 0 is best. Answers end in the token the reward is read at."""
+    """Ranked answers; rank [A] int64, 0 is best."""
 
     rank: Tensor
 
@@ -100,10 +100,11 @@ class Reward(Objective[RewardBatch]):
 
 
 def answer_rewards(model: Model, targets: Targets) -> Tensor:
-    """Return [A] float, the scalar head at each answer's last token."""
+    """Return [A] float, the scalar head at each answer's last token, or its mean over the answer's tokens; see `reward_pooling`."""
     return _rewards(model, model.hidden(targets.forest), targets)
 
 
 def _rewards(model: Model, hidden: Tensor, targets: Targets) -> Tensor:
-    rewards: Tensor = model.scalar(hidden[targets.last])
-    return rewards.float()
+    if model.config.reward_pooling == "last":
+        return model.scalar(hidden[targets.last]).float()
+    return sum_segments(model.scalar(hidden[targets.rows]).float(), targets.lengths) / targets.lengths
