@@ -204,7 +204,7 @@ def compare(
 
 
 def trained(
-    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "plain",
+    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "deep",
     at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
@@ -233,7 +233,7 @@ def trained(
 
 
 def restored(
-    members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "plain", adopt: bool = False, optimizer: str = "adamw"
+    members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "deep", adopt: bool = False, optimizer: str = "adamw"
 ) -> dict[str, Any]:
     """Return a digest of the whole weights, moments and averages of a checkpoint as this layout reads them."""
     chosen = Layout(**layout)

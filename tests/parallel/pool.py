@@ -102,7 +102,8 @@ def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [1, 2], [0, 1, 2], [0, 1, 2, 3]):
         for use in ("", "saving"):
             group_of(ranks, use)
-    back_group()
+    for number in range(4):
+        message_group(number)
     for line in own.makefile("r"):
         given = json.loads(line)
         try:
