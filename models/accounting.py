@@ -108,7 +108,7 @@ def peak_bytes(
 ) -> int:  # fmt: skip
     """Return the largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
-    Weights and moments, the gradients of earlier micro-batches if `accumulated`, and the largest of four moments:
+    It is the sum of weights and moments, gradients of earlier micro-batches if `accumulated`, and the largest of four stages of the step:
 
     1. the output layer: what the forward pass kept, that layer's inputs and their gradient, its weights' gradient,
        and either a chunk of logits or that gradient scaled;
@@ -171,7 +171,7 @@ def optimizer_bytes(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one training step by what they are spent on."""
+    """Seconds of one training step, by what they are spent on."""
 
     matrices: float
     attention: float
@@ -179,15 +179,14 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step; its parts do not overlap."""
+        """Return the seconds of the step, whose parts do not overlap."""
         return self.matrices + self.attention + self.memory
 
 
 def step_time(
     config: ModelConfig, lengths: Iterable[int], machine: Machine, precision: Precision = "fp32", update: bool = True
 ) -> StepTime:
-    """Return the time of a training step on documents of these lengths (tokens): forward, backward and, where `update`, the
-    optimiser's work."""
+    """Return the time of a training step on documents of these lengths (tokens): forward, backward and, with `update`, optimiser."""
     lengths = list(lengths)
     tokens = sum(lengths)
     matrices = 6 * matrix_parameters(config) * tokens
@@ -208,7 +207,7 @@ def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """Least seconds of one step of generation: of its operations, and of the bytes that it reads, beside which operations may run."""
+    """Minimum seconds of one step of generation: of its operations, and of the bytes that it reads, which may overlap."""
 
     operations: float
     memory: float

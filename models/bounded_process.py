@@ -1,7 +1,7 @@
 """Processes that run untrusted programs within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
 
 A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since an untrusted program
-may have written them. A user's own programs run so, too, with the user's environment and by the clock.
+may have written them. A user's own programs run so, too, with the user's environment and limits in wall-clock time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class LimitError(RuntimeError):
 
 
 class Process:
-    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it, or when
-    what it is started with has changed: the path of modules, and its `arguments`. `module`: its function `serve` is what the process
-    runs. `own`: it runs the user's own code, which has this process's environment, and whose seconds are those of the clock."""
+    """A process that answers requests one at a time. It starts with the first request, and again if a request ended it, or if the path of
+    modules or `arguments` changed. It runs `serve` of `module`. `own`: it runs the user's code, by wall-clock time."""
 
     def __init__(self, module: str, own: bool = False, arguments: Callable[[], list[str]] = list) -> None:
         self._module, self._own, self._arguments = module, own, arguments
@@ -83,7 +82,7 @@ class Process:
         if self._popen is None or self._popen.poll() is not None or len(self.known) >= PROGRAMS or command != self._command:
             self.end()
             self._command = command
-            # A stranger's program gets nothing else of this process's environment.
+            # An untrusted program gets nothing else of this process's environment.
             environment = {**(os.environ if self._own else {}), "PYTHONPATH": path}
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", *command[1:]], bufsize=0, env=environment, start_new_session=True,

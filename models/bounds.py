@@ -1,4 +1,4 @@
-"""Bounds of what a model's files may claim, checked before anything of that size is allocated or counted through."""
+"""Bounds on the sizes that a model's files declare, checked before anything of that size is allocated or iterated."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from puna.models import bounded_process
 from puna.models.bounded_process import LimitError, Process
 
-LAYERS = 1 << 14  # most layers of a model
-JSON_BYTES = 1 << 26  # most bytes of a configuration or an index
+LAYERS = 1 << 14  # maximum layers of a model
+JSON_BYTES = 1 << 26  # maximum bytes of a configuration or an index
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "moe_intermediate_size",
     "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "num_hidden_layers",
 )  # fmt: skip
 """Fields of a configuration that are the length of some tensor's side, or the number of layers."""
-ADAPTER_BYTES = 1 << 20  # most bytes of an adapter's configuration
-ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # kinds of adapters whose numbers all lie in their file
-STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # starts of LoRA's training that leave the model's own weights as they are
-PATTERNS = 1 << 11  # most patterns by which an adapter chooses modules
+ADAPTER_BYTES = 1 << 20  # maximum bytes of an adapter's configuration
+ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # kinds of adapters whose numbers are all in their file
+STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations of LoRA that do not change the model's own weights
+PATTERNS = 1 << 11  # maximum patterns by which an adapter chooses modules
 
 
 def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
-    """Raise ValueError if a configuration's sizes cannot be those of files of `size` bytes with so many tensors. Each size is a tensor's
-    side, and a number takes half a byte at least. Each layer has a tensor."""
+    """Raise ValueError if files of `size` bytes with `tensors` tensors cannot have a configuration's sizes. Each size is a tensor's side, a
+    number takes at least half a byte, and each layer has a tensor."""
     check_numbers(raw)
     if (layers := raw.get("num_hidden_layers") or 0) > tensors:
         raise ValueError(f"num_hidden_layers = {layers:,}, but the weights are {tensors:,} tensors: the files hold fewer layers")

@@ -20,10 +20,8 @@ class RopeScaling(Settings):
     linear in the pair's number; queries and keys grow by 0.1 ln(factor) + 1 (Peng et al. 2023).
     """
 
-    rope_type: Literal["linear", "llama3", "yarn"] = Field(
-        description="linear: all frequencies alike; llama3, yarn: long wavelengths only"
-    )
-    factor: float = Field(ge=1, description="By how much frequencies are divided")
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="linear: all frequencies alike; llama3, yarn: long wavelengths only")
+    factor: float = Field(ge=1, description="Divisor of the frequencies")
     low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above the original context over this are divided in full")
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context over this stay")
     beta_fast: float = Field(32.0, gt=0, description="yarn: turns over the original context above which frequencies stay")
@@ -40,17 +38,17 @@ class RopeScaling(Settings):
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Names of the fields that its `rope_type` reads."""
+        """Return the names of the fields that this `rope_type` uses."""
         bands = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}[self.rope_type]
         return ("factor", *bands, "original_max_position_embeddings") if bands else ("factor",)
 
     @property
     def growth(self) -> float:
-        """Factor of the rotated queries and keys."""
+        """Return the factor of the rotated queries and keys."""
         return 0.1 * math.log(self.factor) + 1 if self.rope_type == "yarn" else 1.0
 
     def stretched(self, frequencies: list[float], theta: float) -> list[float]:
-        """Return the stretched frequencies of all pairs of elements, in radians per token. theta: the base that they have."""
+        """Return the stretched frequencies of all pairs of elements, in radians per token. `theta`: their base."""
         if self.rope_type != "yarn":
             return [self._scaled(frequency) for frequency in frequencies]
         pairs, context = len(frequencies), self.original_max_position_embeddings
@@ -60,12 +58,11 @@ class RopeScaling(Settings):
         return [f * (1 - share + share / self.factor) for f, share in zip(frequencies, shares, strict=True)]
 
     def _scaled(self, frequency: float) -> float:
-        """Return the stretched frequency of one pair, whatever its number."""
+        """Return the stretched frequency of one pair (linear or llama3)."""
         if self.rope_type == "linear":
             return frequency / self.factor
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
-        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        share = min(max(share, 0.0), 1.0)
+        share = min(max((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0), 1.0)
         return frequency * (share + (1 - share) / self.factor)
 
 
@@ -110,9 +107,7 @@ class ModelShape(Settings):
     intermediate_size: int = Field(ge=1, description="Width of the feed-forward blocks")
     num_hidden_layers: int = Field(ge=1, description="Layers")
     num_attention_heads: int = Field(ge=1, description="Query heads")
-    num_key_value_heads: int = Field(
-        ge=1, description="Key-value heads, shared evenly by the query heads: as many is multi-head, one multi-query, between grouped-query"
-    )
+    num_key_value_heads: int = Field(ge=1, description="Key-value heads, shared evenly by the query heads (MHA, GQA or MQA)")
     head_dim: int = Field(0, ge=0, description="Width of a query or key head; 0: hidden_size / num_attention_heads, or as mla has it")
     rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary position frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="Stretching of those frequencies for a longer context; null: none")
@@ -120,17 +115,14 @@ class ModelShape(Settings):
     tie_word_embeddings: bool = Field(False, description="The output layer shares the embedding's matrix")
     initializer_range: float = Field(0.02, gt=0, le=1, description="Standard deviation of the initial weights")
     zero_residual: bool = Field(
-        False, description="Start with layers that add nothing, and tokens that are all as likely: what attention and feed-forward blocks "
-        "write with (o_proj, down_proj) is 0, and so is an output layer that is not the embedding's"
+        False, description="Start with layers that add nothing and equally likely tokens: o_proj, down_proj and untied output layer are 0"
     )
     sliding_window: int | None = Field(None, ge=1, description="Tokens that a query sees, itself included; null: all before it")
     sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with that window, counted from 0; null: all")
     qkv_bias: bool = Field(False, description="Biases of the query, key and value projections")
     o_bias: bool = Field(False, description="Bias of the attention's output projection")
     qk_norm: bool = Field(False, description="RMSNorm on each query and key head before rotation")
-    final_logit_softcapping: float | None = Field(
-        None, gt=0, description="Bound c of the next-token logits, which become c tanh(logit / c) (Gemma 2 has 30); null: none"
-    )
+    final_logit_softcapping: float | None = Field(None, gt=0, description="Bound c of the logits: c tanh(logit / c) (Gemma 2: 30)")
     parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input and add up (PaLM)")
     moe: Moe | None = Field(None, description="Mixture of experts in place of the feed-forward blocks; null: none")
     mla: Mla | None = Field(None, description="Multi-head latent attention; null: none")
@@ -172,7 +164,7 @@ class ModelShape(Settings):
 
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "puna"]
-# What each layout must have and what it may have beyond a plain Llama; `puna` is the layout of all the rest.
+# Features that each layout must have, and may have, beyond a plain Llama; `puna` is the layout of all other models.
 LAYOUTS: dict[ModelType, tuple[frozenset[str], frozenset[str]]] = {
     "llama": (frozenset(), frozenset({"attention_bias"})),
     "mistral": (frozenset(), frozenset({"window"})),
@@ -190,11 +182,11 @@ class ModelConfig(ModelShape):
     vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")
     reward_pooling: Literal["last", "mean"] = Field("last", description="Where a reward is read: an answer's last token, or all its tokens")
-    model_type: str = Field("", description="Whose layout a checkpoint has; empty: the first family that can hold the model")
+    model_type: str = Field("", description="Layout of a checkpoint; empty: the first family that can hold the model")
 
     @model_validator(mode="after")
     def _resolved(self) -> ModelConfig:
-        # Frozen for everybody else: derived once, from what was given.
+        # The model is frozen: these fields are derived once, here.
         object.__setattr__(self, "head_dim", self._head_dim())
         if self.sliding_layers is not None:
             object.__setattr__(self, "sliding_layers", tuple(sorted(set(self.sliding_layers))))
@@ -218,7 +210,7 @@ class ModelConfig(ModelShape):
 
     @property
     def features(self) -> frozenset[str]:
-        """Return the names of what the model has beyond a plain Llama."""
+        """Return the names of the model's features beyond a plain Llama."""
         features = {
             "attention_bias": self.qkv_bias and self.o_bias,
             "qkv_bias": self.qkv_bias and not self.o_bias,
@@ -238,7 +230,7 @@ class ModelConfig(ModelShape):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window in tokens; None if a query sees all of its path."""
+        """Return each layer's sliding window in tokens; None if a query sees all of its path."""
         sliding = range(self.num_hidden_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if i in sliding else None for i in range(self.num_hidden_layers))
 

@@ -74,7 +74,7 @@ class Forest:
 
     @cached_property
     def mask(self) -> ForestMask:
-        """The attention mask, derived once and shared by all layers."""
+        """Return the attention mask, derived once and shared by all layers."""
         return ForestMask.from_end(self.end)
 
     @cached_property
@@ -95,7 +95,7 @@ class Forest:
         return parents.to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> Forest:
-        """Return the forest on another device. Its mask is built on the present device, so that no step waits to read its segments."""
+        """Return the forest on another device. Its mask is built on the current device, so that no step waits to read its segments."""
         if torch.device(device) == self.tokens.device:
             return self
         mask = self.mask.to(device)

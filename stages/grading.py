@@ -1,4 +1,4 @@
-"""Grades by a language model's own probabilities of the answers, as G-Eval reads them (Liu et al., arXiv 2303.16634, section 2)."""
+"""Grades as expectations over a language model's answer probabilities, as in G-Eval (Liu et al., arXiv 2303.16634, section 2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the common beginning of the encoded answers, and each one's next token. Raise PunaError if two are equal."""
+    """Return the encoded answers' common prefix, and each answer's next token. Raise PunaError if two of these tokens are equal."""
     shared = 0
     while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
         shared += 1
@@ -28,7 +28,7 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
 def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the mean grade, float64 [n], and the probability of all answer tokens together, float64 [n].
 
-    Each of `values` weighs as the probability of its token among `tokens`. `logits`: of the next token, [n, vocabulary]."""
+    `values` are weighted by the probabilities of their `tokens`, normalised over these. `logits`: of the next token, [n, vocabulary]."""
     import torch
 
     logits = logits.double()

@@ -30,7 +30,7 @@ _registries: list[tuple[dict[str, Any], Callable[[Any], str]]] = []
 
 
 def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, T]:
-    """Return `entries`; a failed import of a module removes its declarations from them."""
+    """Return `entries` after registering it: a failed import of a module then removes the module's declarations."""
     _registries.append((entries, module_of))
     return entries
 
@@ -72,9 +72,9 @@ def _load(entry: EntryPoint) -> None:
 
 
 def add(text: str) -> ModuleType:
-    """Import what `--module` names, a Python file or a dotted module; raise PunaError if that fails.
+    """Import the Python file or dotted module that `--module` names; raise PunaError if that fails.
 
-    A file's folder is appended to `sys.path`, so that it can import what lies beside it; its module is named after it.
+    A file's folder is appended to `sys.path`, so that it can import its neighbours; its module is named after it.
     """
     name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
     if file:
@@ -96,7 +96,7 @@ def added() -> dict[str, str]:
 def is_allowed(module: str) -> bool:
     """True if data may name functions of a module: a person added it, or an installed package offers plugins from it.
 
-    Puna's own modules are not: a verifier of Puna has a name.
+    Puna's own modules are not allowed: its verifiers have names.
     """
     if module.split(".")[0] == "puna":
         return False

@@ -1,6 +1,6 @@
 """A fastText classifier (Joulin et al. 2016, arXiv 1607.01759): the mean of the vectors of words and n-grams, a softmax over labels.
 
-Trained on one thread and from first weights of its own, so that the same lines give the same model. Its file is one that fastText loads.
+It is trained on one thread from seeded weights, so that equal lines give equal models. fastText can load its file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD = struct.Struct("<14i d 3i 2q")  # magic number, version, settings, then th
 SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
 AFTER_NAME = struct.Struct("<x q b")  # its count, and 1 for a label
 NAME = re.compile(rb"([^\0]*)\0.{9}", re.DOTALL)
-LINES = 1 << 14  # cut into words at a time
+LINES = 1 << 14  # lines to split into words at a time
 SLICE = 1 << 11  # lines of a training after which it may be saved
 SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
 BASIS, PRIME = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32 bits, of which fastText makes the hashes of n-grams
@@ -163,7 +163,7 @@ def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArra
     name in a file, becomes a one."""
     whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
     texts = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
-    data, bounds = buffers(pc.ascii_ltrim_whitespace(texts))  # where the line is empty
+    data, bounds = buffers(pc.ascii_ltrim_whitespace(texts))  # an empty line would begin with a space
     return data[: bounds[-1]], bounds
 
 
@@ -188,7 +188,7 @@ def _read(data: NDArray[np.uint8], start: int, stop: int, short: NDArray[np.uint
     count, a, b = 0, BASIS, LONG_BASIS
     for at in range(start, stop + 1):
         if at < stop and data[at] != 32:
-            # fastText's bytes and hashes have a sign.
+            # fastText's bytes and hashes are signed.
             a, b = np.uint32(np.uint32(a ^ np.uint32(np.int32(np.int8(data[at])))) * PRIME), (b ^ np.uint64(data[at])) * LONG_PRIME
         elif b != LONG_BASIS:
             short[count], long[count] = np.uint64(np.int64(np.int32(a))), max(b, ONE)
@@ -198,7 +198,7 @@ def _read(data: NDArray[np.uint8], start: int, stop: int, short: NDArray[np.uint
 
 @njit(cache=True)
 def _table(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint64]]:
-    """Return a table of words' long hashes, the place of each in the list (-1 where the table is free), and their short hashes."""
+    """Return a table of words' long hashes, the index of each word in the list (-1 for a free slot), and their short hashes."""
     short, long = np.zeros(len(bounds) - 1, np.uint64), np.ones(len(bounds) - 1, np.uint64)
     keys = np.zeros(size_for(len(short)), np.uint64)
     places = np.full(len(keys), -1, np.int32)

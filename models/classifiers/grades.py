@@ -1,7 +1,7 @@
-"""The grade that a judge would give an English document, as data to train a language model on: Puna's own quality model.
+"""Puna's own quality model: the grade that a judge would give an English document as data to train a language model on.
 
 A linear model of a document's features: words, numbers and marks, lines by length and ending, and size. Each is
-hashed to a bucket and counts by the square root of its share in what is read (READ, MOST): no place in a document says more than another.
+hashed to a bucket and counts by the square root of its share of what is read (READ, MOST), wherever in the document it occurs.
 `tests/benchmarks/train_grades.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
 """
 
@@ -19,9 +19,9 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.strings import buffers
 
 WEIGHTS = Path(__file__).with_name("grades.safetensors")
-GOOD = 3  # sound text
-LANGUAGE = "en"  # the graded documents' language: of others the model knows nothing
-READ = 20_000  # bytes of a document
+GOOD = 3  # grade of sound text
+LANGUAGE = "en"  # language of the graded documents; the model knows no other
+READ = 20_000  # bytes read of a document
 BUCKETS = 1 << 15
 SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
 MOST = 0.1  # upper bound of a share: no graded document is nearly one token alone
@@ -32,7 +32,7 @@ LETTER_A, LETTER_Z, UPPER_A, UPPER_Z, ZERO, NINE = 0x61, 0x7A, 0x41, 0x5A, 0x30,
 NEWLINE, SPACE, APOSTROPHE, CLOSED, COLON = 0x0A, 0x20, 0x27, 0x29, 0x3A
 FINAL = np.frombuffer(b'.!?"', np.uint8)
 FINAL_STOP, FINAL_QUOTE, CLOSING_QUOTE, ELLIPSIS = 0x2E, 0x22, 0x201D, 0x2026
-LINES = np.array([1, 3, 9, 19, 49], np.int64)  # most words of a line of each length but the longest
+LINES = np.array([1, 3, 9, 19, 49], np.int64)  # maximum words of a line in each length class but the longest
 
 
 class Model(NamedTuple):
@@ -68,7 +68,7 @@ def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
 
 @njit(cache=True, borrows=True)
 def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Count a token `by` times; return how many buckets of `met` are filled."""
+    """Count a token `by` times; return the number of filled buckets in `met`."""
     state = token * BASE
     state = (state ^ (state >> np.uint64(32))) * MIXED
     bucket = np.int64(state >> np.uint64(40)) & (BUCKETS - 1)
@@ -100,8 +100,7 @@ def _wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, int]:
-    """Return the word of letters that begins at `at`, in lower case, its end and number of capitals; apostrophes between letters belong
-    to it."""
+    """Return the hash of the lower-cased word at `at`, its end and number of capitals; apostrophes between letters belong to it."""
     token, capitals = np.uint64(0), 0
     while at < stop:
         c, width = int(np.int64(data[at])), 1

@@ -1,6 +1,6 @@
 """Further features of a block for the network: its distance from the body, units that repeat, pictures, the article's own words.
 
-The trees do not see them: on pages that are lists of products or entries they mislead trees.
+The trees do not get them: on pages that list products or entries they mislead trees.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from puna.models.extraction.features import focus
 from puna.models.extraction.layout import Scan, groups, ratio
 from puna.models.extraction.tags import PRIME
 
-ABOVE = 5  # elements around a block whose like are counted
+ABOVE = 5  # ancestors of a block whose similar siblings are counted
 LONG = 20  # unlinked words of a paragraph
-SLOTS = 1 << 14  # words of the article are counted by so many hashes
+SLOTS = 1 << 14  # hash slots that count the article's words
 CAPTION = L.BIT["figcaption"]
 
 
@@ -39,12 +39,12 @@ class Measures(NamedTuple):
     paragraph: NDArray[np.bool_]  # [blocks] prose without many links
     around: NDArray[np.int64]  # [blocks, 2] the last paragraph before a block, the first after it; -1 where there is none
     alike: NDArray[np.int64]  # [elements] children of one parent with the same tag and classes, itself among them
-    branch: NDArray[np.int64]  # [elements] the outermost element around each that does not hold the focus; -1 where it holds it itself
-    counts: NDArray[np.int32]  # [SLOTS] how often paragraphs say a word
+    branch: NDArray[np.int64]  # [elements] the outermost element around each that does not hold the focus; -1 if it holds the focus itself
+    counts: NDArray[np.int32]  # [SLOTS] how often paragraphs have a word
     main: int  # the element with most words in paragraphs of its own
-    main_first: int  # first and last paragraph of it
+    main_first: int  # its first and last paragraph
     main_last: int
-    main_share: float  # of the page's words
+    main_share: float  # its share of the page's words
 
 
 FEATURES = len(names())
@@ -133,7 +133,7 @@ def _slot(word: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
-    """Return words between a block and the blocks [first, end): below 0 before them, above 0 after them, 0 among them."""
+    """Return the words between a block and the blocks [first, end): negative before them, positive after them, 0 among them."""
     if b < first:
         return int(words[b + 1] - words[first] - 1)
     return int(words[b] - words[end] + 1) if b >= end else 0

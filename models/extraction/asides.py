@@ -3,8 +3,8 @@
 Teasers: the article's body is the deepest element that holds most of its prose. A block after the end of that element stays only where
 the model has little doubt about it, or where it has the tags and classes of the body's paragraphs: an article may be cut into sections.
 
-Comments: containers that name themselves so, in a class or an id, go with their content where enough of the article stands above them.
-In forums, questions and reviews such words are the content: only certain articles are examined.
+Comments: containers whose class or id names them are removed with their content, if enough of the article stands above them.
+In forums, questions and reviews comments are the content: only pages that are certainly articles are examined.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from puna.models.extraction import layout as L
 from puna.models.extraction.layout import Scan, deepest, group_sums, running
 from puna.models.extraction.tags import fnv
 
-PROSE = 0.7  # of the kept prose stands in the body
+PROSE = 0.7  # minimum share of the kept prose in the body
 LONG = 20  # words of a block that is prose without a sentence's end; scripts have stops of their own
-BODY_WORDS = 100  # kept words from which on a body may lose the blocks below it
-SURE = 0.75  # from this chance on a block below the body stays
-OWN = 0.1  # of the body's prose stands under a path that is the body's own
+BODY_WORDS = 100  # minimum kept words of a body that may lose the blocks below it
+SURE = 0.75  # minimum chance of a block below the body to stay
+OWN = 0.1  # minimum share of the body's prose under a path that counts as the body's own
 
 
 @njit(cache=True)
@@ -45,10 +45,10 @@ def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32])
     return out
 
 
-ABOVE = 100  # words that are kept above the comments
-BELOW = 0.25  # of these, at most, are kept below the first of them besides comments
-CONTAINER_WORDS = 3  # of the container's class and id: a heading about comments has longer ones
-MOST_AFTER = 6  # where the first of these words is the name
+ABOVE = 100  # minimum words kept above the comments
+BELOW = 0.25  # maximum words kept below the first comments, besides comments, as a share of those above
+CONTAINER_WORDS = 3  # maximum words of the container's class and id: a heading about comments has more
+MOST_AFTER = 6  # the same if the first of these words is the name
 COMMENT_NAMES = ("comment", "comments", "commentlist", "comentarios", "kommentare", "commentaires", "disqus")
 CLASS, ID = 0, 1  # kinds of words, as `attributes` hashes them
 SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in (CLASS, ID)], np.uint64)
@@ -56,7 +56,7 @@ SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in 
 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the comments below it; unchanged where much is kept after them."""
+    """Return `keep` [blocks] of an article without the comments below it; unchanged if much is kept after them."""
     elements, kept_words = page.elements, running(page.blocks[:, L.WORDS] * keep)
     out, above = keep.copy(), -1
     for e in range(len(elements)):

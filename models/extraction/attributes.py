@@ -121,7 +121,7 @@ def _said(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
-    """True if a class marks an element that is no text: a permanent link, an edit link, the drawn copy of a formula."""
+    """True if a class marks an element that is no text: a permanent link, an edit link, the rendered copy of a formula."""
     if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
         return True
     for at in range(start, stop):

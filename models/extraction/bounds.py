@@ -1,4 +1,4 @@
-"""Cost of a page for a parser, from its tags: pages built to hang one are refused before it sees them.
+"""Cost of a page for a parser, estimated from its tags, so that pages built to hang a parser are refused before parsing.
 
 The time of an HTML parser grows with the square of four counts: nested elements, attributes of one tag, options of a selection list, and
 unclosed formatting elements (`b`, `font`, ...), which the parser opens again in every paragraph. Options hold no text of the page: where
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction.tags import begins, find, flags, tag_name
 
-# The parser closes these by itself, or they hold nothing: an open one does not nest for ever.
+# The parser closes these by itself, or they are empty: an open one does not nest.
 CLOSED = flags(
     "area base basefont bgsound body br button col colgroup dd dt embed frame head hr html img input keygen li link meta optgroup option "
     "p param rp rt source tbody td tfoot th thead tr track wbr a"
@@ -25,7 +25,7 @@ FORMATTING = flags("b big code em font i nobr s small strike strong tt u")
 OPAQUE = flags("script style textarea title xmp iframe noembed noframes")
 FOREIGN = flags("svg math")
 MANY_ATTRIBUTES = 100
-# A start of one of these ends drawings and formulas.
+# A start tag of one of these ends an open svg or math element.
 BREAKS_OUT = flags(
     "b big blockquote body br center code dd div dl dt em embed h1 h2 h3 h4 h5 h6 head hr i img li menu meta nobr ol p pre ruby s small "
     "span strong strike sub sup table tt u ul var font"
@@ -44,7 +44,7 @@ class Burden(NamedTuple):
 
 
 def burden(html: bytes) -> Burden:
-    """Return upper bounds of what a parser meets in a page."""
+    """Return upper bounds of these counts in a parser."""
     return Burden(*_burden(np.frombuffer(html, np.uint8)))
 
 

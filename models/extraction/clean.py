@@ -12,19 +12,18 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 
-LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # the first code point of so many bytes
+LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # first code point by its number of bytes
 TAB, LINE_END, SPACE, DELETED, NO_BREAK = 9, 10, 32, 127, 0xA0
-MISREAD, DOUBTFUL = 1, 2  # of a text: `repaired` may mend it; there may be nothing to read, or something that was not decoded
+MISREAD, DOUBTFUL = 1, 2  # doubts about a text: `repaired` may mend it; it may be blank, or wrongly decoded
 
 
 def plain(text: str) -> str:
-    """Return the text without control characters, mended."""
+    """Return the repaired text without control characters."""
     return _of(text, False)
 
 
 def cleaned(text: str) -> str:
-    """Return the text without control characters, white space at the ends of lines, line ends around it and more than one blank line;
-    mended."""
+    """Return the repaired text without control characters, trailing white space, outer line ends and repeated blank lines."""
     return _of(text, True)
 
 
@@ -35,8 +34,7 @@ def _of(text: str, lines: bool) -> str:
 
 
 def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
-    """Return concatenated UTF-8 texts, as `cleaned` leaves those that are not `MISREAD`; the bounds of the texts; and the doubts about
-    each."""
+    """Return UTF-8 texts after the cleaning of `cleaned` (except `MISREAD` ones), their bounds, and the doubts about each."""
     return _cleaned(texts, ends, roles(), True)  # type: ignore[no-any-return]
 
 
@@ -174,7 +172,7 @@ def roles() -> NDArray[np.uint8]:
 
 @njit(cache=True)
 def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDArray[np.int64], bool]:
-    """Return numbers of the lines with a unit that is `FIRST` before one that is `LATER`, and True if there is a `CONTROL`."""
+    """Return the numbers of lines with a unit that is `FIRST` before one that is `LATER`, and True if there is a `CONTROL`."""
     lines = 1
     for unit in units:
         lines += unit == 10
@@ -207,7 +205,7 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
     """Return the page's characters. A byte order mark decides; then bytes that are valid UTF-8 beyond ASCII are UTF-8 whatever the server
-    says (other encodings give that by chance almost never); then the server's character set, the page's own, and detection."""
+    says (other encodings almost never do so by chance); then the server's character set, the page's own, and detection."""
     return _decoded(body, charset, html)[0]
 
 

@@ -127,7 +127,7 @@ class Totals(NamedTuple):
     copies: NDArray[np.int64]  # [blocks] blocks of the same words
     before: NDArray[np.int64]  # [blocks] blocks of the same words before it
     title: NDArray[np.uint64]  # sorted hashes of the title's words
-    title_bits: np.uint64  # for each of them a bit: that of the hash's last six bits
+    title_bits: np.uint64  # a bit for each of them, numbered by the hash's last six bits
     inside: NDArray[np.bool_]  # [elements] the focus and its ancestors
     page: NDArray[np.float32]  # [12] features of the page
 

@@ -14,11 +14,11 @@ from puna.models.extraction.tags import begins, fnv, has, is_space
 
 TEMPLATE, NOSCRIPT = L.BIT["template"], L.BIT["noscript"]
 SAYS_TEMPLATE = np.array([fnv(name, kind) for name in ("template", "templates", "tmpl") for kind in (CLASS, ID)], np.uint64)
-MOST = 0.5  # of the words that are kept: what holds more of a page is its content, shown by a script (shadow roots)
-NOTICE_BYTES = 400  # of a notice about JavaScript
+MOST = 0.5  # maximum share of the kept words in templates; more is content that a script shows (shadow roots)
+NOTICE_BYTES = 400  # maximum bytes of a notice about JavaScript
 NEAR = 32  # bytes around that word
-MENTIONS = 2  # blocks that speak of JavaScript: a page with more is about it
-TAG_BYTES = 1000  # of a tag in brackets
+MENTIONS = 2  # maximum blocks that mention JavaScript; a page with more is about it
+TAG_BYTES = 1000  # maximum bytes of a tag in brackets
 OPEN, CLOSE, EQUALS, SLASH, UNDERSCORE, HYPHEN = 0x5B, 0x5D, 0x3D, 0x2F, 0x5F, 0x2D
 
 
@@ -55,7 +55,7 @@ def _says_template(page: Scan, element: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _drop_notices(page: Scan, keep: NDArray[np.bool_]) -> None:
-    """Take short blocks out that ask for JavaScript, on a page that does not speak of it otherwise."""
+    """Drop short blocks that ask for JavaScript, on a page that hardly mentions it otherwise."""
     mentions = 0
     for b in range(len(keep)):
         mentions += keep[b] and has(page.text, page.blocks[b, L.START], page.blocks[b, L.STOP], b"javascript")
@@ -69,7 +69,7 @@ def _drop_notices(page: Scan, keep: NDArray[np.bool_]) -> None:
 
 @njit(cache=True, borrows=True)
 def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """True if the words next to "JavaScript" ask to turn it on, or say that it is off, in one of some languages."""
+    """True if the words next to "JavaScript" ask to turn it on, or say that it is off, in one of several languages."""
     at = start
     while at < stop and not has(text, at, min(at + 10, stop), b"javascript"):
         at += 1
@@ -85,7 +85,7 @@ def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """True if a word that begins so is in text[start:stop]."""
+    """True if a word in text[start:stop] begins with these bytes."""
     for at in range(start, stop - len(words) + 1):
         if (at == 0 or not 97 <= text[at - 1] | 32 <= 122) and has(text, at, at + len(words), words):
             return True
@@ -94,7 +94,7 @@ def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> boo
 
 @njit(cache=True, borrows=True)
 def _narrowed(page: Scan, block: int) -> bool:
-    """Take tags in brackets off both ends of a block; return True if text is left."""
+    """Remove tags in brackets from both ends of a block; return True if text is left."""
     text, start, stop = page.text, page.blocks[block, L.START], page.blocks[block, L.STOP]
     moved = True
     while moved:
@@ -111,7 +111,7 @@ def _narrowed(page: Scan, block: int) -> bool:
             begin = stop - 2
             while begin > start and begin > stop - TAG_BYTES and text[begin] != OPEN:
                 begin -= 1
-            # A name before the bracket makes it a type or an index; what closes stands at the last word.
+            # A name before the bracket makes it a type or an index; a closing tag may touch the last word.
             apart = begin == start or is_space(text[begin - 1]) or text[begin - 1] == CLOSE or text[begin + 1] == SLASH
             if apart and _tag_end(text, begin, stop) == stop:
                 stop, moved = begin, True
@@ -122,7 +122,7 @@ def _narrowed(page: Scan, block: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
-    """True if a name begins as those of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient do."""
+    """True if a name has a prefix of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient."""
     wide = begins(text, first, last, b"vc_") or begins(text, first, last, b"et_pb_") or begins(text, first, last, b"fusion_")
     wide |= begins(text, first, last, b"tdc_") or begins(text, first, last, b"mk_") or begins(text, first, last, b"av_")
     return bool(wide or begins(text, first, last, b"nectar_"))

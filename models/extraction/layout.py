@@ -16,13 +16,13 @@ TAG, PARENT, DEPTH, FIRST, END, FLAGS, TOKENS, CHILDREN, HOLDER, SPANS, COLUMNS 
 # Columns of `blocks`. LAST: the last byte, HASHES: where the block's words end in `hashes`.
 ELEMENT, START, STOP, GAP, MARKER, WORDS, CHARS, LINKED_CHARS, LINKED_WORDS, LINKS = range(10)
 STOPS, COMMAS, DIGITS, UPPER, INLINE, IMAGES, PRE, FORMS, LAST, HASHES = range(10, 20)
-# What stands between a block and the one before
+# Gaps between a block and the one before
 LINE, BLANK, TAB = 0, 1, 2
 # Entries of `state`: how far the page is read and what is open. Elements are numbers, -1 is none.
 AT, OUT, BLOCKS, ELEMENTS, TOKEN, HASH, CURRENT, OPEN, SPACE, NEXT_GAP, NEXT_MARKER = range(11)
 IN_PRE, IN_LINK, SKIP, ROW_CELLS, FORMULA_AT, TITLE_STOP, PAGE_TOKEN, BREAKS, VERBATIM, MATHS = range(11, 21)
 ABOUT, ABOUT_STOP, VALUE, VALUE_STOP = range(21, 25)  # attributes of the tag that is read
-PLAIN_STOP, STATES = range(25, 27)  # before it no formula has an annotation; how many entries
+PLAIN_STOP, STATES = range(25, 27)  # place before which no formula has an annotation; number of entries
 # Columns of `Pages.starts`
 HTML, TEXT, TITLE, ROOT, WORD, BLOCK, TEXT_WORD, HEAD_WORD, TABLES = range(9)
 # Bits of an element's flags; an element has those of its ancestors as well.
@@ -82,8 +82,7 @@ def page_of(pages: Pages, number: int) -> Scan:
 
 def alone(page: Scan) -> Pages:
     tables = (page.html, page.text, page.title, page.elements, page.tokens, page.blocks, page.hashes, page.page)
-    ends = [len(table) for table in tables]
-    return Pages(*page._replace(state=page.state[None]), np.array([[0] * TABLES, ends], np.int64))
+    return Pages(*page._replace(state=page.state[None]), np.array([[0] * TABLES, [len(table) for table in tables]], np.int64))
 
 
 @njit(cache=True)
@@ -137,7 +136,7 @@ def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int
 
 @njit(cache=True)
 def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each entry, the number of entries with its key, and of those among them that come before it."""
+    """Return, for each entry, the number of entries with its key, and the number of these before it."""
     numbers, count = numbered(keys)
     sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
     for k in range(len(keys)):

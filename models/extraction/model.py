@@ -2,10 +2,10 @@
 
 Two linear models score the words of classes and of texts, one guesses the type of the page from its head. Boosted trees
 judge each block by these, by its text, its containers, its neighbours and the blocks of its kind. A network (`network`), which
-also sees what `article` measures, judges it by the blocks around it. Their mean counts. The page keeps the blocks that give
+also gets the features of `article`, judges it by the blocks around it. Their mean counts. The page keeps the blocks that give
 the highest expected F1 of words.
 
-The weights are made by `tests/benchmarks/train_extraction.py` from labelled pages; NOTICE beside them tells of the labels.
+`tests/benchmarks/train_extraction.py` makes the weights from labelled pages; NOTICE beside them describes the labels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from puna.models.extraction.network import Network, network_logits
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
 
-PULL = np.float32(0.35)  # of the way to the mean of the blocks with the same path
-COPIED_WORDS = 5  # shorter texts may stand on a page again and again
+PULL = np.float32(0.35)  # fraction of the way to the mean of the blocks with the same path
+COPIED_WORDS = 5  # minimum words of a copy: shorter texts may occur on a page again and again
 
 
 @njit(cache=True)
@@ -53,8 +53,8 @@ def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without what repeats the words of a block kept before in another place: copies for narrow screens, quotations.
-    Under the same path it is no copy: messages of a thread, entries of a reference may say the same."""
+    """Return `keep` [blocks] without blocks that repeat the words of an earlier kept block: copies for narrow screens, quotations.
+    Under the same path they are no copies: messages of a thread, entries of a reference may say the same."""
     keys = text_keys(page)
     out = keep.copy()
     numbers, count = numbered(keys)
@@ -68,13 +68,13 @@ def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return out
 
 
-LEVELS = 128  # cuts that are tried, and states of the page that they are tried against
+LEVELS = 128  # number of cuts to try, and of states of the page to try them against
 TOGETHER = 0.6  # weight of the view that a page's blocks are content or not all together
 
 
 @njit(cache=True)
 def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the probability from which on blocks are kept, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
+    """Return the minimum probability of kept blocks, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
 
     The expectation is a weighted mean of two. With independent blocks, F1 is near 2 * (expected right words) / (kept words + expected
     content words). But the cards of a page are all content or all not. So the second expectation draws a level uniformly and takes the
@@ -102,7 +102,7 @@ def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float,
     return cut / LEVELS, highest
 
 
-CONTENT_SHARE = 0.9  # of the kept words stand in the element that is taken for the content
+CONTENT_SHARE = 0.9  # minimum share of the kept words in the element taken as the content
 T_H1, T_PRE, T_DL, T_TABLE = (NUMBER[name] for name in ["h1", "pre", "dl", "table"])
 # Share of an element's words that must be kept for the rest to stay; at these, F1 on unseen pages does not fall.
 NEEDED = np.full(len(NAMES), np.inf)
@@ -142,7 +142,7 @@ def _headed(page: Scan, keep: NDArray[np.bool_]) -> None:
 
 @njit(cache=True)
 def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] and the page's main heading, its only `h1`, where it stands above the end of the text."""
+    """Return `keep` [blocks] and the page's main heading, its only `h1`, if it stands above the end of the text."""
     results = end = -1
     for b in range(len(keep)):
         if page.elements[page.blocks[b, L.ELEMENT], L.TAG] == T_H1:
@@ -177,7 +177,7 @@ class Linear(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The linear models, the trees, and the network, which sees `article.names` besides."""
+    """The linear models, the trees, and the network, which also gets the features of `article`."""
 
     linear: Linear
     trees: Splits
@@ -192,8 +192,7 @@ def load() -> Model:
     results = load_file(WEIGHTS)
     linear = Linear(*(results[name].astype(np.float32) for name in Linear._fields))
     network = Network(*(results[f"network.{name}"].astype(np.float32) for name in Network._fields))
-    trees = splits(Trees(**{field: results[f"trees.{field}"] for field in Trees._fields}))
-    return Model(linear, trees, network)
+    return Model(linear, splits(Trees(**{field: results[f"trees.{field}"] for field in Trees._fields})), network)
 
 
 @njit(cache=True)
@@ -263,7 +262,7 @@ def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.f
 
 @njit(cache=True)
 def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return a mask of the blocks to keep, given each block's chance to be content; code, lists and tables stay whole, copies go."""
+    """Return a mask of the blocks to keep, given each block's chance to be content. Code, lists and tables stay whole; no copies."""
     cut, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
     return once(page, made_whole(page, p >= cut))  # type: ignore[no-any-return]
 
@@ -290,7 +289,7 @@ def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32]
 
 @njit(cache=True)
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without teasers of other articles on an article, and without comments on a certain one. `p`
+    """Return `keep` [blocks] without teasers of other articles if the page is an article, and without comments if it certainly is. `p`
     [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type."""
     if types.argmax() != ARTICLE:
         return keep

@@ -16,8 +16,8 @@ from puna.kernels.cpu.vector_products import AHEAD, scores_one
 from puna.kernels.cpu.vectors import LANES
 
 WIDTH = 48  # numbers of a block in each layer, three vectors
-STEPS = (1, 2, 4, 8)  # blocks between those that a convolution joins
-HIGHEST = np.float32(4)  # deviations from the mean, at most
+STEPS = (1, 2, 4, 8)  # distances of the blocks that a convolution joins
+HIGHEST = np.float32(4)  # maximum deviations from the mean
 ONE, FRACTION = np.int32(0x3F800000), np.float32(2.0**-23)
 VECTORS = np.arange(WIDTH // LANES + AHEAD, dtype=np.int32) % (WIDTH // LANES)
 

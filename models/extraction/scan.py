@@ -1,4 +1,4 @@
-"""HTML as the parser writes it out again (every element closed, every value quoted) to blocks of text, in one pass.
+"""Conversion of the parser's serialised HTML (every element closed, every value quoted) to blocks of text, in one pass.
 
 A block is the text between two boundaries: the tags of block elements and line breaks. Each holds its text, its place
 in the tree of elements and counts; elements hold their parents, the blocks that they span and the words of their
@@ -33,7 +33,7 @@ def read_page(tree: Any) -> Scan:
 
 
 def serialised(tree: Any) -> bytes:
-    """Return a page that Resiliparse has parsed, written out again."""
+    """Return the serialised HTML of a page that Resiliparse has parsed."""
     document = tree.document
     return document.html.encode("utf-8", "replace") if document is not None else b" "
 
@@ -270,7 +270,7 @@ def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _text(page: Scan) -> None:
-    """Read the text up to the next tag; markup that stands as text in `noscript` or `textarea` is none."""
+    """Write the text up to the next tag, except escaped markup in `noscript` or `textarea`."""
     s, html = page.state, page.html
     stop = find(html, s[L.AT], 60)
     quoted = page.elements[s[L.CURRENT], L.FLAGS] & QUOTES and _is_markup(html, s[L.AT], stop)

@@ -10,9 +10,9 @@ from puna.models.extraction import layout as L
 from puna.models.extraction.layout import Scan
 from puna.models.extraction.tags import NUMBER
 
-CELL_BYTES = 200  # longer cells are of tables made for layout: they stand on lines of their own
+CELL_BYTES = 200  # maximum bytes of a data cell: longer ones belong to layout tables and get lines of their own
 MAX_COLUMNS = 63  # bits of a mask; cells beyond share the last column
-MAX_GROUPS = 1000  # groups of rows with a `rowspan`, of one page; in those beyond it counts for nothing
+MAX_GROUPS = 1000  # maximum groups of rows with a `rowspan` on one page; in further ones it is ignored
 T_TABLE, T_TR, T_TD, T_TH = (NUMBER[name] for name in ["table", "tr", "td", "th"])
 IN_CELL = L.BIT["td"] | L.BIT["th"]
 
@@ -76,7 +76,7 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
         long[row] |= size[e] > CELL_BYTES or blocks[b, L.PRE] != 0
     for b in inside:
         row = elements[cells[b], L.PARENT]
-        if cells[b] >= 0 and not long[row]:  # the last column is counted for none: it tells whether the table has data
+        if cells[b] >= 0 and not long[row]:  # the last bit is no column: it tells whether the table has data
             masks[tables[b]] |= 1 << grid[cells[b]] | int(count[row] > 1) << MAX_COLUMNS - 1
     before = -1
     for b in inside:

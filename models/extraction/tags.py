@@ -41,7 +41,7 @@ IS_BLOCK, IS_VOID, IS_RAW, IS_SPACED, IS_HEADING = map(flags, (BLOCK, VOID, RAW,
 
 
 def fnv(name: str, kind: int = 0) -> int:
-    """Return the FNV-1a hash of a name, 64 bits; names of another kind have other hashes."""
+    """Return the 64-bit FNV-1a hash of a name, which also depends on `kind`."""
     state = int(OFFSET) ^ kind
     for byte in name.encode():
         state = (state ^ byte) * int(PRIME) & 0xFFFFFFFFFFFFFFFF
@@ -65,7 +65,7 @@ TAG_KEYS, TAG_VALUES = _table(NAMES)
 
 @njit(cache=True, borrows=True)
 def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
-    """Return index of the first `byte` from `at` on, or `stop`, or the end."""
+    """Return the index of the first `byte` from `at` on, or `stop`, or the end."""
     stop = len(html) if stop < 0 else stop
     address = html.ctypes.data
     while at + LANES <= stop:
@@ -109,7 +109,7 @@ def is_space(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
-    """Return number and hash of the element name at `at`, ignoring case, and where the name ends."""
+    """Return the number and hash of the element name at `at`, ignoring case, and the end of the name."""
     state = OFFSET
     while at < len(html) and not is_space(html[at]) and html[at] != 62 and html[at] != 47:
         c = html[at]

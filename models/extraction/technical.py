@@ -1,4 +1,4 @@
-"""Preparation of pages with code and maths for the extractor: what their markup says becomes text that it keeps.
+"""Preparation of pages with code and maths for the extractor: information in their markup becomes text that it keeps.
 
 Line numbers are removed. Lines of code that are cells of a table or elements of an editor become one `pre`. So do formulas on lines of
 their own. MathML without an annotation in TeX gets one, because a fraction or a power in plain text is another formula.
@@ -32,9 +32,9 @@ OPERATORS = str.maketrans({"\u2061": "", "\u2062": "", "\u2063": ",", "\u2064": 
 RELATIONS = "=<>≤≥≠≈≡∈⊂→⇒∼"
 BETWEEN = {"mtr": " & ", "mtable": r" \\ "}
 ATOMS = ("#text", "mi", "mn", "mo", "mtext", "msub", "munder", "mover", "mfrac", "msqrt", "mroot", "mfenced")  # raised without braces
-MAX_NESTING = 50  # of one formula
-MAX_FORMULAS = 2000  # of a page, in time that stays short; what is beyond stays as it was
-MAX_SIGNS = 50_000  # elements of a page's formulas, so too
+MAX_NESTING = 50  # maximum nesting of one formula
+MAX_FORMULAS = 2000  # maximum formulas of a page, to bound the time; further ones stay as they are
+MAX_SIGNS = 50_000  # maximum elements of a page's formulas, likewise
 MAX_STEPS = 3  # from a cell to its table: row, body, table
 
 
@@ -71,8 +71,7 @@ def prepared(tree: Any, size: int) -> bool:
 
 
 def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Return tables in which each row is a line of code, with the lines; none where these are longer than the page, being nested in each
-    other."""
+    """Return tables in which each row is a line of code, with the lines; none if nested tables make these longer than the page."""
     result: list[tuple[Any, list[str]]] = []
     for cell in document.query_selector_all(LINES)[:]:
         table = cell
@@ -91,7 +90,7 @@ def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
 
 
 def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Return editors with their lines of code; none where these are longer than the page, being nested in each other."""
+    """Return editors with their lines of code; none if nested editors make these longer than the page."""
     result = []
     for editor in document.query_selector_all(EDITOR)[:]:
         lines = [line.text for line in editor.query_selector_all("pre")[:]]
@@ -115,8 +114,7 @@ def _formula(math: Any) -> str:
     names = {note.getattr("encoding", "").lower(): note for note in math.query_selector_all("annotation")[:]}
     if math.getattr("alttext", "").strip() or any("x-tex" in name for name in names):
         return ""
-    source = next((note.text for name, note in names.items() if "tex" in name), "")
-    return " ".join((source or tex(math)).split())
+    return " ".join((next((note.text for name, note in names.items() if "tex" in name), "") or tex(math)).split())
 
 
 def tex(node: Any, depth: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""Text of a page: from the HTML between tags into blocks, and from the blocks that are kept into one text."""
+"""Writing of a page's text: from the HTML between tags into blocks, and from the kept blocks into one text."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def formula(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def annotation(page: Scan, element: int, at: int) -> None:
-    """Take a formula's TeX annotation, where it has one, for its text."""
+    """Write a formula's TeX annotation, if it has one, as its text."""
     html, s = page.html, page.state
     if at < s[L.PLAIN_STOP]:
         return  # a formula in the formula that was looked through

@@ -27,7 +27,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Attention, Linear, Transformer, forest_attend, rotary_table
 
 GROUPS = (128, 64, 32)
-READ, LENGTH = 16, 512  # stretches of a text that are read, and their tokens
+READ, LENGTH = 16, 512  # pieces of a text to read, and tokens of each
 EXPONENTS = 21
 SHRINKS = tuple(1 - i / 20 for i in range(11))  # shares of a group's range
 ROWS = 1024  # tokens whose products are compared
@@ -82,7 +82,7 @@ def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the best divisors [D] of the inputs of matrices [N, D]; heads: G and R, where the R of each group share a scale."""
+    """Return the best divisors [D] of the inputs of matrices [N, D]. `heads`: (G, R), where the R heads of a group share divisors."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
@@ -135,7 +135,7 @@ def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]
 @torch.no_grad()
 def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
     """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of
-    calibration texts, similar to the model's future input. `search=False` rounds to the nearest alone. ValueError: see `group_of`."""
+    calibration texts, similar to the model's future input. `search=False` only rounds to nearest. Raise ValueError as `group_of` does."""
     group, matrices = group_of(model), dict[str, Packed]()
     for number, (block, inputs_of) in enumerate(_layers(model, rows)):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
@@ -154,7 +154,7 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
                 linears[name].weight *= s_D
                 inputs_of[name] = inputs_of[name] / s_D
         for name, module in linears.items():
-            # Scores are products of queries and keys: their errors are not their products' alone, and AWQ leaves their ranges.
+            # Scores multiply queries and keys, so their errors are not those of one product alone: AWQ leaves these ranges.
             cut = search and not name.endswith(("q_proj", "k_proj"))
             whole = rounded(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
             matrices[f"model.layers.{number}.{name}."] = whole

@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files; GGUF files are read, too.
 
-What is written here loads in transformers, vLLM and llama.cpp's converter as a model of its family; what
-they write is read back, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
+Checkpoints written here load in transformers, vLLM and llama.cpp's converter as models of their family. Theirs are read,
+sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Entry(NamedTuple):
 
 
 class CheckpointError(ValueError):
-    """A folder that is not a checkpoint, or one that this model cannot represent."""
+    """An error for a folder that is no checkpoint, or holds a model that this decoder cannot represent."""
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
     """Write config.json and model.safetensors, and the tokenizer beside them. Tensors keep their dtype. With a tokenizer, the configuration
-    names its special tokens, and generation_config.json how to sample."""
+    names its special tokens, and generation_config.json holds the sampling settings."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tied = model.head == "lm" and model.config.tie_word_embeddings
@@ -70,14 +70,12 @@ def load(
 ) -> Transformer:
     """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
 
-    Tensors go there one by one, so that nothing but the model itself is held whole. An AWQ checkpoint's matrices are spelled out
-    (`families.spelled_out`).
+    Tensors are moved one by one, so that no second copy of the model is held. AWQ matrices are unpacked (`families.spelled_out`).
 
     `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32. On the CPU a folder's tensors then
-    stay mapped from the files: of each is read what is used.
-    `head=None` takes the head that the checkpoint holds. A scalar head that it lacks is zero: all first
-    rewards are equal, and training shapes the hidden states before it trusts any of their directions.
-    Raise CheckpointError, naming the file and the field, for what is missing, damaged or not computed here.
+    stay mapped from the files, and are read on use. `head=None` takes the head that the checkpoint holds. A missing scalar head is zero:
+    all first rewards are equal, and training shapes the hidden states before it trusts any of their directions.
+    Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported.
     """
     path = Path(path)
     if path.suffix == GGUF:
@@ -194,7 +192,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Return the checkpoint's safetensors files, each with its open reader. Raise CheckpointError for one that is missing or damaged."""
+    """Yield the checkpoint's safetensors files, each with its open reader. Raise CheckpointError for one that is missing or damaged."""
     for name in _names(folder):
         path = folder / name
         if not path.is_file():

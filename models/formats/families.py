@@ -20,7 +20,7 @@ from puna.models.settings import problems
 
 MODEL_TYPES = get_args(ModelType)
 SUFFIX = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
-# What a checkpoint may ask for and this decoder does not compute: name -> the values it does, default last.
+# Fields of which this decoder supports only some values: name -> these values, default last.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None), "mlp_bias": (False, None), "partial_rotary_factor": (1.0, None), "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], (), None),
@@ -37,8 +37,7 @@ def architecture(model_type: str, head: str) -> str:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape in a Hugging Face configuration of any family in `MODEL_TYPES`. ValueError, naming the field, for what is missing
-    or not computed here."""
+    """Return the shape in a Hugging Face configuration of a type in `MODEL_TYPES`. Raise ValueError for missing or unsupported fields."""
     check_numbers(raw)
     kind = raw.get("model_type") or "llama"
     if kind not in MODEL_TYPES:
@@ -56,8 +55,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         values |= _window(raw, kind) | _experts(raw, kind) | _latent(raw, kind) | {"qkv_bias": both or kind == "qwen2", "o_bias": both}
         values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
     settings = {name: values[name] for name in fields if values.get(name) is not None}
-    missing = [name for name, field in fields.items() if field.is_required() and name not in settings]
-    if missing:
+    if missing := [name for name, field in fields.items() if field.is_required() and name not in settings]:
         raise ValueError(f"missing {', '.join(missing)}")
     try:
         return ModelConfig(**settings)
@@ -66,7 +64,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling` from any of the places that versions of transformers write."""
+    """Return `rope_theta` and `rope_scaling` from any of the places where versions of transformers write them."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = dict(raw.get(where) or {})
     other = raw.get("rope_scaling") or {}
@@ -83,8 +81,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         if other_way := [name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate") if name in rope]:
             raise ValueError(f"{where}.{other_way[0]} is not supported: yarn without it is")
     needed = RopeScaling(rope_type=kind, factor=1).own
-    lacking = [name for name in needed if name not in rope]
-    if lacking:
+    if lacking := [name for name in needed if name not in rope]:
         raise ValueError(f"{where} of type {kind!r} lacks {', '.join(lacking)}")
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{name: rope[name] for name in needed}}}
 
@@ -174,7 +171,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a state dictionary under its family's names on disk, experts apart."""
+    """Return a state dictionary under its family's names on disk, with separate experts."""
     if config.model_type not in EXPERTS:
         return dict(state)
     folder, gate, up, down = EXPERTS[config.model_type]
@@ -196,7 +193,7 @@ def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a state dictionary from names on disk, the inverse of `to_disk`; names of no expert stay."""
+    """Return a state dictionary from names on disk, the inverse of `to_disk`; names without experts stay."""
     if config.model_type not in EXPERTS or config.moe is None:
         return dict(tensors)
     folder, gate, up, down = EXPERTS[config.model_type]
@@ -208,8 +205,7 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     for layer in range(config.num_hidden_layers):
         here, there = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.{folder}.experts"
         names = [[f"{there}.{e}.{part}.weight" for e in range(config.moe.num_experts)] for part in (gate, up, down)]
-        lacking = [name for part in names for name in part if name not in tensors]
-        if lacking:
+        if lacking := [name for part in names for name in part if name not in tensors]:
             raise ValueError(f"{lacking[0]} is missing")
         gates, ups, downs = (torch.stack([tensors[name] for name in part]) for part in names)
         state |= {f"{here}.gate_up_proj": torch.cat([gates, ups], 1), f"{here}.down_proj": downs}
@@ -236,13 +232,11 @@ def spelled_out(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[s
 
     w = (q - z) s, with z and s of the input's group. On disk a matrix of D inputs and N outputs is `qweight` [D, N / 8] int32, eight
     4-bit numbers each, `qzeros` [D / group, N / 8] packed alike, and `scales` [D / group, N]. The packed tensors are freed.
-
-    ValueError, naming the tensor, where a part is missing or does not fit the others.
+    Raise ValueError, naming the tensor, if a part is missing or does not fit the others.
     """
     for name in [name for name in tensors if name.endswith(".qweight")]:
         base = name.removesuffix("qweight")
-        lacking = [part for part in AWQ_PARTS if f"{base}{part}" not in tensors]
-        if lacking:
+        if lacking := [part for part in AWQ_PARTS if f"{base}{part}" not in tensors]:
             raise ValueError(f"{base}{lacking[0]} is missing")
         q, zeros, scales = (tensors.pop(f"{base}{part}") for part in AWQ_PARTS)
         groups, N = scales.shape

@@ -28,8 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of a model that no family's layout holds (`model_type` puna). Any other model has its family's own configuration
-    class: `PunaConfig.from_pretrained` and `from_shape` return that one."""
+    """The configuration of models outside all families (`model_type` puna). For others, both constructors return the family's own class."""
 
     model_type = "puna"
 
@@ -46,7 +45,7 @@ class PunaConfig(PreTrainedConfig):
 
 
 AutoConfig.register("puna", PunaConfig, exist_ok=True)
-for _kind in EXPERTS:  # transformers applies a family's conversion to classes of others only where registered
+for _kind in EXPERTS:  # transformers converts weights for classes of others only if that is registered
     register_checkpoint_conversion_mapping(_kind, get_checkpoint_conversion_mapping(_kind), overwrite=True)
 
 
@@ -83,7 +82,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; raise CheckpointError for a folder whose index or sizes are not those of its safetensors files."""
+        """Load as transformers does; raise CheckpointError if a folder's index or sizes do not match its safetensors files."""
         folder = Path(name) if isinstance(name, str | Path) else None
         if folder is not None and any((folder / file).is_file() for file in (INDEX, WEIGHTS)):
             check_files(folder)
@@ -91,8 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Return a wrapper of the same weights: training one trains the other. `options` are fields of the
-        family's configuration, such as `pad_token_id`."""
+        """Return a wrapper of the same weights: training one trains the other. `options`: fields of the family's configuration."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":
@@ -124,9 +122,8 @@ class PunaModel(PunaPreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        shape = shape_of(config)
+        self.shape = shape = shape_of(config)
         decoder = Decoder(shape)
-        self.shape = shape
         self.embed_tokens = decoder.embed_tokens
         self.layers = nn.ModuleList(PunaBlock(shape, i) for i in range(shape.num_hidden_layers))
         self.norm = decoder.norm
@@ -139,10 +136,10 @@ class PunaModel(PunaPreTrainedModel):
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any,
     ) -> BaseModelOutputWithPast:  # fmt: skip
         """Return hidden states. `attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row begin a
-        new document. Other arguments of transformers' callers are accepted; they change nothing."""
+        new document. Other arguments of transformers' callers are ignored."""
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name, getattr(self.config, name, False)):
-                # TRL asks for routers' logits wherever the balance of experts has a weight.
+                # TRL asks for router logits if the balance of experts has a weight.
                 where = "configuration (TRL: router_aux_loss_coef=0)" if name == "output_router_logits" else "configuration"
                 raise ValueError(f"{name} is not supported: layers keep none of them; leave it out of the call and of the {where}")
         if (input_ids is None) == (inputs_embeds is None):
@@ -173,14 +170,13 @@ class PunaModel(PunaPreTrainedModel):
         total = int(real.sum())
         lengths = torch.diff(starts, append=starts.new_tensor([total]))
         mask = ForestMask.from_end((starts + lengths).to(torch.int32).repeat_interleave(lengths))
-        attend = forest_attend(self.shape, mask)
-        h_ND, _ = decode(self.layers, self.norm, self.shape, x_BTD[real], positions[real], attend)
+        h_ND, _ = decode(self.layers, self.norm, self.shape, x_BTD[real], positions[real], forest_attend(self.shape, mask))
         if total == B * T:
             return h_ND.view(B, T, D)
         return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
 
     def _cached(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
-        """Compute a padded batch behind the cache's keys and values; the cache grows by it."""
+        """Compute a padded batch after the cache's keys and values; the cache grows by it."""
         B, T, D = x_BTD.shape
         past = cache.get_seq_length()
         indices = torch.arange(past, past + T, device=x_BTD.device)
@@ -253,7 +249,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return the scores [B, labels], read at the mask's last token or the last that is not padding."""
+        """Return the scores [B, labels], read at the mask's last token, or without a mask at the last one that is not padding."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

@@ -1,4 +1,4 @@
-"""A model with its layers' matrices in few bits; embeddings, the output layer and norms stay as they are.
+"""A model with its layers' matrices in 8 or 4 bits; embeddings, the output layer and norms stay as they are.
 
 INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are in 8 bits, too, and each
 token's vector gets a scale of its own (`kernels/quantized_linear.py`). NF4 with quantised scales (QLoRA, Dettmers et al. 2023), through
@@ -20,7 +20,7 @@ from puna.models.transformer import Experts, Linear, Transformer
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-# On import it complains of a package with products that are not used here.
+# On import it warns of a missing package for products that are not used here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -46,12 +46,12 @@ def quantise(model: Transformer, kind: Kind) -> Transformer:
 
 
 def to_nf4(model: Transformer) -> Transformer:
-    """Put the matrices of the model's layers into NF4, in place. Raise ValueError for a mixture of experts."""
+    """Convert the matrices of the model's layers to NF4, in place. Raise ValueError for a mixture of experts."""
     return _replaced(model, Nf4Linear, "quantization nf4", "4 bits; set quantization to none")
 
 
 def _replaced(model: Transformer, layer: Callable[[Linear], nn.Module], setting: str, bits: str) -> Transformer:
-    """Replace each `Linear` of the model's layers by `layer` of it, in place, one at a time."""
+    """Replace each `Linear` of the model's layers by the result of `layer`, in place, one at a time."""
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(f"{setting}: the experts' matrices of a mixture cannot be kept in {bits}")
     for module in list(model.model.layers.modules()):
@@ -63,7 +63,7 @@ def _replaced(model: Transformer, layer: Callable[[Linear], nn.Module], setting:
 
 class Nf4Linear(nn.Linear):
     """A matrix [N, D] in NF4, unpacked in fp32 for each product, and its bias; it is not trained. It is a `nn.Linear` by type only, so that
-    PEFT puts adapters beside it: `weight` holds two numbers in a byte."""
+    PEFT adds adapters to it: `weight` holds two numbers per byte."""
 
     state: QuantState
 
@@ -86,7 +86,7 @@ class Nf4Linear(nn.Linear):
         return matrix
 
     def plain(self, weight: Tensor) -> Linear:
-        """Return a layer of `weight` [N, D] with the bias of this one."""
+        """Return a layer of `weight` [N, D] with this layer's bias."""
         with torch.device("meta"):
             layer = Linear(self.in_features, self.out_features)
         layer.weight, layer.bias = nn.Parameter(weight), self.bias
@@ -117,7 +117,7 @@ class _Product(torch.autograd.Function):
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of all weights, as they lie in memory."""
+    """Return the bytes of all weights in memory."""
     packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
     weights = {id(module.weight) for module in packed}
     plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in weights)
@@ -125,7 +125,7 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def merge(model: Transformer) -> None:
-    """Add each adapter's product to its matrix, take the adapters out, and unpack what is in NF4; in place."""
+    """Add each adapter's product to its matrix, remove the adapters, and unpack NF4 matrices; in place."""
     for name, module in list(model.named_modules()):
         if name.endswith(".base_layer"):
             continue

@@ -34,7 +34,7 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pages in memory."""
+        """Return the bytes of all pages in memory."""
         return sum(pages.untyped_storage().nbytes() for pages in self.stores)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -44,7 +44,7 @@ class Cache:
                 pages[target] = pages[source]
 
     def turn_back(self, kept: Kept, pages: Sequence[int]) -> None:
-        """Rotate the keys in these pages back by `kept.step` positions: that many tokens before them were dropped."""
+        """Rotate the keys in these pages back by `kept.step` positions, the number of tokens dropped before them."""
         mla = self.config.mla
         rotated = [keys for keys, _ in self.layers] if mla is None else [latents[..., mla.kv_lora_rank :] for latents in self.latents]
         kept.turn_back(rotated, pages, self.config)

@@ -1,5 +1,4 @@
-"""A dense model on a CPU, in fp32 or with its layers' matrices in INT8, by compiled loops, one per layer. Generation runs a model this way,
-on the model's own weights.
+"""A dense model's generation on a CPU, in fp32 or with its layers' matrices in INT8: one compiled loop per layer, on the model's weights.
 
 The model's own operators compute what the loops cannot: experts, latent attention, parallel blocks, other dtypes and devices, INT8 without
 AVX-512 VNNI.
@@ -25,7 +24,7 @@ from puna.models.transformer import Transformer, rotary_table
 if has_numba():
     from puna.kernels.cpu.int8_products import AVAILABLE
 
-# Where a layer's weights stand in a block of the model.
+# The parameter of a block that holds each of a layer's weights.
 WEIGHTS = {
     "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
     **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
@@ -39,7 +38,7 @@ SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in 
 
 
 Pass = Callable[[Tensor, Layers, PagedPlan, Sequence[int | None]], Tensor]
-"""A way through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
+"""A pass through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
 
 
 class Loops:
@@ -76,8 +75,7 @@ def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor
     needed = {place for place in places if not place.endswith(("bias", "q_norm.weight", "k_norm.weight"))}
     plain = all(needed <= {name for name, _ in block.named_parameters()} <= places for block in blocks)
     bytes_ = {id(module.q) for module in small if module.q.dtype == torch.int8 and AVAILABLE}
-    alike = all((p.dtype == torch.float32 or id(p) in bytes_) and p.is_cpu and p.is_contiguous() for p in parameters)
-    return plain and alike
+    return plain and all((p.dtype == torch.float32 or id(p) in bytes_) and p.is_cpu and p.is_contiguous() for p in parameters)
 
 
 def _dense_layers(model: Transformer) -> DenseLayers:

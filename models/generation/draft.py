@@ -29,19 +29,17 @@ from puna.models.transformer import Transformer
 
 
 class DraftedEngine(Engine):
-    """An engine whose `draft` guesses up to `SamplingParams.speculate` tokens ahead; `limits` are those of `Engine`.
-
-    A draft computes no exact passes: nothing depends on its bits.
-    """
+    """An engine whose `draft` guesses up to `SamplingParams.speculate` tokens ahead; `limits` are those of `Engine`. A draft computes no
+    exact passes: nothing depends on its bits."""
 
     def __init__(self, model: Transformer, draft: Transformer, tokenizer: Tokenizer | None = None, **limits: Any) -> None:
         if draft.head != "lm" or draft.config.vocab_size != model.config.vocab_size:
             raise ValueError(f"a draft needs a language-model head over the model's {model.config.vocab_size} tokens")
         self.draft = draft
-        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # for each token: of its guess, and whether that is taken
-        self._odds: dict[Answer, list[Tensor]] = {}  # the draft's distribution of each guess of this step
+        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # per token: one number draws its guess, one accepts it
+        self._odds: dict[Answer, list[Tensor]] = {}  # the draft's distribution for each guess of this step
         self._ready: Sequence[Answer] = ()
-        self._wrong: dict[Answer, RowError] = {}  # answers of this step that the draft could not guess for
+        self._wrong: dict[Answer, RowError] = {}  # answers of this step for which the draft failed to guess
         super().__init__(model, tokenizer, **limits)
 
     @property
@@ -49,7 +47,7 @@ class DraftedEngine(Engine):
         return self.model, self.draft
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Guess tokens, one per answer at a time. The draft reads the same prompts as the larger model."""
+        """Draw the guesses, one per answer at a time, then run the model. The draft reads the same prompts as the larger model."""
         for answer in work:
             answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
         starting = [answer for answer in work if answer.count > 1 or not answer.logprobs]
@@ -84,7 +82,7 @@ class DraftedEngine(Engine):
         """Return the `Draw` of an answer's guess `number`, counted from 0 in this step."""
         params = answer.request.params
         if answer not in self._numbers:
-            seed = [params.seed, answer.number, *answer.request.words, 1]  # others than the draws of the answer itself
+            seed = [params.seed, answer.number, *answer.request.words, 1]  # not the numbers of the answer's own draws
             self._numbers[answer] = np.random.default_rng(seed).random((params.max_tokens, 2))
         before = [*answer.own, *answer.guess[:number]] if params.shifts else ()
         return Draw(params, self._numbers[answer][len(answer.logprobs) + number, 0], answer.request.prompt, before)
@@ -96,7 +94,7 @@ class DraftedEngine(Engine):
     def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         """Draw tokens for the rows; a row with a guess accepts or replaces it."""
         rows: list[int] = []
-        odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that it is judged by, and its distribution
+        odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that accepts it, and its distribution
         row, errors = 0, dict[int, RowError]()
         for answer in self._ready:
             if answer in self._wrong:

@@ -41,7 +41,7 @@ DrawnRow = tuple[int, float, RowError | None]
 
 
 class _Watch(torch.autograd.Function):
-    """A function that saves tensors for a backward that never runs: autograd refuses them once one was changed in place."""
+    """A function that saves tensors for a backward pass that never runs: autograd refuses to return them after a change in place."""
 
     @staticmethod
     def forward(ctx: Any, mark: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -56,7 +56,7 @@ def watch(tensors: Sequence[Tensor]) -> Any:
 
 
 def unchanged(watched: Any) -> bool:
-    """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` are not noticed."""
+    """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` go unnoticed."""
     try:
         watched.saved_tensors  # noqa: B018  # reading them is the check
     except RuntimeError:
@@ -69,7 +69,7 @@ class Completion(NamedTuple):
 
     `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks and cuts. A
     greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same at that temperature.
-    `replies` of others between the model's turns (`turns.py`): where their tokens begin and end, and their messages; log-probs are 0 there.
+    `replies`: others' turns between the model's (`turns.py`), each with the begin and end of its tokens and its messages; log-probs are 0.
     """
 
     tokens: list[int]
@@ -79,7 +79,7 @@ class Completion(NamedTuple):
 
     @property
     def mask(self) -> list[bool]:
-        """True at the tokens that the model wrote."""
+        """Return a mask of the tokens, True for those that the model wrote."""
         mask = [True] * len(self.tokens)
         for begin, end, _ in self.replies:
             mask[begin:end] = [False] * (end - begin)
@@ -98,7 +98,7 @@ class AnswerEngine(Protocol):
 
 
 class Event(NamedTuple):
-    """A drawn token of an answer; the last one has the answer's `completion`."""
+    """A drawn token of an answer; `completion` is set only with the last one."""
 
     request: Request
     number: int
@@ -111,8 +111,8 @@ class Engine:
     """A generation engine for one model.
 
     sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, beside one for each answer. memory:
-    bytes of keys and values. Where these are None, `generation_room` decides. exact: see above; it needs fp32 on a CPU. window: keep only
-    the first `sinks` and the last `window` tokens of each sequence (`sinks.py`); None: keep all.
+    bytes of keys and values. `generation_room` replaces None in these. exact: see above; it needs fp32 on a CPU. window: keep only the
+    first `sinks` and the last `window` tokens of each sequence (`sinks.py`); None: keep all.
     """
 
     caches: list[Cache]
@@ -136,7 +136,7 @@ class Engine:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         progress: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Return `n` answers to each prompt (token ids, or text that the tokenizer reads), in their order; `params` of all, or of each.
+        """Return `n` answers to each prompt (token ids, or text that the tokenizer reads), in order; `params`: for all, or one per prompt.
 
         An answer's random numbers depend only on the seed, the prompt's tokens and the answer's number. So neither the order of the prompts
         nor the batch changes the answer, up to rounding in matrix products (none if the engine is exact). Equal prompts in one call draw
@@ -196,14 +196,14 @@ class Engine:
         return request
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        """Return the request for a prompt. Raise ValueError if the prompt cannot be read or names a token that the model does not have."""
+        """Return the request for a prompt. Raise ValueError if the prompt cannot be read or names a token that the model lacks."""
         request, V = request_of(self.tokenizer, prompt, params, index), self.model.config.vocab_size
         if not (min(request.prompt) >= 0 and max(request.prompt) < V):
             raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
         return request
 
     def failed(self) -> list[tuple[Request, RowError]]:
-        """Return the requests that failed, each once, with the reason. They are no longer at work; all others go on."""
+        """Return the requests that failed, each once, with the reason. They have ended; all others go on."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -220,17 +220,16 @@ class Engine:
         self.scheduler.cancel(request)
 
     def clear(self) -> None:
-        """End every request, and forget all that was computed: after a failure nothing of it can be trusted."""
+        """End every request and drop all that was computed: after a failure none of it can be trusted."""
         del self.caches, self.scheduler
         self._weights, self._places, self._failed = [], [], []
         self._renew()
 
     def _start_over(self) -> None:
-        """Queue all answers to be computed again on fresh pages: numbers that are not finite would spread from the old ones."""
+        """Queue all answers to be computed again on fresh pages: non-finite numbers would spread from the old ones."""
         self.scheduler.restart()
         del self.caches
-        pages = len(self.scheduler.pool.references)
-        self.caches = [Cache(model, pages) for model in self.models]
+        self.caches = [Cache(model, len(self.scheduler.pool.references)) for model in self.models]
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -238,7 +237,7 @@ class Engine:
         return self._end(*self._begin())
 
     def _begin(self) -> tuple[list[Answer], Drawn | None]:
-        """Run the pass; return the answers whose next tokens are due, and what is drawn for them."""
+        """Run the pass; return the answers whose next tokens are due, and the tokens drawn for them."""
         self._renew()
         device, dtype = self.model.place
         with exact_passes(dtype, device, self.exact):
@@ -261,7 +260,7 @@ class Engine:
 
     def _draw(self, ready: Sequence[Answer]) -> Drawn:
         draws: list[Draw] = []
-        parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of those that computed what forks begin with
+        parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of earlier ones whose prompts fork now
         for answer in ready:
             assert answer.hidden is not None
             (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
@@ -279,7 +278,7 @@ class Engine:
         return self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
 
     def _end(self, ready: Sequence[Answer], drawn: Drawn | None) -> list[Event]:
-        """Take what was drawn for the answers."""
+        """Record the drawn tokens in their answers; return the events."""
         if drawn is None:
             return []
         each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(drawn.tokens))), strict=True)
@@ -293,8 +292,8 @@ class Engine:
         return events
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
-        """Take the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. A row that failed goes into
-        `errors`, and nothing behind it is taken."""
+        """Record the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. The error of a failed row goes
+        into `errors`, and no later row counts."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
         for right, (token, logprob, error) in enumerate(rows):
@@ -324,7 +323,7 @@ class Engine:
         """True if a stop text stands in the answer's last tokens."""
         texts = answer.request.stop_texts
         assert self.tokenizer is not None
-        last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is a byte at least, a character four at most
+        last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is at least a byte, a character at most four
         return any(text in self.tokenizer.decode(last, skip_special_tokens=True) for text in texts)
 
     @property
@@ -339,7 +338,7 @@ class Engine:
         return run(self.model, self.caches[0], due, self._loops[0])
 
     def _look(self) -> None:
-        """Look up the models' weights, which may be other tensors than before."""
+        """Read the models' parameters anew: they may be other tensors than before."""
         self._parameters = [p for model in self.models for p in model.parameters()]
         self._renew()
 
@@ -353,7 +352,7 @@ class Engine:
             self._places = places
             sequences, step_tokens, memory = generation_room(places[0][0], *self._wanted)
             pages = max(1, memory // sum(Cache(model, 1).bytes for model in self.models))
-            pages = min(pages, 1 << 18)  # four million tokens: a small model on a GPU would have lists of many more pages
+            pages = min(pages, 1 << 18)  # four million tokens: lists for a small model on a GPU would be far longer
             self.caches = [Cache(model, pages) for model in self.models]
             self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1, self.kept)
         self.scheduler.restart()

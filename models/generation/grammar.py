@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 STATES = 1024
-"""Answers whose place in the schema is kept at once; for others it is found again from their first token."""
+"""The maximum number of answers whose place in the schema is kept; others' places are found again from their first token."""
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As json.dumps writes it: where blanks are free, a weak model may write nothing else."""
+"""The layout of json.dumps: with free choice of blanks, a weak model may write nothing else."""
 
 
 class Grammar:
-    """A tokenizer's tokens as an alphabet. size: the model's vocabulary, whose other entries are never allowed."""
+    """A tokenizer's tokens as an alphabet. size: of the model's vocabulary, whose other entries are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer
@@ -37,18 +37,17 @@ class Grammar:
         self.tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
     def schema(self, schema: Mapping[str, Any] | None) -> Mask:
-        """Return the mask of a JSON schema; None: any JSON object. Raise ValueError if it is no schema, or cannot be enforced."""
+        """Return the mask of a JSON schema; None: any JSON object. Raise ValueError if it is not a schema or cannot be enforced."""
         from llguidance import LLMatcher
 
         if schema is not None and not isinstance(schema, Mapping):
             raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-        text = json.dumps({"type": "object"} if schema is None else schema)
-        grammar = LLMatcher.grammar_from_json_schema(text, defaults=LAYOUT)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"} if schema is None else schema), defaults=LAYOUT)
         wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
         if wrong or messages:
             raise ValueError(f"the JSON schema cannot be kept to: {' '.join(messages)}")
         mask = Mask(LLMatcher(self.tokens, grammar), self.size)
-        mask(())  # the first one may take seconds, which the engine's step must not wait for
+        mask(())  # the first call may take seconds, too long for an engine's step
         return mask
 
 

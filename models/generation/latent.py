@@ -1,5 +1,4 @@
-"""Latent attention over pages of latents: a token keeps one narrow vector and the rotated part of its key (DeepSeek-V2, 2.1), in place of
-the keys and values of all heads.
+"""Latent attention over pages: for all heads' keys and values, a token keeps one narrow vector and a rotated key part (DeepSeek-V2, 2.1).
 
 Two ways to the same numbers, up to the order of sums:
 
@@ -8,10 +7,9 @@ Two ways to the same numbers, up to the order of sums:
 - absorbed: the keys' matrix multiplies the queries, the values' matrix the softmax-weighted sums of latents: no key or value is spelled out
   (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.
 
-Passes that are not exact take the way that multiplies less.
+Passes that are not exact take the way with fewer multiplications.
 
-Shapes: N tokens of the step, H heads, L width of a latent, C that of a key's own part, R of its rotated part, V of a value; P pages of S
-tokens.
+Shapes: N the step's tokens, H heads; widths L of latents, C of keys' own part, R of their rotated part, V of values; P pages of S tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device |
 
 
 class LatentPages(OverLatents):
-    """A step's attention: layers [layers] of `new_latents`, from the `first` on, the step's plan, and where its tokens go, [N] int64."""
+    """A step's attention over `layers` of `new_latents`, from layer `first` on, by the step's plan, with its tokens' places, [N] int64."""
 
     def __init__(self, layers: Sequence[Tensor], plan: PagedPlan, places_N: Tensor, first: int = 0) -> None:
         self.layers, self.plan, self.places, self.first = layers, plan, places_N, first
@@ -65,13 +63,13 @@ class LatentPages(OverLatents):
         return torch.bmm(seen_NHL.transpose(0, 1), values_HVL.transpose(1, 2)).transpose(0, 1)
 
     def _spelled_out(self, layer: LatentAttention, q_NHK: Tensor, pages: Tensor) -> Tensor:
-        """Return attention over keys and values of all heads, which exist only during this call."""
+        """Return attention over the keys and values of all heads, which exist only during this call."""
         mla, rows = layer.mla, pages[self._at_hand[0]].to(q_NHK.dtype).view(-1, pages.shape[3])
         grown = layer.spelled_out(*(part.contiguous() for part in rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)))
         return self._attend(q_NHK, *(part.unflatten(0, (-1, PAGE)) for part in grown))
 
     def _attend(self, q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, scale: float | None = None) -> Tensor:
-        """Compute attention over pages in its own layout; a step's layers share that buffer."""
+        """Return attention over keys and values copied to pages of the kernel's own layout; a step's layers share these pages."""
         shape = G, K, V = (*k_PSGK.shape[2:], v_PSGV.shape[3])
         if shape not in self._room:
             self._room[shape] = new_pages(len(k_PSGK), G, K, V, q_NHK.dtype, q_NHK.device)
@@ -90,9 +88,8 @@ class LatentPages(OverLatents):
         pages, numbers = np.unique(tables[visible], return_inverse=True)
         renumbered = np.zeros_like(tables)
         renumbered[visible] = numbers
-        return torch.from_numpy(pages.astype(np.int64)).to(plan.device), PagedPlan(
-            torch.from_numpy(renumbered), plan.sequence, plan.position, plan.device
-        )
+        moved = PagedPlan(torch.from_numpy(renumbered), plan.sequence, plan.position, plan.device)
+        return torch.from_numpy(pages.astype(np.int64)).to(plan.device), moved
 
     def _absorbing(self, layer: LatentAttention) -> bool:
         """True if absorbing multiplies less than spelling out; both see the same pairs of query and key."""

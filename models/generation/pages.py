@@ -1,9 +1,8 @@
 """The pages of the cache: references, and the tree of prefixes that stay between calls.
 
-Sequences and the tree hold references to pages. The tree has a node for each whole page of tokens below the page
-before it (a radix tree whose edges are pages: SGLang's, Zheng et al. 2024). When no page is free, those that only the tree holds are
-evicted, least recently used first. A page in use keeps its predecessor in use, and paths are released from the end, so leaves go before
-their parents. A shared page is copied before it is written.
+Sequences and the tree hold references to pages. Each whole page of tokens is a node below the page before it (a radix tree with pages as
+edges: SGLang, Zheng et al. 2024). When no page is free, pages held only by the tree are evicted, least recently used first. A page in use
+keeps its predecessor in use, and paths are released from the end, so leaves go before their parents. Shared pages are copied before writes.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from collections.abc import Iterator, Sequence
 from puna.kernels.paged_attention import PAGE
 
 Node = tuple[int, tuple[int, ...]]
-"""The page before, -1 at the beginning of a path, and the tokens of this one."""
+"""The page before (-1 for the first of a path), and the tokens of this one."""
 
 
 class OutOfPages(Exception):
-    """Every page is in use."""
+    """An error: every page is in use."""
 
 
 class PagePool:
-    """`count` pages with their references and the tree of prefixes."""
+    """A pool of `count` pages, with their references and the tree of prefixes."""
 
     def __init__(self, count: int) -> None:
         self.references = [0] * count
         self.free = list(range(count - 1, -1, -1))  # the page freed last is the warmest
         self.tree: dict[Node, int] = {}  # the page of each node
         self.nodes: dict[int, Node] = {}  # the node of each page of the tree
-        self.spare: dict[int, None] = {}  # pages that only the tree refers to, the one unused for longest first
-        self.peak = 0  # most pages that sequences referred to at once
+        self.spare: dict[int, None] = {}  # pages that only the tree refers to, least recently used first
+        self.peak = 0  # maximum number of pages that sequences referred to at once
 
     @property
     def available(self) -> int:
@@ -37,11 +36,11 @@ class PagePool:
         return len(self.free) + len(self.spare)
 
     def take(self) -> int:
-        """Return an unshared page; OutOfPages if all are in use."""
+        """Return an unshared page; raise OutOfPages if all are in use."""
         if not self.free:
             if not self.spare:
                 raise OutOfPages
-            page = next(iter(self.spare))  # of the tree, unused for longest
+            page = next(iter(self.spare))  # the tree's least recently used
             del self.spare[page], self.tree[self.nodes.pop(page)]
             self.free.append(page)
         page = self.free.pop()
@@ -65,8 +64,7 @@ class PagePool:
                 self.spare[page] = None
 
     def writable(self, pages: list[int], index: int) -> tuple[int, int] | None:
-        """Replace the page `pages[index]` by an unshared one if others share it. Return the pages (from, to) that the caller must copy, or
-        None."""
+        """Replace `pages[index]` by an unshared page if others share it. Return the pages (from, to) that the caller must copy, or None."""
         page = pages[index]
         if self.references[page] == 1:
             return None
@@ -89,7 +87,7 @@ class PagePool:
         """Put a path's whole pages into the tree, except pages of tokens that the tree already holds."""
         for page, node in zip(pages, _path(tokens, pages), strict=False):
             owner = self.tree.setdefault(node, page)
-            if owner != page:  # below a page that this path does not hold, its own would be kept in vain
+            if owner != page:  # no lookup would find this path's pages below another path's page
                 return
             if page not in self.nodes:
                 self.nodes[page] = node
@@ -106,6 +104,6 @@ class PagePool:
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
-    """Yield the tree node of each whole page of `tokens`: its tokens, and the page before it, read from `pages` just then."""
+    """Yield the tree node of each whole page of `tokens`: the page before it, read from `pages` only then, and its tokens."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])

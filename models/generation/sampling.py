@@ -1,7 +1,7 @@
 """The draw of a step's tokens.
 
-Log-probs are those of the model's own distribution at the request's temperature, before penalties, masks and cuts, at temperature 1 when
-the draw is greedy: what `Transformer.token_logprobs` gives for the same token at the same temperature.
+Log-probs are those of the model's own distribution at the request's temperature (1 for a greedy draw), before penalties, masks and cuts:
+`Transformer.token_logprobs` returns the same for the same token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from puna.kernels.operators import wide
 from puna.kernels.token_draw import LIKELIEST, invert, token_draw
 from puna.models.generation.sampling_params import SamplingParams
 
-NUCLEUS = 128  # tokens that cuts try first, the likeliest; a distribution too flat for them takes more
+NUCLEUS = 128  # number of likeliest tokens that cuts try first; flat distributions need more
 DIVERGED = "the model's logits are not finite: its weights or its training have diverged"
 
 
@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
 def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
     """Draw one token per row by the inverse of the cumulative distribution at the row's number, or take it from `settled`.
 
-    A row fails by itself: where its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
+    A row fails by itself if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
     """
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
@@ -109,7 +109,7 @@ def shift(z_V: Tensor, row: Draw) -> None:
         try:
             allowed = params.mask(row.answer)
             z_V.masked_fill_(~allowed.to(z_V.device), -math.inf)
-        except Exception as error:  # a mask is the request's own code: what it raises ends only its row
+        except Exception as error:  # a mask is the request's own code: its exceptions end only its row
             raise RowError(f"the mask failed after {len(row.answer)} tokens: {error}") from error
         if not bool(allowed.any()):
             raise RowError(f"the mask allows no token after {list(row.answer[-8:])}")
@@ -120,20 +120,20 @@ def shift(z_V: Tensor, row: Draw) -> None:
 
 def cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
     """Return [S] int64: a token of softmax(z * scale) after the cuts, by the inverse of the cumulative distribution, likeliest first.
-    `scale` and `uniforms` in [0, 1) are [S]; they may be on CPU whatever z's device."""
+    `scale` and `uniforms` (in [0, 1)) are [S], on any device."""
     kept_SN, order_SN = _kept(torch.softmax(z_SV * scale.to(z_SV)[:, None], -1), cuts)
     return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
 
 
 def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
-    """Return [S, V] in p's dtype: the distribution that the cuts leave."""
+    """Return the distribution that the cuts leave, [S, V] in p's dtype."""
     kept_SN, order_SN = _kept(p_SV, cuts)
     whole = kept_SN.sum(-1, keepdim=True)
     return torch.zeros_like(p_SV).scatter_(1, order_SN, (kept_SN / whole).to(p_SV))
 
 
 def _kept(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Return probabilities and ids of the tokens that each row keeps, likeliest first; zero beyond them."""
+    """Return probabilities and ids of the tokens that each row keeps, likeliest first; other probabilities are zero."""
     V = p_SV.shape[-1]
     limits = zip(*((min(row.top_k, V), row.top_p, row.min_p) for row in cuts), strict=True)
     top_k, top_p, min_p = (torch.tensor(limit, device=p_SV.device)[:, None] for limit in limits)

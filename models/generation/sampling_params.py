@@ -11,23 +11,22 @@ import torch
 from torch import Tensor
 
 COLDEST = 1e-4
-"""The lowest temperature that is computed. Below it, float32 cannot tell log-probs apart, and the likeliest token is taken."""
-Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True where the next may be
+"""The lowest temperature above 0. Below it, float32 cannot tell log-probs apart, and the likeliest token is taken."""
+Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True for tokens that may follow
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling of a prompt's answers.
 
-    n: number of answers. temperature: divides the logits; 0 takes the likeliest token. A temperature below `COLDEST` becomes 0.
-    top_k: draw from the k likeliest tokens only (0: all). top_p:
-    from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling, Holtzman et al. 2020). min_p: from tokens at
-    least this share as likely as the likeliest (Nguyen et al. 2024). max_tokens: longest answer. stop: token ids and texts that end an
-    answer; None is the tokenizer's end of turn. seed: draws depend only on it, the prompt's tokens and the answer's number.
-    repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer (Keskar et al. 2019).
-    presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each time it occurs. logit_bias:
-    added to logits, by token id. mask: which tokens may follow an answer's tokens. speculate: tokens that a step may guess ahead
-    (`schedule.Pace`). priority: waiting requests with the lowest number start first.
+    n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
+    likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling,
+    Holtzman et al. 2020). min_p: from tokens at least this share as likely as the likeliest (Nguyen et al. 2024). max_tokens: longest
+    answer. stop: token ids and texts that end an answer; None is the tokenizer's end of turn. seed: draws depend only on it, the prompt's
+    tokens and the answer's number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
+    answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each
+    occurrence. logit_bias: added to logits, by token id. mask: the tokens that may follow an answer's tokens. speculate: tokens that a step
+    may guess ahead (`schedule.Pace`). priority: waiting requests with the lowest number start first.
     """
 
     n: int = 1
@@ -68,7 +67,7 @@ class SamplingParams:
 
     @cached_property
     def cuts(self) -> bool:
-        """True if a draw is from a part of the tokens."""
+        """True if a draw is limited to some tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
@@ -79,5 +78,5 @@ class SamplingParams:
 
     @cached_property
     def biases(self) -> tuple[Tensor, Tensor]:
-        """The tokens of `logit_bias` and their biases, fp64."""
+        """Return the tokens of `logit_bias` and their biases, fp64."""
         return torch.tensor(list(self.logit_bias)), torch.tensor(list(self.logit_bias.values()), dtype=torch.float64)

@@ -1,13 +1,12 @@
 """The tokens that the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
 
-A request's prompt is computed once, by its first answer; the others then begin where it ends, on its pages. If there are too few free pages
-for an answer, it gives its own back and waits. Later it is computed again from its tokens (Kwon et al. 2023), or from the prefixes that the
-tree still holds.
+A request's prompt is computed once, by its first answer; the others begin where it ends, on its pages. An answer for which too few pages
+are free gives its own back and waits. Later it is recomputed from its tokens (Kwon et al. 2023), or from the prefixes in the tree.
 
-Tokens are guessed ahead: what followed the same tokens before (prompt lookup, Saxena 2023), or what a draft draws (`draft.py`). A step
-computes the guesses with the token before them. Each position of an answer has its own random number, so the token drawn there does not
-depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. This happens with the token's
-probability, as often as speculative sampling (Leviathan et al. 2023) can accept it.
+Further tokens are guessed: those that followed the same tokens before (prompt lookup, Saxena 2023), or those that a draft draws
+(`draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number, so the token
+drawn there does not depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. It does so
+with the token's probability, as often as speculative sampling (Leviathan et al. 2023) can accept it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.sinks import Kept
 
 UNIFORMS = 256  # random numbers that are drawn together
-SIZES = (3, 2)  # tokens that must be the same before a guess; the longer first
+SIZES = (3, 2)  # numbers of equal tokens that a guess needs before it, the larger first
 LONGEST_REST = 4
 UNKNOWN = -1
 Hidden = tuple[Tensor, int]
@@ -60,7 +59,7 @@ class Lookup(Pace):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._seen: dict[tuple[int, ...], int] = {}  # where a run of tokens ended last
+        self._seen: dict[tuple[int, ...], int] = {}  # the last end of each run of tokens
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -68,7 +67,7 @@ class Lookup(Pace):
         most = len(super().guess(tokens, most))
         if not most:
             return []
-        for end in range(self._read, len(tokens)):  # an end that has a token after it
+        for end in range(self._read, len(tokens)):  # ends that have a token after them
             for size in SIZES:
                 if end >= size:
                     self._seen[tuple(tokens[end - size : end])] = end
@@ -87,20 +86,20 @@ class Answer:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    fallen: int = 0  # of the computed tokens, those that fell out of the cache behind its sinks
-    sliding: bool = False  # its pages are being copied for that
-    room: int = 0  # tokens to which its pages are known to be its own
-    hidden: Hidden | None = None  # once computed
-    count: int = 0  # its next tokens that this step computes
-    guess: list[int] = field(default_factory=list)  # what may follow them, computed with them
-    pace: Pace | None = None  # at which guesses come
-    drafted: int = 1 << 62  # of the computed tokens, those that a draft has computed, too
+    fallen: int = 0  # number of computed tokens dropped from the cache after its sinks
+    sliding: bool = False  # whether its pages are being copied for that
+    room: int = 0  # number of tokens for which its pages are known to be unshared
+    hidden: Hidden | None = None  # of its last token, once computed
+    count: int = 0  # number of its next tokens that this step computes
+    guess: list[int] = field(default_factory=list)  # tokens that may follow them, computed with them
+    pace: Pace | None = None  # the number of guesses
+    drafted: int = 1 << 62  # number of computed tokens that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
     _uniforms: list[float] = field(default_factory=list)
 
     @property
     def own(self) -> list[int]:
-        """The answer's tokens, without the prompt's."""
+        """Return the answer's tokens, without the prompt's."""
         return self.tokens[len(self.request.prompt) :]
 
     @property
@@ -128,7 +127,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int]
     stop_texts: tuple[str, ...]
-    words: tuple[int, ...]  # of the prompt's digest
+    words: tuple[int, ...]  # the digest of the prompt's tokens
     first: int = 0
     begun: int = 0
     leading: bool = False
@@ -144,13 +143,12 @@ class Scheduler:
         self.paused: list[Answer] = []  # preempted, the oldest first
         self.running: list[Answer] = []  # the oldest first
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
-        self.turns: dict[Answer, list[int]] = {}  # pages whose keys to turn back after that
+        self.turns: dict[Answer, list[int]] = {}  # pages whose keys to rotate back after that
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise ValueError if a whole answer would not fit into the cache."""
-        # A trunk's last page stays while its first answer writes to a copy.
-        # So does a page that others see while tokens fall out before it.
+        # A trunk's last page stays while its first answer writes to a copy, as does a shared page while tokens fall out before it.
         tokens = len(request.prompt) + request.params.max_tokens
         pages = -(-self._held(tokens) // PAGE) + (request.params.n > 1 or self._held(tokens) < tokens)
         if pages > len(self.pool.references):
@@ -169,7 +167,7 @@ class Scheduler:
         """Return the next step's work: a token of each answer that decodes, then chunks of prompts, up to `step_tokens` in all."""
         budget, work = self.step_tokens, []
         for answer in list(self.running):
-            if not answer.pages or answer.hidden is not None:  # preempted by one before it; drawn from, not computed
+            if not answer.pages or answer.hidden is not None:  # preempted by an earlier answer, or only drawn from
                 continue
             left = self._left(answer)
             answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1), left)
@@ -246,9 +244,9 @@ class Scheduler:
         if request is None:
             return None
         tokens = paused.tokens if paused else request.prompt
-        pages = self.pool.match(tokens[:-1])  # the last token is computed anyhow: its hidden state is wanted
+        pages = self.pool.match(tokens[:-1])  # the last token is always computed, for its hidden state
         need = -(-self._held(len(tokens) + 1) // PAGE) - len(pages)
-        if self.running and self.pool.available < need + len(self.running):  # a page for each that runs
+        if self.running and self.pool.available < need + len(self.running):  # and a page per running answer
             self.pool.release(pages)
             return None
         if paused:
@@ -289,7 +287,7 @@ class Scheduler:
             except OutOfPages:
                 if len(self.running) > 1:
                     self._pause(self.running[-1])
-                else:  # alone, and a whole answer fits: what is missing are prompts kept for answers to come
+                else:  # alone, and a whole answer fits: prompts kept for later answers hold the missing pages
                     for request in self.waiting:
                         self._fell(request)
         return False
@@ -314,7 +312,7 @@ class Scheduler:
     def _give_back(self, answer: Answer) -> None:
         self._keep(answer)
         self.turns.pop(answer, None)
-        # What was to be copied into a page that is given back need not be.
+        # Copies into pages that are given back are no longer needed.
         self.copies = [copy for copy in self.copies if copy[1] not in answer.pages]
         self.pool.release(answer.pages)
         answer.pages, answer.computed, answer.fallen, answer.sliding, answer.room = [], 0, 0, False, 0
@@ -325,7 +323,7 @@ class Scheduler:
             self.pool.keep(answer.tokens[: answer.computed], answer.pages)
 
     def _held(self, tokens: int) -> int:
-        """Return how many of a sequence's tokens fit into the cache."""
+        """Return the number of a sequence's tokens that fit into the cache."""
         return tokens if self.kept is None else min(tokens, self.kept.room)
 
     def _left(self, answer: Answer) -> int:
@@ -337,7 +335,7 @@ class Scheduler:
         if answer.place < kept.room:
             return
         first, end, answer.sliding = kept.sinks // PAGE, (kept.sinks + kept.step) // PAGE, True
-        for index in reversed(range(end, len(answer.pages))):  # leaves of the tree before what they hang on
+        for index in reversed(range(end, len(answer.pages))):  # leaves of the tree before their parents
             if copy := self.pool.writable(answer.pages, index):
                 self.copies.append(copy)
         self.pool.release(answer.pages[first:end])

@@ -1,7 +1,7 @@
 """Log-probs of given tokens, in passes between the engine's steps.
 
-Prompts that begin alike share the computation of their common beginning: in sorted order each goes on from the cached keys and values of
-the one before it. Such a group is a lane; lanes run beside each other in one ragged pass of at most `step_tokens` tokens.
+Prompts with a common beginning share its computation: in sorted order each goes on from the cached keys and values of the one before it.
+Such a group is a lane; lanes run beside each other in one ragged pass of at most `step_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from puna.models.generation.sampling import DIVERGED, RowError
 from puna.models.generation.step import Stretch, run
 
 BLOCK = 256
-"""Tokens whose logits are in memory together."""
+"""The number of tokens whose logits are in memory at once."""
 Lane = list[tuple[int, int]]
-"""Numbers of prompts, each with the count of tokens that it shares with the one before it."""
+"""Prompts by number, each with the number of tokens that it shares with the one before it."""
 
 
 class Score(NamedTuple):
@@ -37,7 +37,7 @@ class Score(NamedTuple):
 class Scoring:
     """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`.
 
-    top: likeliest tokens to list at each place. temperature: the divisor of the logits. RowError from `step` where logits are not finite.
+    top: likeliest tokens to list at each place. temperature: the divisor of the logits. `step` raises RowError if logits are not finite.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], top: int = 0, temperature: float = 1.0) -> None:
@@ -46,7 +46,7 @@ class Scoring:
         self._loops, self._passes = loops(engine.model), self._run()
 
     def step(self) -> bool:
-        """Compute one pass; True when all prompts are scored."""
+        """Compute one pass; return True when all prompts are scored."""
         weight = self.engine.model.model.embed_tokens.weight
         with torch.inference_mode(), exact_passes(weight.dtype, weight.device, self.engine.exact):
             return next(self._passes, True)

@@ -1,9 +1,8 @@
-"""Endless generation in bounded memory: a cache of the first tokens (attention sinks) and of the last ones (StreamingLLM, Xiao et al.
-2024).
+"""Endless generation in bounded memory: a cache of the first tokens (attention sinks) and the last ones (StreamingLLM, Xiao et al. 2024).
 
-Positions count within the cache, as in the paper's 3.2. Keys are cached rotated by that position. So tokens are dropped in blocks, and the
-keys behind a block are rotated back by its length, each key only a few times. The tokens that a token sees depend on its number alone, not
-on chunks, pauses or the batch.
+Positions count within the cache, as in the paper's 3.2, and keys are cached rotated by them. So tokens are dropped in blocks, and the keys
+after a block are rotated back by its length, each key only a few times. The tokens that a token sees depend on its number alone, not on
+chunks, pauses or the batch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Kept:
         return self.sinks + self.window + self.step
 
     def fallen(self, computed: int) -> int:
-        """Return how many of a sequence's computed tokens have fallen out."""
+        """Return the number of a sequence's computed tokens that have fallen out."""
         return -(-max(0, computed - self.room) // self.step) * self.step
 
     def check(self, config: ModelConfig) -> None:
@@ -62,7 +61,7 @@ class Kept:
         """Rotate the keys in these pages back by `step` positions. keys: the rotated part of each layer's pages, [P, S, G, K]."""
         numbers = torch.tensor(pages, device=keys[0].device)
         cos, sin = rotary_table(config, torch.tensor([self.step], device=keys[0].device), wide(keys[0].dtype))
-        # Keys have grown already where they were rotated first.
+        # Their first rotation multiplied keys by `growth` already.
         growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
         cos, sin = cos / growth, sin / growth
         for keys_PSGK in keys:
@@ -72,8 +71,8 @@ class Kept:
 
 
 def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
-    """Return which tokens an engine keeps; None: all. `whole`: exact passes or a draft need every token. Raise ValueError if the settings
-    conflict or the model needs every token."""
+    """Return the tokens that an engine keeps, None for all. `whole`: exact passes or a draft need every token. Raise ValueError if the
+    settings conflict or the model needs every token."""
     if window is None:
         if sinks:
             raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")

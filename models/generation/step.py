@@ -1,6 +1,6 @@
 """One step of the model over ragged work: any number of tokens of any number of answers, over pages.
 
-Shapes: N tokens of the step, B answers, D model width. The decoder is training's, with another `attend`, and uses the model's own weights.
+Shapes: N tokens of the step, D model width. The decoder is that of training with another `attend`, on the model's own weights.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def by_operators(
     decoder: Callable[[Tensor, Tensor, Attend], Tensor], x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None],
     first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return hidden states of embedded tokens by the decoder's own operators, from layer `first` on; keys and values go into each layer's
-    pages."""
+    """Return embedded tokens' hidden states by the decoder's own operators, from layer `first` on; write keys and values into `layers`."""
     positions, where = _places(plan)
 
     def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> Tensor:

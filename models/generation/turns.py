@@ -1,4 +1,4 @@
-"""Answers in several turns: after a turn of the model something else replies, and the model goes on behind the reply.
+"""Answers in several turns: after each turn of the model something else replies, and the model goes on after the reply.
 
 An answer is one sequence: the model's turns and the replies between them. The engine keeps the pages of a turn, so the next one computes
 only the reply.
@@ -14,16 +14,16 @@ from puna.models.generation.engine import Completion, Engine
 from puna.models.generation.sampling_params import SamplingParams
 
 Respond = Callable[[Sequence[tuple[list[int], Completion]]], Sequence[tuple[list[int], list[dict[str, Any]]] | None]]
-"""Gives what follows each answer (prompt, answer so far): tokens up to where the next turn begins, and messages; None: it is complete."""
+"""A function that returns what follows each answer (prompt, answer): tokens up to the model's next turn, and messages; None for nothing."""
 
 
 def converse(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, progress: Callable[[int, int], None] | None = None,
     turns: int = 1, respond: Respond = lambda answers: [None] * len(answers),
 ) -> list[list[Completion]]:  # fmt: skip
-    """Return `Engine.generate`'s answers of at most so many turns; `params.max_tokens` is for all of an answer, replies included.
+    """Return `Engine.generate`'s answers of at most `turns` turns; `params.max_tokens` limits a whole answer, replies included.
 
-    An answer behind whose reply no token fits ends before that reply and counts as cut off."""
+    An answer with no room for a token after a reply ends before that reply and counts as cut off."""
     answers = [(prompt, one) for prompt, some in zip(prompts, engine.generate(prompts, params, progress), strict=True) for one in some]
     going = [number for number, (_, one) in enumerate(answers) if one.finished]
     for _ in range(1, turns):

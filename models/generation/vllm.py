@@ -1,8 +1,8 @@
 """vLLM as the second engine of generation: the same prompts, parameters and completions, computed by its `LLM`.
 
 Its tokens are another draw of the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
-temperature. vLLM returns them raw, at temperature 1, or processed, after penalties and cuts, too. If neither fits (another temperature
-together with penalties or cuts), the request is refused.
+temperature. vLLM returns them raw (at temperature 1) or processed (after penalties and cuts, too). A request that neither fits (another
+temperature together with penalties or cuts) is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class VllmEngine:
     """A vLLM engine for the model in a folder of Hugging Face's layout.
 
     weights: `same` or `fp8`, which vLLM computes as it loads them. memory: the share of the GPU's memory that it takes.
-    ImportError without the package vllm.
+    Raise ImportError without the package vllm.
     """
 
     def __init__(self, folder: Path | str, tokenizer: Tokenizer, weights: str = "same", memory: float = 0.9) -> None:
@@ -41,7 +41,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return answers as `Engine.generate` does. Equal prompts draw different answers, which depend on seed and prompt only, up to
+        """Return answers as `Engine.generate` does. Equal prompts draw different answers. They depend only on seed and prompt, up to
         rounding that varies with vLLM's batches. `progress` is called once, at the end."""
         if not prompts:
             return []

@@ -1,7 +1,7 @@
 """Naive Bayes on character n-grams: how probable a text is in each of some hundred languages.
 
-N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored, by
-its first 600 letters: more do not help. `tests/benchmarks/train_language_grams.py` counts `grams.npz`.
+N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored, on
+its first 600 letters, as more do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def grams() -> Grams:
     with np.load(FILE, allow_pickle=False) as archive:
         labels, scripts = archive["labels"].tolist(), archive["scripts"].tolist()
         costs = np.repeat(archive["unseen"][None], 1 << BITS, axis=0)
-        gaps, values = archive["gaps"], archive["values"]  # each look into the file unpacks it
+        gaps, values = archive["gaps"], archive["values"]  # each access to the file unpacks an array
         start = np.cumsum(np.r_[0, archive["lengths"]])
         for column in range(len(labels)):
             rows = slice(start[column], start[column + 1])
@@ -63,8 +63,7 @@ def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
 
 @njit(cache=True, borrows=True)
 def bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, letters: Any, out: Any) -> Any:
-    """Write the bins of the n-grams of the first `limit` letters of codes[first:last], in lower case, to `out`; return how many.
-
+    """Write the bins of the n-grams of the first `limit` letters of codes[first:last], in lower case, to `out`; return their number.
     A word has a blank before and after it. letters, out: see `room`."""
     letters[0] = BLANK
     size, inked, at = 1, 0, first
@@ -109,7 +108,7 @@ def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, l
 @njit(cache=True)
 def _add_costs(places: Any, costs: Any, first: int, last: int, block: Any, total: Any) -> None:
     for begin in range(0, len(places), BLOCK):
-        # 256 costs fit into 16 bits, of which a register holds four times as many as of 64; four rows are added in one pass over the sums.
+        # 256 costs fit into 16 bits, of which a register holds four times as many as of 64; each pass over the sums adds four rows.
         block[:] = 0
         rows = places[begin : begin + BLOCK]
         fours = len(rows) // 4 * 4
@@ -129,9 +128,9 @@ def _add_costs(places: Any, costs: Any, first: int, last: int, block: Any, total
 def advantages(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return float64[texts, labels]: the log-probability of each of `texts` (codes[bounds[n]:bounds[n + 1]]) under each label of its
-    script, minus the best label's, divided by the root of its number of n-grams. (Naive Bayes overstates the evidence of long texts.) -inf
-    for labels of other scripts."""
+    """Return each text's log-probability under each label of its script, minus the best label's, divided by the root of its number of
+    n-grams, as naive Bayes overstates the evidence of long texts: float64[texts, labels], -inf for other scripts' labels. Text n is
+    codes[bounds[n]:bounds[n + 1]]."""
     model = grams()
     ranges = model.ranges[scripts]
     total, counts = _total_costs(codes, bounds, texts, ranges, *tables(), model.costs)

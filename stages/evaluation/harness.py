@@ -28,9 +28,9 @@ MISSING = "lm-evaluation-harness is not installed: pip install 'puna[harness]', 
 
 
 class HarnessConfig(BenchmarkConfig):
-    """Settings of asking by the harness."""
+    """Settings of a benchmark run by lm-evaluation-harness."""
 
-    names: tuple[str, ...] = Field((), description="Tasks that the harness brings, by name; their data come from the hub")
+    names: tuple[str, ...] = Field((), description="Names of the harness's own tasks, whose data come from the Hugging Face hub")
 
 
 def needs(config: HarnessConfig, facts: Facts) -> list[str]:
@@ -42,10 +42,10 @@ def needs(config: HarnessConfig, facts: Facts) -> list[str]:
 
 @stage(kind="evaluation", needs=needs)
 def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | None, config: HarnessConfig, run: StageRun) -> None:
-    """Measure a model by lm-evaluation-harness: task files over local data, or tasks of its own by name.
+    """Evaluate a model with lm-evaluation-harness, on task files over local data or on the harness's own tasks by name.
 
-    Prompts, filters and metrics are the harness's; likelihoods and answers are Puna's, the options of questions on shared prompts. The
-    tables are those of `benchmark`, whose own numbers are the same on the task files that both read.
+    The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, each shared prompt once.
+    The tables are those of `benchmark`, which gives equal numbers for task files that both read.
     """
     if problems := needs(config, Facts({}, 0, None)):
         raise PunaError(f"harness: {'; '.join(problems)}")
@@ -76,7 +76,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
             layout[section] |= output.get(section) or {}
         for task, samples in output["samples"].items():
             results.append(_result(task, samples, output, config, start_time))
-            if task in own_tasks:  # the same questions as those of `benchmark`, which it can be compared with
+            if task in own_tasks:  # equal ids and digest make it comparable with a result of `benchmark`
                 results[-1].ids = [document.id for document in own_tasks[task].documents]
                 results[-1].about |= {"content": own_tasks[task].digest, "format": format_of(own_tasks[task], config.prompts)}
     layout["config"] = {"model": "puna", "limit": config.limit, "random_seed": config.seed}
@@ -84,12 +84,11 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
 
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
-    """Return a task as the harness reads it: the data by their paths on this machine, without Puna's own keys."""
+    """Return a task in the harness's format: local paths of the data files, no keys of Puna's own."""
     if spec.permuted:
         raise PunaError(f"{file.location}: the harness does not know `permuted`: remove it, or leave --harness out")
     content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier", "permuted"})
-    places = {one.name: one.local() for one in external.files}
-    names = {one: str(place) for one in places if (place := places[one]) is not None}
+    names = {one.name: str(place) for one in external.files if (place := one.local()) is not None}
     base = Path(file.name).parent
     files = {split: [names.get(str(base / name), names.get(name)) for name in several] for split, several in spec.files.items()}
     if None in [place for several in files.values() for place in several]:
@@ -98,7 +97,6 @@ def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str
 
 
 def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config: HarnessConfig, started: float) -> Result:
-    """Return what the harness measured of a task."""
     columns: dict[tuple[str, str], Column] = {}
     settings = output["configs"].get(task, {})
     ids: dict[int, str] = {}
@@ -186,7 +184,6 @@ def _bridge(bench: Bench) -> Any:
 
 
 def _by_settings(requests: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yield generation settings and the numbers of the requests that have them."""
     groups: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)

@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations by the conventions of lm-evaluation-harness 0.4.13.
 
-A context and its continuation are encoded as one and split behind the tokens of the context alone. Token sequences that begin alike
-are computed once: the options of a question share their prompt, the questions of a task their examples. Where passes can be exact
-(`kernels/exact.py`), a likelihood has the same bits whatever is computed with it, at no cost in time, and half the rounding error.
+Context and continuation are encoded together and split after as many tokens as the context alone has. Common prefixes of token sequences
+are computed once: the prompt of a question's options, the examples of a task's questions. Where passes can be exact
+(`kernels/exact.py`), a likelihood has the same bits in every batch, at no cost in time and with half the rounding error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 LOGITS = 1 << 24
-"""Logits that are held at once."""
+"""Maximum number of logits in memory at once."""
 
 
 class Request(NamedTuple):
@@ -39,14 +39,13 @@ class Likelihood(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer as the harness uses it. `lead`: the tokens that it puts before every text of its own accord (BOS, or none). `prefix`:
-    the token that an empty context stands for: BOS, or the end of text where there is no BOS."""
+    """A tokenizer with the harness's conventions. `lead`: tokens that it puts before every text (BOS, or none). `prefix`: the token that
+    stands for an empty context (BOS, or end of text if there is no BOS)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         plain, whole = tokenizer.encode("a"), tokenizer.backend.encode("a").ids
-        start = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-        self.lead: list[int] = whole[:start]
+        self.lead: list[int] = whole[: next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)]
         self.prefix = tokenizer.begin
 
     def encode(self, text: str) -> list[int]:
@@ -54,12 +53,12 @@ class Encoder:
         return [*self.lead, *self.tokenizer.encode(text)]
 
     def encode_chat(self, text: str, mark: str | None) -> list[int]:
-        """Return the ids of what a chat template wrote, with the tokenizer's own tokens before it unless the template wrote them."""
+        """Return the ids of text from a chat template, after the tokenizer's own tokens unless the template wrote them."""
         ids = self.tokenizer.encode_markup(text, mark)[0]
         return ids if ids[: len(self.lead)] == self.lead else [*self.lead, *ids]
 
     def pair(self, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None) -> Request:
-        """Return a context and its continuation, encoded as one. Blanks at the end of the context are the continuation's."""
+        """Return the request of a context and continuation encoded together. The context's trailing blanks count as the continuation's."""
         if not context:
             ids = self.tokenizer.encode(continuation)
             return Request([self.prefix], ids) if ids[:1] != [self.prefix] else Request(ids[:1], ids[1:])
@@ -68,9 +67,9 @@ class Encoder:
         return Request(before or [self.prefix], encode(context + continuation)[len(before) :])
 
     def document(self, text: str, longest: int) -> list[Request]:
-        """Return windows of at most `longest` tokens in which each token of a text is scored once, its own BOS included.
+        """Return windows of at most `longest` tokens that score each token of a text once, its BOS included.
 
-        Each window but the first sees one scored token less than it could, so that its first token has all the context there is."""
+        A later window's context is the token before it; the last window is filled up with earlier tokens."""
         ids = self.encode(text)
         windows = [Request([self.prefix], ids[:longest])] if ids else []
         for start in range(longest, len(ids), longest):
@@ -109,7 +108,7 @@ def likelihoods(
 
 
 def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield (number, input ids) of requests whose shared tokens are at most `limit`, those that begin alike side by side."""
+    """Yield batches of (request index, input ids), sorted by ids. Tokens of common prefixes count once towards `limit`."""
     inputs = []
     for number, (context, continuation) in enumerate(requests):
         if not continuation or len(continuation) > longest:
@@ -131,12 +130,12 @@ def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the common prefix."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]:
-    """Return a forest in which sorted sequences share their beginnings, and for each sequence the places of its tokens in the row."""
+    """Return a forest in which sorted sequences share their prefixes, and each sequence's token positions in the forest's row."""
     import torch
 
     from puna.models.forest import Forest
@@ -161,7 +160,7 @@ def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]
 
 
 def _scored(model: Transformer, forest: Forest, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p of each target behind its position, and whether it is the likeliest token there, on the CPU."""
+    """Return log p of each target at its position, and whether it is the likeliest token there, on the CPU."""
     import torch
 
     device = next(model.parameters()).device

@@ -1,6 +1,6 @@
-"""Multiple choice from held-out pages: several continuations, of which one is the page's own.
+"""Multiple-choice questions from held-out pages: several continuations, one of which is the page's own.
 
-The option with the highest log-likelihood counts: as it stands, or divided by its length in bytes (`acc` and `acc_bytes` of
+The model's answer is the option with the highest log-likelihood, plain or divided by its length in bytes (`acc` and `acc_bytes` of
 lm-evaluation-harness, whose `acc_norm` divides by characters)."""
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
 def training_text(
     model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
-    """Return as many tokens of training documents as the model was trained on; none if that is unknown or above `most_tokens`.
+    """Return training documents' tokens, at most as many as trained the model; nothing if that number is unknown or above `most_tokens`.
 
-    Of larger corpora pieces of `context` tokens are taken in the order of a hash, as training reads rows of all pages:
-    n-grams of few whole pages would know less of the others."""
+    A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of its n-grams."""
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []
@@ -69,7 +68,7 @@ WORD = re.compile(r"\s*\S+")
 
 @dataclass(frozen=True)
 class Item:
-    """A question: the beginning of a page and options for how it goes on; `answer` is the index of its own."""
+    """A question: the beginning of a page and possible continuations. `answer`: the index of the page's own continuation."""
 
     id: str
     category: str
@@ -83,8 +82,8 @@ def build(
 ) -> list[Item]:
     """Build at most `items` questions from documents (id, category, text), in any order.
 
-    A page gives a question if it has prompt_words + option_words words. Wrong options are the same stretch of other pages,
-    of its own category if possible, so that length and place do not reveal the answer, and topic seldom does."""
+    A page gives a question if it has prompt_words + option_words words. Wrong options are the same word range of other pages, preferably
+    of its category. So length and position do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
         words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
@@ -96,8 +95,7 @@ def build(
         if len(questions) == items:
             break
         ranked = sorted(stretches, key=lambda row: (row[1] != category, place(seed, id_, row[0])))
-        others = dict.fromkeys(other[3] for other in ranked if other[0] != id_ and other[3] != own)
-        wrong = list(others)[: options - 1]
+        wrong = list(dict.fromkeys(other[3] for other in ranked if other[0] != id_ and other[3] != own))[: options - 1]
         if len(wrong) < options - 1:
             continue
         choices = sorted([own, *wrong], key=lambda text: place(seed, id_, "place", text))
@@ -108,7 +106,7 @@ def build(
 def likelihoods(
     model: Transformer, tokenizer: Tokenizer, items: Sequence[Item], size: int, progress: Callable[[int, int], None] | None = None
 ) -> list[list[float]]:
-    """Return log p(option | prompt) in nats for every option, by the conventions of `likelihood.py`. size: tokens of one pass."""
+    """Return log p(option | prompt) in nats for every option, by the conventions of `likelihood.py`. `size`: tokens per pass."""
     encoder = Encoder(tokenizer)
     requests = [encoder.pair(item.prompt, option) for item in items for option in item.options]
     scored = iter(scores(model, requests, model.config.max_position_embeddings, size, progress))
@@ -116,7 +114,7 @@ def likelihoods(
 
 
 def chosen(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
-    """Return the index of the likeliest option (`normalised`: per byte), the first of equals."""
+    """Return the index of the likeliest option, the first of equals. `normalised`: compare likelihoods per byte."""
     values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))
 

@@ -1,4 +1,4 @@
-"""Finding a passage in a long text: accuracy by the depth at which the passage stands."""
+"""The needle-in-a-haystack evaluation: accuracy of finding a passage in a long text, by its depth."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Places of the passage, as a share of the text before it."""
+"""Depths of the passage: the share of the text that precedes it."""
 THINGS = ("harbour", "library", "garden", "kitchen", "station", "bridge", "market", "museum", "factory", "hospital", "castle", "school")
 Ids = npt.NDArray[np.int64]
 
 
 class NeedleSettings(StageConfig):
-    """Passages that a model must find among other text."""
+    """Settings of the passages hidden in long texts."""
 
-    passage: str = Field("\nThe number of the {key} is {value}.\n", description="Passage; all before {value} is the question")
+    passage: str = Field("\nThe number of the {key} is {value}.\n", description="Passage; the text before {value} is the question")
     key_words: tuple[str, ...] = Field(THINGS, min_length=1, description="Keys, one of which is asked for")
     value_words: tuple[str, ...] = Field(tuple(map(str, range(100, 1000))), min_length=2, description="Values, drawn for each key")
-    pairs: int = Field(1, ge=1, description="Passages in a text, each of another key; all but the one asked for stand anywhere")
+    pairs: int = Field(1, ge=1, description="Passages per text, each with another key; only the one asked for has a fixed depth")
     trials: int = Field(24, ge=1, le=10_000, description="Texts at each depth")
 
     @model_validator(mode="after")
@@ -47,7 +47,7 @@ class NeedleSettings(StageConfig):
 
 
 class NeedleConfig(NeedleSettings, SeededConfig):
-    """Settings of the needle in a model's context."""
+    """Settings of the needle-in-a-haystack evaluation."""
 
     lengths: tuple[int, ...] = Field((), description="Lengths of the texts, tokens; none: the model's longest context")
     max_bytes: int = Field(4_000_000, ge=1000, description="Held-out text to hide passages in, bytes; shorter text is repeated")
@@ -55,7 +55,7 @@ class NeedleConfig(NeedleSettings, SeededConfig):
 
 
 def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSettings) -> Ids:
-    """Return the token ids of texts to hide passages in: those that ask no passage's question themselves. PunaError if there is none."""
+    """Return the token ids of all texts that hold no passage's question. Raise PunaError if there is no such text."""
     questions = [settings.passage.partition("{value}")[0].rstrip(" ").replace("{key}", key) for key in settings.key_words]
     left = [text for text in texts if not any(question in text for question in questions)]
     noise = np.asarray([id_ for ids in tokenizer.encode_batch(left) for id_ in ids], dtype=np.int64)
@@ -66,9 +66,9 @@ def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSetting
 
 
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
-    """Yield each trial's prompt and answer as token ids, `length` in all, with the passage asked for at `depth` of the noise.
+    """Yield each trial's prompt and answer ids, `length` tokens in all, with the passage asked for at `depth` of the noise.
 
-    PunaError if a text is too short for its passages."""
+    Raise PunaError if a text is too short for its passages."""
     head, tail = settings.passage.split("{value}")
     question = head.rstrip(" ")
     space = head[len(question) :]
@@ -101,7 +101,7 @@ def by_depth(
 ) -> dict[float, intervals.Interval]:
     """Return the share of texts of `length` tokens whose passage the model finds, by depth, with Wilson's interval.
 
-    It is found where each token of the value is the likeliest one after those before it. noise: token ids of other text."""
+    It finds a passage if each token of the value is its likeliest next token. `noise`: token ids of the surrounding text."""
     shares: dict[float, intervals.Interval] = {}
     for depth in DEPTHS:
         trials = list(texts(noise, tokenizer, length, depth, settings, seed))
@@ -111,7 +111,7 @@ def by_depth(
 
 
 def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
-    """Return for each trial whether the likeliest tokens are the answer."""
+    """Return, per trial, whether every token of the answer is the likeliest."""
     import torch
 
     from puna.models.training.objectives import Targets
@@ -125,9 +125,9 @@ def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
 
 @stage(kind="evaluation")
 def needle(model: Model, documents: Documents, mixture: Mixture | None, config: NeedleConfig, run: StageRun) -> None:
-    """Measure whether a model finds a passage anywhere in a long text, as the report tests its long context (Llama 3, section 5.2.6).
+    """Measure whether a model finds a passage anywhere in a long text (needle in a haystack; Llama 3 report, section 5.2.6).
 
-    The text around the passage is of held-out documents (the mixture's held-out split; without a mixture, all documents)."""
+    The surrounding text comes from held-out documents (the mixture's held-out split; without a mixture, all documents)."""
     network, tokenizer = load_model(model, "lm", frozen=True)
     pages = heldout_pages(documents, mixture, config.max_bytes, config.max_bytes, run)
     noise = noise_of([page.text for page in pages], tokenizer, config)

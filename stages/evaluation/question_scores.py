@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 PromptFormat = Literal["plain", "chat"]
 Options = Literal["cloze", "letters"]
 OVERLAP = "overlap"
-"""Name of the scores in which `contamination` keeps how much of a question stands in training data."""
+"""Score name under which `contamination` stores how much of a question occurs in training data."""
 
 
 @dataclass
 class Column:
-    """A metric of a task, document by document. `weights`: words or bytes that the values (nats) are shared among, for perplexities.
-    `given`: the number itself where single documents have none. `confidences`: probabilities of the options that were chosen."""
+    """A task's metric with one value per document. `weights`: words or bytes by which perplexities divide the values (nats).
+    `given`: the metric itself if documents have no values. `confidences`: probabilities of the chosen options."""
 
     metric: str
     values: list[float]
@@ -45,11 +45,11 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Return the metric's name, with the filter that the answers went through."""
+        """Return the metric's name, followed by the filter's if there is one."""
         return self.metric if self.filter == "none" else f"{self.metric},{self.filter}"
 
     def interval(self) -> Interval:
-        """Return the metric with its 95 % interval; its value is the harness's to the last digit."""
+        """Return the metric with its 95 % interval. The value equals the harness's to the last digit."""
         if self.given is not None:
             return self.given
         if not self.weights:
@@ -61,20 +61,20 @@ class Column:
         return Interval(*(math.exp(min(end, 700.0)) for end in nats))
 
     def of(self, chosen: Sequence[bool]) -> Column | None:
-        """Return the metric of some of the documents, None where none is chosen or single ones have no number."""
+        """Return the metric over the chosen documents; None if none is chosen or documents have no values."""
         if not any(chosen) or len(chosen) != len(self.values):
             return None
         return Column(self.metric, [*compress(self.values, chosen)], self.filter, [*compress(self.weights, chosen)])
 
 
 def has_letters(task: Task) -> bool:
-    """True if a task's options are letters already, or stand before one ending: there is no other format of them."""
+    """True if a task's options cannot be asked by letter: they are letters already, or beginnings with a common ending."""
     letters = set(LETTERS)
     return any(isinstance(one.text, int) or letters.issuperset(one.choices) for one in task.documents)
 
 
 def lettered(text: str, choices: Sequence[str]) -> str:
-    """Return a question with its options behind letters, before its last line where that ends in a colon (`Answer:`)."""
+    """Return a question with its options listed by letter, before its last line if that ends in a colon (`Answer:`)."""
     if len(choices) > len(LETTERS):
         raise PunaError(f"a question has {len(choices)} options, more than there are letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
@@ -83,7 +83,7 @@ def lettered(text: str, choices: Sequence[str]) -> str:
 
 
 def contents(task: Task) -> Iterator[tuple[str, str, str]]:
-    """Yield id, question and right answer of each document, as a text that was learned by heart would hold them."""
+    """Yield each document's id, question and right answer, as a memorised text would contain them."""
     for document in task.documents:
         if task.file.output_type == "loglikelihood_rolling":
             yield document.id, str(document.target), ""
@@ -98,7 +98,6 @@ def _question(task: Task, document: Document, options: Options) -> str:
 
 
 def _answer(task: Task, document: Document, options: Options) -> str:
-    """Return the answer of an example."""
     target = document.target[0] if isinstance(document.target, list) and document.target else document.target
     if options == "letters":
         return LETTERS[document.right[0]]
@@ -109,14 +108,14 @@ def _answer(task: Task, document: Document, options: Options) -> str:
 
 @dataclass(frozen=True)
 class Asker:
-    """A tokenizer that writes questions as prompts: as plain text, or as a conversation by the chat template, each example a turn."""
+    """A writer of prompts: plain text, or a conversation by the chat template with a turn per example."""
 
     encoder: Encoder
     prompts: PromptFormat = "plain"
     options: Options = "cloze"
 
     def _context(self, task: Task, document: Document, question: str) -> tuple[str, str | None]:
-        """Return description, examples and question as text, and in a conversation the mark of `Vocabulary.guard`."""
+        """Return description, examples and question as text, and for a conversation the mark of `Tokenizer.guard`."""
         own, spec = task.file.fewshot_config, task.file
         between = spec.target_delimiter if own.target_delimiter is None else own.target_delimiter
         behind = spec.fewshot_delimiter if own.fewshot_delimiter is None else own.fewshot_delimiter
@@ -137,7 +136,7 @@ class Asker:
             raise PunaError(f"{task.where}: the chat template refuses a question: {error}") from error
 
     def prompt(self, task: Task, document: Document) -> list[int]:
-        """Return the ids of a question that is answered freely."""
+        """Return the prompt ids of a question that the model answers by generating text."""
         if task.prompted and self.prompts == "chat":
             return prompt_ids(self.encoder.tokenizer, document.row)
         text, mark = self._context(task, document, _question(task, document, self.options))
@@ -145,7 +144,7 @@ class Asker:
         return ids or [self.encoder.prefix]
 
     def shown(self, task: Task, document: Document) -> str:
-        """Return the question for a reader."""
+        """Return the question as text for people."""
         return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
 
     def requests(self, task: Task, document: Document) -> list[Request]:
@@ -182,14 +181,13 @@ def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihoo
             if column.metric == "exact_match":
                 column.values.append(float(any(likelihoods[index].greedy for index in answers)))
                 continue
-            pairs = zip(likelihoods, asker.choices(document), strict=True)
-            sums = [one.sum / lengths[column.metric](choice) for one, choice in pairs]
+            sums = [one.sum / lengths[column.metric](choice) for one, choice in zip(likelihoods, asker.choices(document), strict=True)]
             column.values.append(float(sums.index(max(sums)) in answers))
     return columns
 
 
 def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) -> list[Column]:
-    """Return the perplexities of whole texts; words are what white space separates."""
+    """Return the perplexities of whole texts. White space separates words."""
     sizes = {"word_perplexity": [float(len(re.split(r"\s+", text))) for text in texts]}
     size_bytes = [float(len(text.encode())) for text in texts]
     values = list(nats)
@@ -197,7 +195,7 @@ def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) ->
 
 
 def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return the metrics of answers, filter by filter."""
+    """Return a column for each filter and metric of the answers."""
     columns = []
     for one in task.file.filters:
         texts = [several[0] for several in filtered(answers, one.filter, f"{task.where}: filter {one.name}")]
@@ -215,14 +213,13 @@ def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]
 
 
 def _expected(document: Document) -> list[str]:
-    """Return the texts of which an answer must equal one."""
     if document.choices and isinstance(document.target, int):
         return [document.choices[document.target]]
     return [str(one) for one in document.target] if isinstance(document.target, list) else [str(document.target)]
 
 
 def verified_columns(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return what a verifier says: the mean score, and of several answers pass@k and the score of the most frequent final one.
+    """Return columns of a verifier's scores: the mean; with several answers also pass@k and the majority answer's score.
 
     pass@k is the chance that one of k answers is right (Chen et al. 2021): 1 - C(n - c, k) / C(n, k) with c of n right."""
     n = len(scores[0])
@@ -241,7 +238,7 @@ def _majority(scores: Sequence[float], answers: Sequence[str]) -> float:
 
 
 def cut(completion: Completion, tokenizer: Tokenizer, until: Sequence[str]) -> str:
-    """Return an answer's text up to the first of the texts that end it."""
+    """Return an answer's text before the first stop text in it."""
     text = answer_text(completion.tokens, tokenizer)
     for stop in until:
         text = text.split(stop)[0] if stop else text

@@ -1,6 +1,6 @@
 """Task files: the YAML of lm-evaluation-harness, over local data, without code of its own.
 
-What is read is `TaskFile`; another key is refused by its name. Keys that change no score are ignored.
+`TaskFile` lists the supported keys. Keys in `UNUSED` change no score and are ignored; any other key is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 }
 DEFAULTS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",)}
 LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""Metrics of which less is better."""
+"""Metrics whose lower values are better."""
 AGGREGATIONS = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity", "bits_per_byte": "bits_per_byte"}
 UNUSED = ("tag", "group", "task_alias", "should_decontaminate", "doc_to_decontamination_query", "dataset_name")
 """Keys that change no score of local data."""
@@ -62,7 +62,7 @@ class Metric(StageConfig):
 class Filter(StageConfig):
     """An entry of filter_list: steps that an answer goes through before its metrics."""
 
-    name: str = Field(min_length=1, description="Name of the filter, behind the metric's")
+    name: str = Field(min_length=1, description="Name of the filter, written after the metric's")
     filter: tuple[dict[str, JsonValue], ...] = Field(min_length=1, description="Steps, each {function: regex, …}")
 
     @field_validator("filter")
@@ -77,9 +77,9 @@ class Filter(StageConfig):
 
 
 class Shots(StageConfig):
-    """fewshot_config: the fixed examples."""
+    """The fixed few-shot examples (`fewshot_config`)."""
 
-    sampler: Literal["first_n"] = Field("first_n", description="Which examples: the first; drawn ones are refused")
+    sampler: Literal["first_n"] = Field("first_n", description="Choice of examples: the first ones; random ones are not supported")
     split: str | None = Field(None, description="Split of the examples; null: fewshot_split")
     samples: tuple[dict[str, JsonValue], ...] | None = Field(None, description="The examples themselves, as rows")
     doc_to_text: str | None = Field(None, description="The examples' question, if not as the task's")
@@ -89,14 +89,14 @@ class Shots(StageConfig):
 
 
 class Generation(StageConfig):
-    """generation_kwargs."""
+    """Settings of generation (`generation_kwargs`)."""
 
     until: tuple[str, ...] | None = Field(None, description="Texts that end an answer; null: fewshot_delimiter")
     max_gen_toks: int = Field(256, ge=1, description="Longest answer, tokens")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 takes the likeliest token")
     do_sample: bool | None = Field(None, description="False: temperature 0")
-    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of likeliest tokens that is drawn from, probability")
-    top_k: int = Field(0, ge=0, description="Tokens that are drawn from; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="Probability of the smallest set of likeliest tokens to draw from")
+    top_k: int = Field(0, ge=0, description="Number of likeliest tokens to draw from; 0: all")
 
     @field_validator("until", mode="before")
     @classmethod
@@ -105,17 +105,17 @@ class Generation(StageConfig):
 
 
 class TaskFile(StageConfig):
-    """A task. A template is Jinja over a row's fields, or the name of a field."""
+    """The content of a task file. A template is Jinja over a row's fields, or a field's name."""
 
     task: str = Field(min_length=1, pattern=r"^[\w.:-]+$", description="Name of the task")
     dataset_path: Literal["json", "parquet", "csv"] = Field(description="Format of the data files")
     dataset_kwargs: dict[str, JsonValue] = Field(description="data_files: a file, several, or {split: files}, from the task file's folder")
-    training_split: str | None = Field(None, description="Split to train on; it is not read")
-    validation_split: str | None = Field(None, description="Split that is asked where there is no test_split")
-    test_split: str | None = Field(None, description="Split that is asked")
+    training_split: str | None = Field(None, description="Split to train on; not read")
+    validation_split: str | None = Field(None, description="Split to evaluate if there is no test_split")
+    test_split: str | None = Field(None, description="Split to evaluate")
     fewshot_split: str | None = Field(None, description="Split of the examples")
-    output_type: Output = Field("generate_until", description="What the model does")
-    doc_to_text: str | int = Field("", description="Question; multiple_choice: digits are the index of the right one among doc_to_choice")
+    output_type: Output = Field("generate_until", description="Kind of output")
+    doc_to_text: str | int = Field("", description="Question; multiple_choice: digits are the index of the right option in doc_to_choice")
     doc_to_target: str | int = Field(description="Answer; multiple_choice: index or text of the right choice")
     doc_to_choice: str | tuple[str, ...] | None = Field(None, description="Options: a template of a list, a field, or the list")
     description: str = Field("", description="Text before everything else")
@@ -126,12 +126,12 @@ class TaskFile(StageConfig):
     metric_list: tuple[Metric, ...] = Field((), description="Metrics; none: acc and acc_norm, exact_match, or the perplexities")
     generation_kwargs: Generation = Field(Generation(), description="How answers are drawn")
     repeats: int = Field(1, ge=1, le=10_000, description="Answers to each question")
-    filter_list: tuple[Filter, ...] = Field((), description="What answers go through before metrics; none: take_first")
+    filter_list: tuple[Filter, ...] = Field((), description="Filters of answers before metrics; none: take_first")
     verifier: str | dict[str, JsonValue] | None = Field(
         None, description="Puna's own: a verifier that scores answers too, by name or {name: …}; its texts are templates or fields"
     )
     permuted: bool = Field(
-        False, description="Puna's own: the options of each question in an order of its own, the same for all models (for letters)"
+        False, description="Puna's own: each question's options in a fixed random order, the same for all models (for letters)"
     )
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="version, and anything else")
 
@@ -160,7 +160,7 @@ class TaskFile(StageConfig):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics, the output type's own where the file names none."""
+        """Return the metrics; without metric_list, the output type's defaults."""
         return self.metric_list or tuple(Metric(metric=name) for name in DEFAULTS.get(self.output_type, METRICS[self.output_type]))
 
     @property
@@ -169,13 +169,13 @@ class TaskFile(StageConfig):
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
-        """Return the data files of each split, as the file names them; without splits all are `train`."""
+        """Return each split's data files by their names in the task file. Without splits, all are `train`."""
         data_files = self.dataset_kwargs["data_files"]
         splits = data_files if isinstance(data_files, dict) else {"train": data_files}
         return {split: tuple(map(str, files)) if isinstance(files, list) else (str(files),) for split, files in splits.items()}
 
     def split(self, where: str) -> str:
-        """Return the split that is asked."""
+        """Return the split to evaluate."""
         split = self.test_split or self.validation_split
         if split is None or split not in self.files:
             subject = "test_split or validation_split" if split is None else f"the split {split!r}"
@@ -184,7 +184,7 @@ class TaskFile(StageConfig):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without Python."""
+    """A YAML loader that makes no Python objects."""
 
 
 def _code(loader: _Loader, node: yaml.Node) -> None:
@@ -195,7 +195,7 @@ _Loader.add_constructor("!function", _code)
 
 
 def read_task(text: bytes, where: str) -> TaskFile:
-    """Return the task of a YAML text. PunaError, which begins with `where`, for what is not supported."""
+    """Return the task of a YAML text. Raise a PunaError that begins with `where` for an unsupported key or value."""
     try:
         content = yaml.load(text[: FILE_BYTES + 1], _Loader)  # noqa: S506  a loader without Python
     except PunaError as error:
@@ -213,12 +213,12 @@ def read_task(text: bytes, where: str) -> TaskFile:
 
 
 def generation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return generation_kwargs with the longest answer under one name."""
+    """Return generation_kwargs with the token limit named max_gen_toks."""
     return {("max_gen_toks" if name in ("max_new_tokens", "max_tokens") else name): value for name, value in values.items()}
 
 
 def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
-    """Yield the task files of an input with their tasks."""
+    """Yield each task file of an input with its task."""
     found = False
     for file in external.files:
         if PurePosixPath(file.name).suffix in (".yaml", ".yml"):
@@ -231,7 +231,7 @@ def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
 
 @dataclass(frozen=True)
 class Document:
-    """A row as a question: `text` (the right option's index where options stand before one ending), `target`, `choices`."""
+    """A row as a question: `text`, `target`, `choices`. If the options have a common ending, `text` is the right option's index."""
 
     id: str
     row: Row
@@ -242,7 +242,7 @@ class Document:
 
     @property
     def right(self) -> tuple[int, ...]:
-        """Return the indices of the right options. Raise ValueError where the target is none of them."""
+        """Return the indices of the right options. Raise ValueError if the target is not among the options."""
         target = self.text if isinstance(self.text, int) else self.target
         indices = []
         for one in target if isinstance(target, list) else [target]:
@@ -255,8 +255,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Task:
-    """A task with its documents and its fixed examples. `where`: the task file. `digest`: of the file and its data. `prompted`: the
-    documents' rows are prompts of an artifact, each with its verifier."""
+    """A task with its documents and few-shot examples. `where`: the task file. `digest`: of the file and its data. `prompted`: the rows are
+    an artifact's prompts, each with its verifier."""
 
     file: TaskFile
     where: str
@@ -271,7 +271,7 @@ class Task:
         return self.file.task
 
     def asked(self) -> list[dict[str, Any]]:
-        """Return the documents as rows of prompts, which a Scorer takes."""
+        """Return the documents as prompt rows, the input of a Scorer."""
         if self.prompted:
             return [dict(document.row) for document in self.documents]
         return [
@@ -290,11 +290,10 @@ class Task:
 
 
 def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int | None = None, shots: int | None = None) -> Task:
-    """Return a task with its first `limit` documents. `shots`: in place of the file's num_fewshot."""
+    """Return a task with its first `limit` documents. `shots` overrides the file's num_fewshot."""
     spec = spec if shots is None else spec.replace(num_fewshot=shots)
     where = file.location
-    split = spec.split(where)
-    rows = _rows(external, file, spec, split)
+    rows = _rows(external, file, spec, spec.split(where))
     documents = _documents(spec, rows[:limit], where)
     verifiers = [None] * len(documents) if spec.verifier is None else verifiers_of(spec.verifier, rows[:limit], where)
     digest = identifier(file.digest, *(_data(external, file, name).digest for names in spec.files.values() for name in names))
@@ -326,7 +325,7 @@ def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -
 
 
 def _data(external: External, file: ExternalFile, name: str) -> ExternalFile:
-    """Return a data file as the task file names it."""
+    """Return the data file that the task file calls `name`."""
     by_name = {normpath(one.name): one for one in external.files}
     data = by_name.get(normpath(str(PurePosixPath(file.name).parent / name)), by_name.get(normpath(name)))
     if data is None:
@@ -335,7 +334,7 @@ def _data(external: External, file: ExternalFile, name: str) -> ExternalFile:
 
 
 def _rows(external: External, file: ExternalFile, spec: TaskFile, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a split, each with every column of it."""
+    """Return a split's rows, each with all columns of the split."""
     rows: list[dict[str, Any]] = []
     for name in spec.files[split]:
         data = _data(external, file, name)
@@ -382,7 +381,7 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
 
 
 def _permuted(document: Document) -> Document:
-    """Return a question with its options in an order that a hash of its id gives. Indices of options follow."""
+    """Return a question with its options in an order given by a hash of its id, and their indices changed accordingly."""
     order = sorted(range(len(document.choices)), key=lambda at: place(0, document.id, str(at)))
 
     def moved(value: Any) -> Any:

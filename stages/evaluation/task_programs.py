@@ -1,6 +1,6 @@
-"""The programs in a task file: Jinja templates and regular expressions. They run in a process of their own, within bounds.
+"""Jinja templates and regular expressions of a task file, run in a separate process with limits on time and memory.
 
-Templates read a row as lm-evaluation-harness renders them: an unknown name is an error, line ends stay, `regex_replace` is a filter.
+Templates behave as in lm-evaluation-harness: an unknown name is an error, line ends stay, `regex_replace` is a filter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FAULTS = (
 
 
 def rendered(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:
-    """Return each row's values of the templates. A template that is a column's name gives the column as it is.
+    """Return each row's template values. A template that is a column's name gives that column's value unchanged.
 
-    `choices`: targets and texts that are digits are indices of choices. PunaError, which begins with `where`, for a row that fails."""
+    `choices`: texts and targets of digits are indices of choices. Raise a PunaError that begins with `where` if a row fails."""
     return _asked("render", [dict(row) for row in rows], where, dict(templates), choices)
 
 
@@ -43,18 +43,18 @@ def filtered(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]
 
 
 def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
-    """Return whether each answer equals its expected text, as the metric exact_match with these settings has it."""
+    """Return, per pair, whether answer and expected text are equal by the metric exact_match with these settings."""
     return _asked("match", list(pairs), where, dict(settings))
 
 
 def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield path and text of each text in a JSON value."""
+    """Yield the path and value of each string in a JSON value."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from [((*path, key), item)] if isinstance(item, str) else texts_of(item, (*path, key))
 
 
 def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str) -> list[str]:
-    """Return each row's verifier as JSON: the texts of the task's, but names, are templates or columns."""
+    """Return each row's verifier as JSON. The strings of the task's verifier, except names, are templates or columns."""
     spec = {"name": verifier} if isinstance(verifier, str) else verifier
     texts = {path: text for path, text in texts_of(spec) if path[-1] != "name"}
     results = []
@@ -70,7 +70,7 @@ _process = Process(__name__)
 
 
 def _asked(work: str, rows: list[Any], where: str, *settings: Any) -> list[Any]:
-    """Return the process's value of each row, a request for `ROWS` of them. PunaError, which begins with `where`, for a row that fails."""
+    """Return the process's value for each row, `ROWS` rows per request. Raise a PunaError that begins with `where` if a row fails."""
     values: list[Any] = []
     for start in range(0, len(rows), ROWS):
         try:
@@ -128,7 +128,7 @@ def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], c
 
 
 def _value(name: str, text: str, choices: bool) -> Any:
-    """Return a rendered field: choices are a Python list, targets may be one, digits of choices are a number."""
+    """Return the parsed value of a rendered field: choices are a Python list, a target may be one, digits are an index of choices."""
     if name == "doc_to_choice":
         try:
             return ast.literal_eval(text)

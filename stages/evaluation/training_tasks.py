@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TaskWatch:
-    """The main metric of each task after every so many steps of a training. Scores lie in the run's scratch folder and survive a crash."""
+    """An evaluation of tasks by their main metric every `every` training steps. Scores in the run's scratch folder survive a crash."""
 
     def __init__(self, tasks: Sequence[External], every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun) -> None:
         self.tasks = [load_task(one, file, spec) for one in tasks for file, spec in task_files(one)]
@@ -38,11 +38,11 @@ class TaskWatch:
         self.scores: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def due(self, step: int, last: int) -> bool:
-        """True if the model is asked after this step."""
+        """True if the model is evaluated after this step."""
         return step % self.every == 0 or step == last
 
     def ask(self, step: int, model: Transformer) -> None:
-        """Ask a model as it is after this step, unless it was asked before a crash."""
+        """Evaluate the model after this step, unless its scores were saved before a crash."""
         from puna.models.generation import Engine
         from puna.models.training.trainer import computing_in
 
@@ -61,7 +61,7 @@ class TaskWatch:
         write_text(self.file, json.dumps(self.scores))
 
     def after(self, step: int) -> dict[str, float]:
-        """Return the scores after a step as columns of its row in the log, none where the model was not asked; record them as metrics."""
+        """Return a step's scores as columns of its log row, and record them as metrics; empty if the model was not evaluated."""
         scores = self.scores.get(str(step), {})
         for name, value in scores.items():
             self.run.metric(name, value)
@@ -69,5 +69,5 @@ class TaskWatch:
 
 
 def code(tasks: Sequence[Artifact | External]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) that asks these tasks, and that of the verifiers that they name."""
+    """Return (module, symbol) of the code that evaluates these tasks, and of their verifiers."""
     return [(__name__, TaskWatch.__name__), *verifiers_of_tasks({"tasks": tasks})]

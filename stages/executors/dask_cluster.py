@@ -14,7 +14,7 @@ from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor, probed
 from puna.stages.executors.worker import Answer, compute
 from puna.storage import PunaError
 
-# Set before a local scheduler starts. Our parts hold no results in the workers: nothing is to be written to disk by Dask.
+# Set before a local scheduler starts. Parts leave no results in the workers, so Dask need not spill them to disk.
 LOCAL = {
     "distributed.scheduler.allowed-failures": ATTEMPTS - 1, "distributed.scheduler.work-stealing": False,
     "distributed.worker.memory.target": False, "distributed.worker.memory.spill": False, "distributed.worker.daemon": False,
@@ -27,8 +27,8 @@ LOOK_SECONDS = 5.0
 class DaskCluster(PartExecutor):
     """The workers of the Dask scheduler at `address`; without one, `workers` processes of this machine.
 
-    Dask restarts a part if its worker dies. It also restarts, without counting, a part if its result is lost with the worker.
-    So each worker reports each attempt, and the driver gives a part up after `ATTEMPTS`.
+    Dask restarts a part whose worker dies, and, without counting, a part whose result is lost with the worker. So each worker reports
+    each attempt, and the driver gives a part up after `ATTEMPTS`.
     """
 
     def __init__(self, address: str, workers: int) -> None:
@@ -45,7 +45,7 @@ class DaskCluster(PartExecutor):
             with dask.config.set(LOCAL):
                 self._local = target = LocalCluster(
                     n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50, host="127.0.0.1",
-                    security=True,  # other users of this machine could else have the workers run code
+                    security=True,  # otherwise other users of this machine could run code in the workers
                 )  # fmt: skip
         self._where = address or "on this machine"
         self.below = not address
@@ -66,7 +66,7 @@ class DaskCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return two parts a thread, so that the next part is there before the current one ends."""
+        """Return two parts per thread, so that the next part has arrived before the current one ends."""
         return 2 * self._threads
 
     def has_device(self) -> bool:
@@ -88,7 +88,7 @@ class DaskCluster(PartExecutor):
         self._devices = any("GPU" in worker.get("resources", {}) for worker in workers)
 
     def _begin(self, part: Part) -> None:
-        if self._client.status != "running":  # what is submitted now would never end
+        if self._client.status != "running":  # a part submitted now would never end
             raise PunaError(self._gone)
         key = f"{self._topic}-{uuid.uuid4().hex}"
         future = self._client.submit(
@@ -147,7 +147,6 @@ class DaskCluster(PartExecutor):
 
 
 def _compute(topic: str, key: str, payload: bytes) -> Answer:
-    """Compute a part in a worker of Dask, after reporting the attempt."""
     from distributed import get_worker
 
     get_worker().log_event(topic, key)

@@ -13,14 +13,14 @@ from puna.stages.executors.worker import Answer, packed
 from puna.storage import PunaError
 
 ATTEMPTS = 3
-"""How often a part is begun whose worker ends each time."""
+"""Maximum starts of a part whose worker ends each time."""
 BYTES_UNDER_WAY = 1 << 30
-"""Most bytes of arguments and of results that wait in the driver."""
+"""Maximum bytes of arguments and results that wait in the driver."""
 AHEAD = 64
 
 
 def probed(engine: str, address: str) -> str:
-    """Return `HOST:PORT` if a connection succeeds, else raise PunaError at once; an engine would wait for minutes."""
+    """Return the address if a connection succeeds, else raise PunaError at once; an engine would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PunaError(f"--executor {engine}://{address}: is no address; write {engine}://HOST:PORT")
@@ -54,7 +54,7 @@ class PartExecutor(Executor):
 
     An engine defines `slots` and `_begin`, which sends a part and calls `_answered` or `_lost` once, from any thread.
     `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker.
-    `below`: the workers are processes below this one, not of a cluster.
+    `below`: the workers are child processes of this one, not members of a cluster.
     """
 
     below = True
@@ -128,7 +128,7 @@ class PartExecutor(Executor):
         self._advance()
 
     def _lost(self, part: Part, reason: str) -> None:
-        """Start a part again whose worker ended, or fail it after `ATTEMPTS`."""
+        """Restart a part whose worker ended, or fail it after `ATTEMPTS`."""
         if part.attempts >= ATTEMPTS or self._closed:
             times = f"{part.attempts} times, which is as often as it is tried" if part.attempts > 1 else "once"
             message = (
@@ -163,7 +163,7 @@ class PartExecutor(Executor):
         self._close()
 
     def _refuse(self, drop: bool) -> None:
-        """Take no more work; `drop` what waits."""
+        """Accept no more work. `drop`: cancel the waiting parts."""
         with self._lock:
             self._closed = True
             dropped = list(self._waiting) if drop else []
@@ -177,7 +177,7 @@ class PartExecutor(Executor):
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
     def _end(self) -> None:
-        """End what is under way. A worker that is not this executor's own may go on in vain."""
+        """End the parts under way. A worker that this executor did not start may go on in vain."""
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -188,7 +188,7 @@ def ordered(
 ) -> Iterator[Any]:
     """Yield `function(item, *arguments)` in the order of `items`.
 
-    At most `ahead` calls, or as many as the executor has slots, and `BYTES_UNDER_WAY` bytes are under way; one call is always allowed.
+    At most `ahead` calls (or two per slot, if more) and `BYTES_UNDER_WAY` bytes are under way; one call is always allowed.
     """
     if executor is None:
         for item in items:

@@ -14,11 +14,11 @@ from typing import Any
 from puna.stages.executors.parts import Part, PartExecutor
 from puna.stages.executors.worker import Answer, compute
 
-# What numpy, torch, numba, Arrow and tokenizers read when they are loaded, and not again.
+# Thread counts that numpy, torch, numba, Arrow and tokenizers read only when they are loaded.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
 _environment = threading.Lock()
 SAVE_SECONDS = 20.0
-"""Longest wait for the workers of a run that is stopped; Prefect kills the whole run after 30 s."""
+"""Longest wait for a stopped run's workers, seconds; Prefect kills the whole run after 30 s."""
 
 
 def cores() -> int:
@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 class Processes(PartExecutor):
-    """Local processes that share the cores evenly, each in a pool of its own, so that a killed one takes no other with it."""
+    """Local processes that share the cores evenly, each in its own pool: if one is killed, the others go on."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Processes(PartExecutor):
         self._answered(part, answer)
 
     def _end(self) -> None:
-        """End the workers: a training in one of them saves its state first, for which it has `SAVE_SECONDS`."""
+        """End the workers. A training in one of them has `SAVE_SECONDS` to save its state first."""
         workers = [worker for worker in self._context.made if worker.is_alive()]
         deadline = time.monotonic() + SAVE_SECONDS
         try:
@@ -122,7 +122,7 @@ class _Context(SpawnContext):
 
 
 def _start(parent: int) -> None:
-    # Ctrl-C reaches every process of a terminal: the worker ends at once, a training after its step, and only the driver says so.
+    # Ctrl-C reaches every process of a terminal. A worker ends at once, a training after its step; only the driver reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 

@@ -1,7 +1,7 @@
-"""Processes that run a stage of training together: rank 0 runs the flow, the others wait for such stages and follow it.
+"""Processes of a distributed training: rank 0 runs the flow, and the followers join it in each training stage.
 
-torchrun, or `start` on this machine, starts them all with one command line. A stage reaches the followers through the store at which they
-joined. Their results are exchanged with rank 0 by the training itself.
+torchrun, or `start` on this machine, starts all with one command line. Rank 0 sends its followers jobs through the store that all joined;
+the training itself exchanges results.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESTARTS = 3
-"""Times that all processes are started again after one was killed; they go on from the last state."""
+"""Maximum restarts of all processes after one was killed; they resume from the last saved state."""
 LOOK = 0.05
-"""Seconds between a follower's looks for its next job."""
+"""Seconds between a follower's polls for its next job."""
 LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error says more, may end first."""
 END = "end"
@@ -42,12 +42,12 @@ def count() -> int:
 
 
 def follows() -> bool:
-    """True in all processes but rank 0."""
+    """True in every process but rank 0."""
     return count() > 1 and os.environ.get("RANK") != "0"
 
 
 def join() -> None:
-    """Join the processes that were started together, if any; raise PunaError if a variable, or rank 0, is missing."""
+    """Join the processes that were started together, if any. Raise PunaError if a variable or rank 0 is missing."""
     if count() == 1:
         return
     import torch
@@ -62,7 +62,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Let all processes train together inside. `job`: what rank 0 tells the followers, JSON; None: this is one of them."""
+    """Let all processes train together within the context. `job`: the JSON that rank 0 sends the followers; None in a follower."""
     from puna.models.training.parallel import mesh
 
     if job is not None:
@@ -77,7 +77,7 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
 
 
 def mesh(layout: Layout = ONE) -> Mesh:
-    """Return the processes that run a stage together; where one process runs it, only that."""
+    """Return the mesh of the processes that run a stage together; if one process runs it, a mesh of one."""
     from puna.models.training.parallel.mesh import Mesh, layout_of
 
     return Mesh(layout_of(layout))
@@ -91,8 +91,7 @@ def agree(wish: bool) -> bool:
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
-    """Return `compute` of items, one JSON value each, in all processes that run a stage together. Items of one key go to one process, or
-    to one group of the layout."""
+    """Return `compute` of the items (one JSON value each) in all processes. Items with equal keys go to one process or layout group."""
     return mesh(layout).dealt(items, compute, key)
 
 
@@ -119,7 +118,7 @@ def tell(line: str) -> None:
 
 
 def heard() -> list[str]:
-    """Return the lines that the other ranks have told rank 0 since it last asked."""
+    """Return the log lines that other ranks sent to rank 0 since the last call."""
     if count() == 1:
         return []
     from puna.models.training.parallel import mesh
@@ -133,7 +132,7 @@ def heard() -> list[str]:
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
-    """Do the jobs that rank 0 tells, until it ends."""
+    """Run the jobs that rank 0 sends, until it ends."""
     from puna.models.training.parallel import mesh
 
     number = 0
@@ -155,7 +154,7 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
 
 
 def finish() -> None:
-    """Let the followers end."""
+    """Tell the followers to end."""
     if count() > 1:
         _say(END)
 
@@ -172,10 +171,10 @@ def _say(text: str) -> None:
 
 
 def start(command: Sequence[str], processes: int) -> int:
-    """Run a command in so many processes on this machine, as torchrun would, and return rank 0's exit status.
+    """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
-    A process that a signal killed ends all, and all start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0,
-    which has its training saved. Only rank 0 has the terminal; the others have the standard error.
+    If a signal kills one, all end and start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0, whose training
+    saves its state. Only rank 0 has stdin and stdout; all have stderr.
     """
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
@@ -186,7 +185,7 @@ def start(command: Sequence[str], processes: int) -> int:
 
 
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
-    """Return the exit status of the first process that failed, or 0; minus the signal that ended it."""
+    """Return rank 0's exit status, or another failed rank's, or 0; minus the signal's number if one killed a rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -195,7 +194,7 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
         "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads,
     }  # fmt: skip
-    # Sessions of their own: a terminal's Ctrl-C would reach all at once, in the middle of different steps.
+    # Own sessions, because a terminal's Ctrl-C would reach all at once, in the middle of different steps.
     workers = []
     for rank in range(processes):
         own, environment = None if rank == 0 else subprocess.DEVNULL, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

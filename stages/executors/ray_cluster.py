@@ -43,7 +43,7 @@ class RayCluster(PartExecutor):
                 )  # fmt: skip
             except Exception as error:
                 ray.shutdown()
-                # Its own limit, 15 seconds for the start of its agents, cannot be set.
+                # Ray's own limit of 15 seconds for the start of its agents cannot be set.
                 raise PunaError(
                     f"--executor ray: Ray did not start on this machine ({str(error).strip()}); its logs are in {self._folder}. "
                     "Most likely the machine is too busy: try again when it is not, or use --executor processes"
@@ -54,7 +54,7 @@ class RayCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return two parts a core, so that the next part is there before the current one ends."""
+        """Return two parts per core, so that the next part has arrived before the current one ends."""
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:

@@ -1,4 +1,4 @@
-"""A process that does jobs of a user's own code one at a time, ended with its children when a job takes too long."""
+"""A process that runs jobs of a user's code one at a time. It is killed with its children when a job takes too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Apart:
-    """A process that runs `work`, whose result is JSON. It starts with the first job, and again after a failure or added modules."""
+    """A process that runs `work`, whose result is JSON. It starts with the first job, and restarts after a failure or added modules."""
 
     def __init__(self, work: Work) -> None:
         names = [work.__module__, work.__name__]
@@ -24,7 +24,7 @@ class Apart:
         self.close = self._process.end
 
     def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:
-        """Return a job's result, or a sentence on its failure. `memory_mb`: memory that the process may take after its start (Linux)."""
+        """Return a job's result, or an error message. `memory_mb`: limit on memory taken after the process's start (Linux)."""
         try:
             return self._process.ask((job, memory_mb), b"", None, seconds)
         except LimitError as error:
@@ -32,7 +32,7 @@ class Apart:
 
 
 def serve() -> None:
-    """Do the jobs on standard input (`bounded_process.py`) with what the arguments name: the work's module and name, and added modules."""
+    """Run the jobs on standard input (`bounded_process.py`). Arguments: the work's module and name, then modules to add."""
     module, name, *modules = sys.argv[1:]
     for plugin in modules:
         plugins.add(plugin)

@@ -1,4 +1,4 @@
-"""The work of one part in a worker of any engine, as packed by the driver."""
+"""Packing of a part in the driver, and its computation in a worker of any engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def compute(payload: bytes) -> Answer:
-    """Compute one part; whatever it raises is part of the answer, so that every engine hands errors over alike."""
+    """Compute one part. Its error is part of the answer, so that every engine passes errors on alike."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
         if refused := _refused(Fingerprint(**driver), modules):
@@ -101,7 +101,7 @@ def _refused(driver: Fingerprint, modules: dict[str, str]) -> str:
                 return f"{here} has no file {file}, which --module names: share its folder with the workers, or install it as a package"
             plugins.add(file or name)
     mine = fingerprint()
-    # A module that another driver had added is in nobody's way.
+    # Ignore modules that another driver added.
     mine = replace(mine, plugins={name: digest for name, digest in mine.plugins.items() if name in driver.plugins or name in _packages()})
     if differences := driver.differences(mine):
         return f"{here} was refused: it has {'; '.join(differences)}. Install there what is installed here, and start it again"

@@ -35,17 +35,17 @@ ARMS = ("set", "shuffled")
 
 
 class AnnealExperimentConfig(SeededConfig):
-    """Settings of the annealing with and without each data set, and of its verdict."""
+    """Settings of annealing with and without each data set, and of the verdict."""
 
-    sets: tuple[str, ...] = Field((), description="Categories of the mixture that are judged, each as a data set; none: all of them")
-    categories: int = Field(8, ge=1, description="Data sets at most, with a mixture: its largest categories, the others together")
-    share: float = Field(0.3, gt=0, le=1, description="Share of the data set's rows in the annealing, fraction")
+    sets: tuple[str, ...] = Field((), description="Categories of the mixture to judge, each as a data set; none: all")
+    categories: int = Field(8, ge=1, description="Maximum number of data sets: the mixture's largest categories, and the others as one")
+    share: float = Field(0.3, gt=0, le=1, description="Share of rows from the data set in the annealing (0 to 1)")
     model: ModelShape = Field(
         SHAPE.replace(
             hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
             tie_word_embeddings=False, initializer_range=0.1, zero_residual=True,
         ),
-        description="Shape of the model that is trained on the default tokens first, where none is given",
+        description="Shape of the model trained on the default tokens first, if no model is given",
     )  # fmt: skip
     base: Phase = Field(
         Phase(name="base", steps=250, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=10, shape="constant")),
@@ -53,30 +53,26 @@ class AnnealExperimentConfig(SeededConfig):
     )
     phase: Phase = Field(
         Phase(name="anneal", steps=60, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=5, shape="linear")),
-        description="The annealing: from learning_rate in a line to 0",
+        description="The annealing: learning_rate falls linearly to 0",
     )
     optimizer: OptimizerSettings = Field(OptimizerSettings(name="muon", embedding_scale=32), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     repeats: int = Field(3, ge=3, le=100, description="Runs of each arm, paired by the rows they read. Two pairs decide nothing")
     least_gain: float = Field(
-        0.02, ge=0, description="Lower end of both intervals above which a set is accepted: over the default, and over its own words "
-        "shuffled, nats per token of its held-out text"
+        0.02, ge=0, description="Minimum gain over the default, and over the set's own words shuffled, to accept a set: lower end of each "
+        "interval, nats per token of its held-out text"
     )  # fmt: skip
     most_default_rise: float = Field(
-        0.1, ge=0, description="Rise of the default text's loss over that with the set's words shuffled, which take as many default tokens "
-        "away: its upper end above which a set is refused, nats per token"
+        0.1, ge=0, description="Maximum rise of the loss on default text, against annealing on the set's words shuffled: upper end of the "
+        "interval above which a set is refused, nats per token"
     )  # fmt: skip
-    max_repeats: float = Field(4.0, ge=1, description="Times that a set's different documents may be read; a smaller set is refused")
-    least_different: float = Field(0.5, ge=0, le=1, description="Share of a set's documents that must be no copies, fraction")
-    document_tokens: int = Field(
-        8192, ge=8, description="Tokens of a set's document that are read, from its beginning: few tokens then hold many documents"
-    )
+    max_repeats: float = Field(4.0, ge=1, description="Maximum passes over a set's distinct documents; a smaller set is refused")
+    least_different: float = Field(0.5, ge=0, le=1, description="Minimum share of a set's documents that are not copies (0 to 1)")
+    document_tokens: int = Field(8192, ge=8, description="Tokens read from each document's beginning: few tokens then hold many documents")
     heldout_tokens: int = Field(
-        8_000, ge=100, description="Held-out tokens of each set and of the default mixture, each; at most pretrain's validation_tokens"
+        8_000, ge=100, description="Held-out tokens per set, and of the default mixture; at most pretrain's validation_tokens"
     )
-    validation_share: float = Field(
-        0.01, gt=0, lt=0.5, description="Share of the default documents set aside, as pretrain has it, fraction"
-    )
+    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of the default documents held out, as in pretrain (0 to 1)")
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> AnnealExperimentConfig:
@@ -97,13 +93,13 @@ def anneal_experiment(
 ) -> None:  # fmt: skip
     """Measure whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
-    The sets are the mixture's categories; without a mixture, all documents are one. The model is best a half-trained one; by default a
-    small one is trained here on the default tokens. It is annealed three times from the same weights, for as many tokens: on default rows
+    The sets are the mixture's categories; without a mixture, all documents are one. The model should be half-trained; by default a small
+    one is trained here on the default tokens. It is annealed three times from the same weights, on equally many tokens: on default rows
     alone, with a share of the set's rows, and with those rows' words shuffled. The gain is the drop in loss on held-out documents of the
     set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired runs. It may raise the loss on
     default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once, and a set of mostly copies
-    is refused at once. The table `weights` is the mix to anneal on, for `mix`: the measured share for the accepted sets, by their bytes,
-    the rest as in the mixture.
+    is refused at once. The table `weights` is the mix to anneal on, for `mix`: accepted sets get `share`, in proportion to their bytes;
+    the rest stays as in the mixture.
     """
     source = tokenizer or model
     if source is None:
@@ -142,8 +138,8 @@ def anneal_experiment(
 
 
 def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config: AnnealExperimentConfig, run: StageRun) -> str:
-    """Return the folder of the model to anneal: the input model, with embeddings of the tokenizer's further tokens; without one a small
-    model trained on the default tokens but for those set aside."""
+    """Return the folder of the model to anneal: the input model, grown to the tokenizer's vocabulary, or a small model trained on the
+    default tokens that are not held out."""
     from puna.models.formats.checkpoint import save
 
     vocabulary, seed, folder = tokenizer_of(tokenizer), run.seed("base"), run.scratch / "base-model"
@@ -165,19 +161,18 @@ def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config
 
 
 def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
-    """Return the reason to refuse a set unread, by the readings and the share of its different documents; empty: none."""
+    """Return the reason to refuse a set without a run, or "". `read`: passes over distinct documents; `different`: their share."""
     if read > config.max_repeats:
         return f"its different documents would be read {read:.3g} times, over max_repeats"
     return "" if different >= config.least_different else f"{different:.0%} of its documents are different, under least_different"
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces whose document copies an earlier or held-out one; the tokens of the other pieces; and
-    the share of documents without copies."""
+    """Return a mask [P] of a set's training pieces whose document copies an earlier or held-out one, the tokens of the other pieces, and
+    the share of documents that are no copies."""
     packed, windows = pools.training[number], set[bytes]()
     heldout = np.concatenate(pools.heldout[number])
-    for document in np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:]):
-        windows.add(_digest(document))
+    windows.update(map(_digest, np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:])))
     copies = np.zeros(len(packed.ids), dtype=bool)
     for owner, document in enumerate(_documents(packed)):
         digest = _digest(document)
@@ -217,10 +212,9 @@ def _anneal(
 
     packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
     sets, vocabulary = Pools.read(pools), Tokenizer.load(model)
-    # A document may be both of a set and among the default ones: what is held out on any side is read on none.
+    # A document may be both in a set and in the default tokens: if one side holds it out, neither side reads it.
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
-    everywhere = frozenset().union(*sets.heldout_ids)
-    readers, shares = [Reader(packed, heldout | packed.of(everywhere), 1, seed, vocabulary.begin)], [1.0]
+    readers, shares = [Reader(packed, heldout | packed.of(frozenset().union(*sets.heldout_ids)), 1, seed, vocabulary.begin)], [1.0]
     if arm != DEFAULT:
         new, out = sets.training[number], _different(sets, number)[0] | sets.training[number].of(aside)
         if arm == "shuffled":
@@ -244,8 +238,7 @@ def _anneal(
 
 
 class Verdict(NamedTuple):
-    """A set's name, its gains by held-out text over the default mix and over its words shuffled, the reason it is refused for ("": none),
-    and its readings."""
+    """A set's verdict: gains by held-out text over the default mix and over its words shuffled, the refusal (or ""), and passes read."""
 
     name: str
     gains: dict[str, intervals.Interval]
@@ -275,7 +268,7 @@ def _verdict(
 
 
 def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], share: float) -> list[dict[str, Any]]:
-    """Return the weight of each category in the mix to anneal on: that of the mixture, and `share` for the accepted ones by their bytes."""
+    """Return each category's weight in the annealing mix: the mixture's weight, and for accepted sets a part of `share` by bytes."""
     table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
     natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
     size = {name: count for group in groups for name, count in group.members.items()}

@@ -23,22 +23,20 @@ from puna.stages.training.scaling_laws import fit_power
 from puna.storage import PunaError
 
 WIDEST, MULTIPLE = 32_768, 8
-"""Widths that are tried: at most, and multiples of which number."""
+"""Maximum width tried, and the number of which all widths are multiples."""
 GROWTH, NEAR = (0.3, 0.7), 1.5
-"""Exponents between which the best size may grow with the budget (published ones: .46 to .54), and the factor left beside them."""
+"""Exponents between which the best size may grow with the budget (published: .46 to .54), and the factor allowed beyond them."""
 
 
 class ChooseSizeConfig(LawConfig):
-    """A budget, or a size whose loss is wanted: one of `flops`, `hours` and `tokens`."""
+    """Settings of a forecast: a budget in `flops` or `hours`, or a given model's `tokens`."""
 
     flops: float | None = Field(None, gt=0, description="Budget in floating-point operations of the training")
     hours: float | None = Field(None, gt=0, description="Budget in hours of the device")
     gpu: str | None = Field(None, description="GPU of `hours` (H100, H200, A100, …) in bf16; null: this CPU")
     tokens: int | None = Field(None, ge=1, description="Tokens of a training whose `model` is given: only the loss is forecast")
     model: ModelShape | None = Field(None, description="Sizes of the model; null: the best of the ladder's family for the budget")
-    sequence_length: int | None = Field(
-        None, ge=2, description="Tokens of a row, which attention's share of the operations depends on; null: the ladder's"
-    )
+    sequence_length: int | None = Field(None, ge=2, description="Tokens per row (attention's cost depends on it); null: the ladder's")
 
     @model_validator(mode="after")
     def _one_budget(self) -> ChooseSizeConfig:
@@ -54,7 +52,7 @@ class ChooseSizeConfig(LawConfig):
 
 @dataclass(frozen=True)
 class Size:
-    """A model's configuration and its tokens, with the operations of their training."""
+    """A model's configuration, its training tokens, and the operations of training it on them."""
 
     shape: ModelConfig
     tokens: float
@@ -62,7 +60,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Parameters that multiply every token, output layer included."""
+        """Return the number of parameters that multiply every token, output layer included."""
         return matrix_parameters(self.shape)
 
 
@@ -78,8 +76,7 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     rows = read_points(law)
     forecaster = forecaster_of(rows, config, run)
     sizes = _sizes(config, rows)
-    losses = forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]
-    size = sizes[int(np.argmin(losses))]
+    size = sizes[int(np.argmin(forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]))]
     loss = Interval(*forecaster.at(size.parameters, size.tokens, size.flops))
     numbers = {"parameters": float(size.parameters), "tokens": size.tokens, "flops": size.flops}
     numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
@@ -130,7 +127,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes within the usual growth from the ladder's best one: a surface of few points leaves its optimum open."""
+    """Return the sizes within the usual growth from the ladder's best: a surface fitted to few points leaves its optimum uncertain."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 
@@ -147,7 +144,7 @@ def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size
 
 
 def _family(base: ModelShape) -> Iterator[ModelShape]:
-    """Yield the shape at all widths up to the widest, of heads that fit: steps of an eighth."""
+    """Yield the shape at widths up to `WIDEST` in steps of about 6 %, if its heads fit."""
     width = float(MULTIPLE)
     shapes = set()
     while width <= WIDEST:
@@ -160,7 +157,7 @@ def _family(base: ModelShape) -> Iterator[ModelShape]:
 
 
 def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
-    """Return the seconds of a token in training: by a GPU's data sheet, or by this CPU's measured matrix products."""
+    """Return the training seconds per token, from a GPU's data sheet or from this CPU's measured matrix products."""
     from puna.models import accounting
     from puna.models.machine import Machine, matrix_rate
 
@@ -178,7 +175,7 @@ def _chosen(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]
     many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))
-    # The schedule of a ladder's points: constant, and a line to 0 at the end.
+    # The schedule of a ladder's points: constant, then linear to 0.
     schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=0.25)
     phase = Phase(until=round(size.tokens), rows_per_step=max(1, round(many)), schedule=schedule)
     optimizer = OptimizerSettings.model_validate_json(rows[0]["optimizer"])

@@ -24,14 +24,13 @@ from puna.storage import PunaError
 
 
 class FilterAblationConfig(SeededConfig):
-    """The small runs, and how much of a rule's documents they read."""
+    """Settings of the small runs, and of the share of a rule's documents in them."""
 
-    rules: int = Field(8, ge=1, le=100, description="Rules told apart: those that drop most text, the others together as one")
+    rules: int = Field(8, ge=1, le=100, description="Rules measured: those that drop most text, and the others together as one")
     share: float = Field(
-        0.3, gt=0, le=1, description="Share of the rows that are of the rule's documents in its runs, fraction; more than it drops, which "
-        "few tokens would not show"
-    )  # fmt: skip
-    max_readings: float = Field(4.0, ge=1, description="Times that a rule's documents may be read; one that drops less is not measured")
+        0.3, gt=0, le=1, description="Share of rows from the rule's documents; above the real share, so that few tokens show an effect"
+    )
+    max_readings: float = Field(4.0, ge=1, description="Maximum passes over a rule's documents; a rule that drops less is not measured")
     model: ModelShape = Field(PROXY, description="Shape of the small models")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=4, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
@@ -39,10 +38,10 @@ class FilterAblationConfig(SeededConfig):
     )
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
-    repeats: int = Field(3, ge=3, le=100, description="Seeds of weights, with which the runs are paired. Two pairs decide nothing")
+    repeats: int = Field(3, ge=3, le=100, description="Seeds of weights by which the runs are paired; two pairs decide nothing")
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
-    document_tokens: int = Field(1024, ge=8, description="Tokens of a document that are read, from its beginning")
-    heldout_tokens: int = Field(20_000, ge=100, description="Tokens of the kept documents to measure on, which no run reads")
+    document_tokens: int = Field(1024, ge=8, description="Tokens read of a document, from its beginning")
+    heldout_tokens: int = Field(20_000, ge=100, description="Tokens of kept documents that are held out to measure on")
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> FilterAblationConfig:
@@ -56,10 +55,10 @@ def filter_ablation(
 ) -> None:
     """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
-    `documents` went into the selection, `selected` came out. A small model is trained only on kept documents; another, from the same
-    weights and on as many tokens, with a share of documents that the rule dropped in the place of some. What the second loses is what
-    the rule earns where its documents have that share; below 0 it costs. A document counts for the first rule that dropped it: others
-    may drop it as well. A rule whose few documents would be read too often is not measured.
+    `documents` is the selection's input, `selected` its output. A small model is trained only on kept documents; another, from the same
+    weights and on equally many tokens, replaces a share of them by documents that the rule dropped. Its excess loss is what the rule earns
+    at that share; a negative one is a cost. A document counts for the first rule that dropped it. A rule with too few documents to be read
+    at most `max_readings` times is not measured.
     """
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
@@ -77,7 +76,7 @@ def filter_ablation(
     jobs = [(job, arm, kept_group, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]
     trials = list(run_trials(run, _trial, jobs, pools, vocabulary.vocab_size, vocabulary.begin))
     run.write_rows(trials, "trials")
-    # Nats of a token to bits of a byte, on the text that all are measured on.
+    # Convert nats per token to bits per byte of the measured text.
     size = sum(len(vocabulary.decode(piece.tolist(), skip_special_tokens=True).encode()) for piece in text.heldout[kept_group])
     bits = sum(len(piece) - 1 for piece in text.heldout[kept_group]) / size / math.log(2)
     losses = {(names[arm], repeat): bits * trial["loss"] for (arm, repeat), trial in zip(runs, trials, strict=True)}
@@ -89,7 +88,7 @@ def filter_ablation(
 def _report(
     rules: dict[str, tuple[int, float, float]], losses: dict[tuple[str, int], float], config: FilterAblationConfig, run: StageRun
 ) -> None:
-    """Report each rule's documents, tokens and readings, and what it earns by the losses of its runs, in bits per byte."""
+    """Report each rule's documents, tokens and passes, and its gain in bits per byte."""
     rows, bars, repeats = [], list[tuple[str, Interval]](), range(config.repeats)
     for name, (documents, tokens, read) in rules.items():
         rows += [evaluation_row(name, "tokens", tokens, documents), evaluation_row(name, "readings", read, documents)]

@@ -1,4 +1,4 @@
-"""A ladder of small runs: shapes by tokens, each shape one trunk at a constant rate with a decay at every number of tokens."""
+"""A ladder of small runs: each shape is one run at a constant rate (the trunk), with a decaying copy at every number of tokens."""
 
 from __future__ import annotations
 
@@ -31,38 +31,37 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400
-"""Steps below which a run says nothing of a longer one: its loss is still that of the warm-up and of few updates."""
+"""Minimum steps of a run: in shorter ones, warm-up and few updates decide the loss, which says nothing of longer runs."""
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
-"""A question: tokens that are given, tokens of an option, and the parts of it that wrong options exchange."""
+"""Tokens of a question's prompt and of an option, and the option's parts, which wrong options swap."""
 
 
 Question = tuple[list[int], list[list[int]]]
-"""Token ids of what is given, and of the options, the right one first."""
+"""Token ids of the prompt and of the options, the right one first."""
 
 
 class LadderConfig(SeededConfig):
-    """The shapes, their tokens, and the tuning that comes first."""
+    """Settings of the ladder: shapes, tokens, and the tuning before."""
 
-    model: ModelShape = Field(SHAPE, description="Sizes of the largest model that a law of the ladder is for, as pretrain has them")
-    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; all else shrinks along")
-    tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens for each parameter, output layer included, at 1")
-    multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of them at which a trunk decays")
+    model: ModelShape = Field(SHAPE, description="Sizes of the largest model that the ladder's law is for, as in pretrain")
+    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other sizes shrink along")
+    tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens per parameter, output layer included, at multiple 1")
+    multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of tokens at which a trunk decays")
     max_flops: float | None = Field(None, gt=0, description="Largest budget of a point, 6 operations per parameter and token; null: none")
-    decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls in a line to 0, fraction")
-    warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of the shortest run of a shape in which the rate rises, fraction")
+    decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls linearly to 0 (0 to 1)")
+    warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of a shape's shortest run in which the rate rises (0 to 1)")
     repeats: int = Field(
-        0, ge=0, le=100, description="Further seeds of the narrower half of the shapes, to their second point: intervals then hold the "
-        "noise of a seed, which all points of a trunk share"
-    )  # fmt: skip
-    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows of a step that are tried at two scales; one: it is not tuned")
-    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates tried there; one: it is not tuned")
+        0, ge=0, le=100, description="Further seeds of the narrower half of shapes, to their second point; intervals then hold seed noise"
+    )
+    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows per step to try at two scales; a single value is not tuned")
+    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try there; one value is not tuned")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as pretrain has it")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
-    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents set aside, as pretrain has it, fraction")
-    validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most, as pretrain has it")
+    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents held out, as in pretrain (0 to 1)")
+    validation_tokens: int = Field(40_000, ge=100, description="Maximum tokens of those documents, as in pretrain")
     questions: int = Field(
-        0, ge=0, le=100_000, description=f"Questions with choices, built of the documents set aside: {PROMPT_TOKENS} tokens, and the next "
-        f"{OPTION_TOKENS} as they are or with parts exchanged, 4 options; 0: none"
+        0, ge=0, le=100_000, description=f"Multiple-choice questions from held-out documents: {PROMPT_TOKENS} tokens, and the next "
+        f"{OPTION_TOKENS} as they are or with parts swapped (4 options); 0: none"
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -77,7 +76,7 @@ class LadderConfig(SeededConfig):
 
 
 class Rung(NamedTuple):
-    """One shape of the ladder: its configuration, rows of a step, learning rate, and the steps of its points."""
+    """One shape of the ladder: its configuration, rows per step, learning rate, and its points' steps."""
 
     shape: ModelConfig
     rows: int
@@ -89,11 +88,11 @@ class Rung(NamedTuple):
 def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, config: LadderConfig, run: StageRun) -> None:
     """Train small models on several numbers of tokens each, for a law of the loss (Llama 3, section 3.2.1; Bhagia et al. 2024).
 
-    A shape is trained once at a constant rate; at .5, 1, 2 and 4 times 20 tokens a parameter a copy of it decays to 0, which is a point.
-    Rows of a step and the rate are tuned before at two scales, at the middle multiple that both reach: the best rate of short runs is too
-    high for long ones. Other shapes follow the power law through the two best. No run has fewer than 400 steps: a budget that is too small
-    for that is refused by name. The loss is that of the documents set aside as pretrain does, and of each further `heldout` set. Runs share
-    the CPU's cores; where the largest model is too large for one, and there is a GPU, they follow each other there.
+    A shape is trained once at a constant rate. At .5, 1, 2 and 4 times 20 tokens per parameter, a copy decays to 0 and gives a point. Rows
+    per step and rate are tuned first at two scales, at the middle multiple that both reach: the best rate of short runs is too high for
+    long ones. Other shapes follow the power law through the two optima. A budget too small for 400 steps is an error. The loss is measured
+    on documents held out as in pretrain, and on each `heldout` set. Runs share the CPU's cores. If the largest model is too large for one
+    and there is a GPU, they run there in turn.
     """
     import torch
 
@@ -104,7 +103,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     shapes = [resized(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
     place = device() if matrix_parameters(shapes[-1]) > SMALL else torch.device("cpu")
     shared = (tokens, tuple(heldout or ()), vocabulary.begin, place)
-    for shape in shapes:  # a shape that is refused is refused before the first run
+    for shape in shapes:  # raise errors before the first run
         _rung(shape, max(config.rows), config.rates[0], packed.row_length, config)
     tuned = _tuned(shapes, packed.row_length, shared, config, run)
     rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
@@ -122,7 +121,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
 
 
 class Tuned(NamedTuple):
-    """Rows and rates of two scales (parameters), from which all shapes' follow; the trials' losses by name."""
+    """Tuned rows and rates at two scales (parameters), and the trials' losses by name."""
 
     parameters: tuple[float, ...]
     rows: tuple[float, ...]
@@ -136,7 +135,7 @@ class Tuned(NamedTuple):
 
 
 def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
-    """Try the rates with the fewest rows at two scales, then the other rows with the best rate of each, at the middle of both's points."""
+    """Tune rates with the fewest rows at two scales, then rows at each scale's best rate, at the middle point that both reach."""
     if len(config.rows) == len(config.rates) == 1:
         return Tuned((1.0, 2.0), (config.rows[0],) * 2, (config.rates[0],) * 2, {})
     scales = [shapes[0], shapes[len(shapes) // 2]]
@@ -158,12 +157,11 @@ def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], con
         f"width {shape.hidden_size}, {rows} rows, rate {rate:.3g}": loss
         for shape, some in zip(scales, losses, strict=True) for (rows, rate), loss in some.items()
     }  # fmt: skip
-    sizes = tuple(float(matrix_parameters(shape)) for shape in scales)
-    return Tuned(sizes, tuple(map(float, best)), tuple(rates), names)
+    return Tuned(tuple(float(matrix_parameters(shape)) for shape in scales), tuple(map(float, best)), tuple(rates), names)
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the value of the lowest loss: on the parabola in the logarithm through it and its neighbours, if it has two."""
+    """Return the value of the lowest loss; if it has two neighbours, the minimum of the parabola through them in log(value)."""
     best = int(np.argmin(losses))
     if not 0 < best < len(values) - 1:
         return values[best]
@@ -197,7 +195,7 @@ def _trunk(
     name: str, rung: Rung, seed: int, tokens: Artifact, heldout: tuple[Artifact, ...], begin: int, place: torch.device,
     config: LadderConfig, folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a shape and return its points; a point that is done is not repeated."""
+    """Train a shape and return its points. Finished points are not computed again."""
     packed, held = set_aside(tokens, config.validation_share, config.validation_tokens)
     reader = Reader(packed, held, rung.rows, seed, begin)
     sets = {"validation": packed.validation_pieces(held)}
@@ -225,7 +223,7 @@ def _decayed(
     trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
     sets: dict[str, list[Any]], questions: list[Question], flops: float, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a copy of the trunk while the rate falls to 0, and measure it. flops: operations before."""
+    """Train a copy of the trunk while the rate falls to 0, and measure it. `flops`: operations so far."""
     from puna.models.training.trainer import computing_in
 
     size = config.compute.micro_batch_tokens
@@ -233,7 +231,7 @@ def _decayed(
     branch.load_state_dict(trunk.state_dict())
     schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0, shape="linear")
     flops += _train(branch, reader, first, last, schedule, rung, seed, config, state, moments)
-    # As pretrain measures the loss: in the precision of training.
+    # Measure the loss in the precision of training, as pretrain does.
     with computing_in(branch, config.compute.precision_on(next(branch.parameters()).device.type)):
         losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
         task_loss, accuracy = _answered(branch, questions, size)

@@ -1,4 +1,4 @@
-"""The law of the loss that a ladder's points follow."""
+"""The scaling law fitted to a ladder's losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.storage import Artifact, PunaError
 
 
 class LawConfig(SeededConfig):
-    """The loss that the law is of, and the draws behind its intervals."""
+    """Settings of a scaling law: the loss that it predicts, and the bootstrap draws of its intervals."""
 
     heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a further one")
     draws: int = Field(200, ge=100, le=100_000, description="Bootstrap draws behind an interval")
@@ -25,9 +25,9 @@ class LawConfig(SeededConfig):
 
 @stage(kind="evaluation")
 def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
-    """Find the law of a ladder's points: how the loss falls with parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
+    """Fit the scaling law of a ladder's points: the loss by parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
-    Two surfaces are fitted to all points, and the nearer one is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
+    Two surfaces are fitted to all points, and the better fit is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
     tokens limits the loss (Kaplan et al. 2020). IsoFLOP parabolas, where three shapes reach a budget, give its best parameters. The loss
     of the questions' right options has a surface of its own, and accuracy is a sigmoid of it. To test the method, each measured budget is
     forecast from the points below it. Several ladders are fitted together.
@@ -74,8 +74,7 @@ def _surface_rows(forecaster: Forecaster) -> list[dict[str, Any]]:
     residual = float(np.std(np.log(forecaster.points.loss / surface(forecaster.points.parameters, forecaster.points.tokens)[0])))
     rows = [evaluation_row("surface", "residual of the logarithm", residual, n)]
     for name in surface.__dataclass_fields__:
-        draws = getattr(forecaster.draws, name)
-        low, high = np.quantile(draws, [0.025, 0.975])
+        low, high = np.quantile(getattr(forecaster.draws, name), [0.025, 0.975])
         rows.append(evaluation_row("surface", name, Interval(float(getattr(surface, name)[0]), float(low), float(high)), n))
     return rows
 
@@ -111,7 +110,7 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
 
 
 def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
-    """Return the small runs' losses, known budgets' forecasts, and the law of the best sizes up to `flops`."""
+    """Return a figure of the small runs' losses, known budgets' forecasts, and the law at the best sizes up to `flops`."""
     points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
     forecasts = [(test.flops, test.predicted) for test in forecaster.backtests]
     series: dict[str, list[tuple[Any, float]]] = {

@@ -31,19 +31,17 @@ PROXY = SHAPE.replace(
 
 
 class MixExperimentConfig(SeededConfig):
-    """The proxy runs, and the bounds of the mixture."""
+    """Settings of the proxy runs, and bounds of the mixture."""
 
-    categories: int = Field(4, ge=2, le=12, description="Categories told apart: the largest, the others together as one")
-    trials: int = Field(12, ge=4, le=500, description="Mixtures tried; at least two more than categories")
-    min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, tried and recommended, fraction")
-    max_share: float = Field(0.7, gt=0, le=1, description="Maximum share of a category that is recommended, fraction")
-    max_repeats: float = Field(
-        4.0, ge=1, le=100, description="Most times that a category's text is read, on average, where all the text's tokens are read in all"
-    )
+    categories: int = Field(4, ge=2, le=12, description="Number of categories: the largest ones, and the others together as one")
+    trials: int = Field(12, ge=4, le=500, description="Mixtures to try; at least two more than categories")
+    min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, tried and recommended (0 to 1)")
+    max_share: float = Field(0.7, gt=0, le=1, description="Maximum recommended share of a category (0 to 1)")
+    max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum passes over a category's text per pass over the whole text")
     divergence_weight: float = Field(
-        0.01, ge=0, le=10, description="Loss that a mixture must earn for each nat of its divergence from the natural one, nats per token"
+        0.01, ge=0, le=10, description="Loss reduction required per nat of divergence from the natural mixture, nats per token"
     )
-    target: dict[str, float] = Field(default_factory=dict, description="Category → weight of its loss in what is minimised; others 1")
+    target: dict[str, float] = Field(default_factory=dict, description="Category → weight of its loss in the objective; others 1")
     model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=1, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
@@ -52,13 +50,11 @@ class MixExperimentConfig(SeededConfig):
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     repeats: int = Field(
-        3, ge=2, le=100, description="Seeds with which the natural and the recommended mixture are compared: the recommended one is used "
-        "only where its mean gain exceeds its 95 % interval"
+        3, ge=2, le=100, description="Seeds to compare the natural and the recommended mixture; the recommended one is used only if the "
+        "95 % interval of its mean gain is above 0"
     )  # fmt: skip
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
-    document_tokens: int = Field(
-        1024, ge=8, description="Tokens of a document that are read, from its beginning: few tokens then hold many documents"
-    )
+    document_tokens: int = Field(1024, ge=8, description="Tokens read from each document's beginning: few tokens then hold many documents")
     heldout_tokens: int = Field(8_000, ge=100, description="Held-out tokens of each category to measure the loss on")
 
     @model_validator(mode="after")
@@ -77,14 +73,12 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex. Two surrogates fit each category's held-out
-    loss: a law of the shares and a Gaussian process over their roots. They are weighed by how well each predicts mixtures left out. The
-    shares that minimise the weighted sum over the categories, and earn their divergence from the natural mixture, are recommended. What the
-    surrogates say of a mixture they were not fitted to is in the rows `left_out_error`; and the recommended mixture is trained too, against
-    the natural one, with `repeats` seeds. `weights` are its shares where the mean gain exceeds its 95 % interval (Student's t over the
-    seeds), else the natural ones; the metric `mixture_used` tells which.
+    loss: a law of the shares and a Gaussian process over their roots, weighed by how well each predicts mixtures left out (rows
+    `left_out_error`). The recommended shares minimise the categories' weighted loss plus a penalty on divergence from the natural mixture.
+    The recommended mixture is then trained against the natural one with `repeats` seeds. The table `weights` holds its shares if the 95 %
+    interval of the gain (Student's t over the seeds) is above 0, else the natural ones; the metric `mixture_used` tells which.
 
-    What the split holds out is left alone: the pages on which the proxies are measured are chosen among its
-    training documents, and the proxies never read them.
+    Proxies are measured on pages of the split's training documents that they never read; the split's held-out documents are not used.
     """
     check_mixture(run, documents, split)
     vocabulary = tokenizer_of(tokenizer)
@@ -128,7 +122,7 @@ def _recommended(
     fitted: Sequence[mixing_laws.Surrogate], shares: mixing_laws.Floats, natural: mixing_laws.Floats, target: mixing_laws.Floats,
     config: MixExperimentConfig,
 ) -> mixing_laws.Floats:  # fmt: skip
-    """Return the shares of the lowest loss, within the bounds, that pays for its divergence from the natural mixture."""
+    """Return the shares within the bounds that minimise the loss plus a penalty on divergence from the natural mixture."""
 
     def value(mixtures: mixing_laws.Floats) -> mixing_laws.Floats:
         losses = np.stack([surrogate(mixtures) for surrogate in fitted], 1) @ target
@@ -170,9 +164,8 @@ def _trained(
     mixtures: Sequence[tuple[str, mixing_laws.Floats, int]], first: int, pools: PoolRows, config: MixExperimentConfig, vocab_size: int,
     begin: int, run: StageRun,
 ) -> list[Trial]:  # fmt: skip
-    """Run a trial of each mixture, given with its name and the number of its repeat."""
-    # All proxies of a repeat start from one set of weights and read each category's rows in one order: what differs
-    # between two trials is only the mixture.
+    """Train a proxy on each mixture (name, shares, repeat)."""
+    # Proxies of one repeat share initial weights and each category's row order: two trials differ only in the mixture.
     seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]
     jobs = [(first + i, name, shares.tolist(), seeds[i]) for i, (name, shares, _) in enumerate(mixtures)]
     total = config.trials - 1 + 2 * config.repeats

@@ -15,7 +15,7 @@ from puna.stages.identity.syntax import bound, canonical, statements, within
 from puna.storage import PunaError
 
 Target = tuple[str, str | None]
-"""What an import names: a module, or a symbol of one."""
+"""The target of an import: a module and None, or a module and its symbol."""
 
 
 @dataclass(eq=False)
@@ -67,12 +67,12 @@ def is_module(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_followed(origin: str) -> bool:
-    """True if an import's target lies in a module that is followed."""
+    """True if an import's target is in a followed module."""
     top = origin.split(".")[0]
     return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
 
 
-# Python 3.11 counts the depth of the trees of all threads in one place, and calls a mismatch what two of them built at once.
+# Python 3.11 keeps one depth counter for the trees of all threads: parsing in two threads at once raises a mismatch error.
 _PARSING = threading.Lock()
 
 
@@ -91,7 +91,7 @@ def _parse(name: str, file: Path, content: str) -> Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module.foreign.update({local: origin for local, origin in origins(node).items() if not is_followed(origin)})
             continue
-        # An import that a condition decides counts as a definition does.
+        # A conditional import counts like a definition.
         for symbol in sorted(bound(node)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
                 module.symbols[symbol] = []  # a later definition replaces an earlier one: a notebook's cell that was run again

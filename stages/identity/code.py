@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
 
 FORMAT = 1
-"""The version of the contract: what stages are given, and how parts are cut and joined. A change of it changes every key."""
+"""The version of the contract: the inputs of stages, and how parts are cut and joined. A change changes every key."""
 Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")
 
@@ -93,10 +93,10 @@ class Followed:
     sources: set[Path] = field(default_factory=set)
 
     def meaning(self, roots: Iterable[Name]) -> str:
-        """Return one hash of what these symbols mean: of every reached statement and of what each name in it stands for.
+        """Return one hash of every reached statement and of what each of its names refers to.
 
-        Symbols are told apart as in a minimal automaton (Hopcroft 1971, as colour refinement): each is coloured by its own text, then by
-        its own colour and those of the symbols it uses, in order, until no colour splits. Modules do not enter.
+        Symbols are distinguished as states of a minimal automaton are (Hopcroft 1971, as colour refinement): each is coloured by its own
+        text, then by its own colour and those of the symbols it uses, in order, until no colour splits. Module names do not count.
         """
         edges = {
             name: [end for use in (*symbol.uses, *load(name[0]).imports.get(name[1], [])) for end in self._ends(use)]
@@ -107,11 +107,10 @@ class Followed:
         while (now := len(set(colours.values()))) > classes:
             classes = now
             colours = {name: _hash([colours[name], *(colours[end] for end in edges[name])]) for name in colours}
-        begin = sorted(colours[end] for root in roots for end in self._ends(root))
-        return _hash([*begin, "", *sorted(set(colours.values()))])
+        return _hash([*sorted(colours[end] for root in roots for end in self._ends(root)), "", *sorted(set(colours.values()))])
 
     def _ends(self, target: Target, through: frozenset[Target] = frozenset()) -> list[Name]:
-        """Return the reached symbols that a name of a module stands for, followed through imports that pass it on."""
+        """Return the reached symbols to which a module's name refers, directly or through imports."""
         where, what = target
         if what is None or target in through or where.startswith(OUTSIDE):
             return []
@@ -128,11 +127,11 @@ class Followed:
         for (where, _), symbol in self.symbols.items():
             for opened in symbol.opened:
                 if sources.ROOT.is_relative_to(opened.path):
-                    continue  # where Puna lies, not what it reads
+                    continue  # Puna's own folder is not data
                 if not opened.path.is_dir():
                     yield where, opened.path
                     continue
-                # A name that is passed on: one of those that the code writes down, where they are files of the folder.
+                # A file name held in a variable: take the strings in the code that name files of the folder.
                 files = [opened.path / word for word in sorted(words) if (opened.path / word).is_file()] if opened.names else []
                 for file in files or data_files.below(opened.path):
                     yield where, file
@@ -224,7 +223,7 @@ _SILENT = frozenset(sys.stdlib_module_names) - {"re", "unicodedata"}
 
 @lru_cache(maxsize=65536)
 def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
-    """Return the path or text of a module's name, followed through first-party imports."""
+    """Return the path or text bound to a module's name, also through first-party imports."""
     if name == "__file__":
         return source.file
     bindings = source.symbols.get(name, [])
@@ -238,13 +237,11 @@ def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
 
 
 def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
-    if symbol is None or module.startswith(OUTSIDE):
-        return []
-    return [(module, symbol)]
+    return [] if symbol is None or module.startswith(OUTSIDE) else [(module, symbol)]
 
 
 def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
-    """Return the first-party symbols in a tree, in the order of its text, and the text with `module.symbol` read as `symbol`."""
+    """Return a tree's first-party symbols in order, and its text with `module.symbol` written as `symbol`."""
     uses: list[Name] = []
 
     def reference(inner: ast.AST) -> str | None:
@@ -253,7 +250,7 @@ def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tup
         if isinstance(inner, ast.Attribute) and (chain := _chain(inner)):
             targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])]
             uses.extend(target for target in targets if target is not None)
-            # A module under a condition is a symbol too: its name counts with the attribute.
+            # A conditionally imported module is a symbol too: its name counts with the attribute.
             if targets and None not in targets and chain[0] not in source.symbols:
                 return f"Name(id={chain[-1]!a})"
         elif isinstance(inner, ast.Name):
@@ -262,8 +259,7 @@ def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tup
             uses.extend(name for target in local.get(inner.id, []) for name in _targets(*target))
         return None
 
-    shortened = text(node, reference)
-    return uses, shortened
+    return uses, text(node, reference)
 
 
 def _chain(node: ast.expr) -> list[str]:
@@ -296,7 +292,7 @@ def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _beside(words: Iterable[str], folder: Path) -> Iterator[data_files.Opened]:
-    """Yield files beside the module, or in its folder `data`, that a string names."""
+    """Yield the files that a string names, beside the module or in its folder `data`."""
     for word in words:
         for path in (folder / word, folder / "data" / word):
             if path.is_file():

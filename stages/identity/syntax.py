@@ -1,6 +1,6 @@
 """Python source as data: top-level bindings, their conditions, canonical statements, and one text per tree.
 
-A canonical statement has no docstrings, annotations, bounds, error texts and local names: these change no output. Only the
+A canonical statement has no docstrings, annotations, bounds, error texts or local names: these change no output. Only the
 standard library is used: a tree's text is the same under every Python that parses the source.
 """
 
@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-# Where a name is used or bound, the prefix of a string, and comments on types change nothing that runs.
+# Fields that change nothing at run time: contexts of names, prefixes of strings, comments on types.
 SILENT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
-# What a field of a configuration takes is checked before a run; the value itself is in the key.
+# Arguments of Field that describe or bound a value: they are checked before a run, and the value itself is in the key.
 FIELD = frozenset((
     "description", "title", "examples", "ge", "gt", "le", "lt", "multiple_of", "min_length", "max_length", "pattern", "json_schema_extra",
 ))  # fmt: skip
-# What a stage declares for the time before it runs, or in place of its code.
+# Arguments of `stage` that act before it runs, or stand in place of its code.
 DECLARATION = frozenset(("needs", "version", "device"))
 SEES_NAMES = frozenset(("locals", "vars", "eval", "exec", "dir"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -27,7 +27,7 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the top-level statements of a module, an `if` or `for` with all that is in it. `if TYPE_CHECKING:` never runs."""
+    """Yield the top-level statements of a module, an `if` or `for` as one, without the body of `if TYPE_CHECKING:`."""
     for node in body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from statements(node.orelse)
@@ -36,7 +36,7 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bound(node: ast.stmt) -> set[str]:
-    """Return the names that a top-level statement binds or changes: also `x` by `x.y = …`, and what an `if` or `for` holds."""
+    """Return the names that a top-level statement binds or changes, including `x` in `x.y = …` and names within an `if` or `for`."""
     nodes = within([node])
     parts = [n for n in nodes if isinstance(n, ast.Attribute | ast.Subscript) and isinstance(n.ctx, ast.Store | ast.Del)]
     changed = {name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)}
@@ -44,19 +44,18 @@ def bound(node: ast.stmt) -> set[str]:
 
 
 def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: None) -> str:
-    """Return one text for a tree, without what only Python's version decides.
+    """Return a tree's text, the same under every version of Python.
 
-    `ast.dump` and `ast.unparse` differ between minor versions: in empty fields, fields that were added, and quotes.
+    `ast.dump` and `ast.unparse` differ between minor versions: in empty fields, new fields, and quotes.
 
     Args:
         node: a tree, a list of trees, or the value of a field.
-        reference: called with each tree, outer ones first; what it returns stands in place of the tree's own text. A tree with the
-            text "" is left out of its list.
+        reference: called with each tree, outer ones first. A string replaces the tree's text; "" drops the tree from its list.
     """
     if isinstance(node, list):
         return "[" + ",".join(part for item in node if (part := text(item, reference))) + "]"
     if isinstance(node, ast.Constant):
-        # `ascii`: which characters `repr` shows as they are depends on the Unicode tables of the interpreter.
+        # `ascii`, because the characters that `repr` escapes depend on the interpreter's Unicode tables.
         return f"{type(node.value).__name__}:{node.value!a}"
     if not isinstance(node, ast.AST):
         return ascii(node)
@@ -72,7 +71,7 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """Return the pieces of an f-string with neighbouring texts joined: parsers cut them differently."""
+    """Return an f-string's pieces with neighbouring texts joined, because parsers split them differently."""
     pieces: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and pieces and isinstance(pieces[-1], ast.Constant):
@@ -97,7 +96,7 @@ def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
 
 @dataclass
 class Scope:
-    """The names of a function, a class or a comprehension: numbered ones, and ones that keep their name."""
+    """The names of a function, class or comprehension: those renamed to numbers, and those kept."""
 
     renamed: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
@@ -261,7 +260,7 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def _fixed_names(inside: Iterable[ast.AST]) -> set[str]:
-    """Return the names of a scope that stay: imports, functions, classes, and names of other scopes."""
+    """Return the names of a scope that are not renamed: imports, functions, classes, and names of other scopes."""
     names: set[str] = set()
     for node in inside:
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,6 +1,6 @@
 """Known benchmarks as prompts: the fields by which each is recognised, its question, reference and verifier.
 
-Options whose right one always stands at the same place (BLiMP, TruthfulQA) are put in the order of a hash.
+Options are ordered by a hash if the right one always has the same position (BLiMP, TruthfulQA).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Build = Callable[["Plan", Fields], Values]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's layout: field → its usual columns; `tells` decides by values of rows where the columns do not."""
+    """A benchmark's layout: field → its usual columns. `tells` decides by values of rows if the columns do not suffice."""
 
     name: str
     build: Build
@@ -55,7 +55,7 @@ ASIDE: dict[str, tuple[str, ...]] = {"id": (), "split": ("split",), "task": ("ta
 
 
 def find(rows: Sequence[Fields], given: Mapping[str, str], layout: str) -> tuple[Benchmark, dict[str, str]] | None:
-    """Return the benchmark that rows are of, by their columns, and its field → column; None for other rows."""
+    """Return the benchmark whose columns the rows have, and its field → column; None if there is none."""
     for one in BENCHMARKS.values():
         if layout in ("auto", one.name) and (columns := one.columns(rows, given)) is not None:
             return one, columns
@@ -95,7 +95,7 @@ def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the index of the right option, given as a label, a number from `start` (below 0: never so), or the option's text."""
+    """Return the index of the right option, given as a label, a number from `start` (negative: no numbers), or the option's text."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     option_labels = list(labels)[: len(options)]
@@ -113,7 +113,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
 
 
 def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a question with lettered options; `mixed`: in the order of a hash."""
+    """Return a question with lettered options; `mixed`: ordered by a hash."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
@@ -246,8 +246,7 @@ def _ruler(plan: Plan, row: Fields) -> Values:
 
 
 def _needle(plan: Plan, row: Fields) -> Values:
-    answer = plan.get(row, "answer")
-    expected = _text(plan, row, "answer") if answer is not None else _text(plan, row, "needle")
+    expected = _text(plan, row, "answer") if plan.get(row, "answer") is not None else _text(plan, row, "needle")
     return _contains(f"{_text(plan, row, 'context')}\n\n{_text(plan, row, 'question')}", [expected])
 
 
@@ -264,7 +263,7 @@ def _with_hashes(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _listed(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
-    """True if outputs are lists, and no instruction stands beside the input."""
+    """True if outputs are lists, and rows have no instruction."""
     listed = _mostly(rows, columns["outputs"], lambda value: isinstance(value, list) or str(value).startswith("["))
     return listed and not any("instruction" in row for row in rows)
 
@@ -279,7 +278,7 @@ def _labelled(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if at least half of a column's values are so; the other rows are set aside later."""
+    """True if `is_so` holds for at least half of a column's values; the other rows are set aside later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
     return 2 * sum(map(is_so, values)) >= len(values)
 
@@ -319,4 +318,4 @@ _ALL = (
     Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_listed),
 )  # fmt: skip
 BENCHMARKS = {one.name: one for one in _ALL}
-"""Benchmarks in the order in which rows are compared with them."""
+"""Benchmarks in the order in which rows are matched against them."""

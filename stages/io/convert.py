@@ -197,7 +197,7 @@ def _side(value: Any, field: str) -> list[Message]:
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return one side's messages without the context, if they begin by repeating it."""
+    """Return one side's messages, without the context if they begin by repeating it."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:
@@ -233,7 +233,7 @@ def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return context and ranking: the best answer is chosen, the worst rejected, the others keep their rank; equals share one."""
+    """Return context and ranking: the best answer is chosen, the worst rejected, the others keep their rank. Equal answers share a rank."""
     field = plan.name("answers")
     answers = plan.get(row, "answers")
     answers = turns.parsed(answers, field) if isinstance(answers, str) else answers
@@ -257,7 +257,7 @@ def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _compared(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return context and pair of two answers: preference -3 says that the first is significantly better, 3 that the second is."""
+    """Return context and pair of two answers: preference -3 means that the first is significantly better, 3 the second."""
     worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
     if worth not in (-3, -2, -1, 1, 2, 3):
         rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")

@@ -1,4 +1,4 @@
-"""Export of tables as plain files that DuckDB and Hugging Face's `datasets` load, and of models, whole or not at all."""
+"""Atomic export of tables, as files that DuckDB and Hugging Face's `datasets` load, and of models."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from puna.storage.errors import DamagedArtifact
 Row = dict[str, Any]
 SIDES = ("chosen", "rejected", "edited")
 Format = Literal["hf", "gguf", "awq", "adapter"]
-LAYOUT = (".json", ".safetensors", ".jinja")  # endings of a model's files that Hugging Face reads
+LAYOUT = (".json", ".safetensors", ".jinja")  # suffixes of the model files that Hugging Face reads
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write in, which becomes `target` at the end or is removed. Raise PunaError if `target` is not empty."""
+    """Yield a temporary folder that becomes `target`, or is removed after an error. Raise PunaError if `target` is not empty."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PunaError(f"export: {target} is there already and not empty; give a new folder")
@@ -44,11 +44,11 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet", "jsonl"] = "parquet") -> Path:
-    """Write the main table of an artifact to `folder` as one file, whole or not at all; return the file.
+    """Write an artifact's main table to one file in `folder`, atomically; return the file.
 
-    Parquet holds the columns as they are stored. JSON lines hold conversations in the field's layout: `messages` (instructions),
-    `prompt` with `chosen` and `rejected`, or with `completion` and `label` where a preference has one side, all as lists of
-    messages. Raise PunaError if the artifact has no table, holds bytes that JSON cannot, or the folder holds something already.
+    Parquet holds the columns as they are stored. JSON lines hold conversations in common layouts: `messages` (instructions),
+    `prompt` with `chosen` and `rejected`, or with `completion` and `label` if a preference has one side, all as lists of
+    messages. Raise PunaError if the artifact has no table, holds bytes that JSON cannot, or the folder is not empty.
     """
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
@@ -101,11 +101,10 @@ SHAPES: dict[str, Callable[[Row], Row]] = {
 def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", text: Path | None = None) -> list[Path]:
     """Write a model artifact to a new or empty folder; return the files, sorted.
 
-    `hf`: weights, configuration, tokenizer and chat template as transformers, vLLM and lm-eval read them. `gguf`: one file for
-    llama.cpp, `NAME.gguf` after the folder. `awq`: like hf with the layers' matrices in 4 bits, by scales chosen on a text file, `text`, of
-    the kind that the model will read. `adapter`: the adapters that its training kept, as PEFT reads them. Raise PunaError if the artifact
-    is no model or is damaged, or the folder is not empty. Also raise it if the format cannot hold the model, awq has no calibration text,
-    or the model has no adapters to export.
+    `hf`: weights, configuration, tokenizer and chat template for transformers, vLLM and lm-eval. `gguf`: one file for llama.cpp, named
+    after the folder. `awq`: hf with the layers' matrices in 4 bits; scales are calibrated on the file `text`, which should resemble the
+    model's inputs. `adapter`: the adapters that training kept, in PEFT's layout. Raise PunaError if the artifact is no model, is damaged,
+    has no adapters or does not fit the format, if awq has no `text`, or if the folder is not empty.
     """
     if (format == "awq") != (text is not None):
         raise PunaError("export: awq chooses scales by a text, and nothing else does: give a text file only with the format awq")
@@ -141,7 +140,7 @@ def _copy_adapter(artifact: Artifact, part: Path) -> None:
 
 
 def _convert(artifact: Artifact, part: Path, name: str, text: Path | None) -> None:
-    """Write a GGUF file `name`, or, with the text that chooses scales, a folder in AWQ's format."""
+    """Write a GGUF file `name`, or, with a calibration text, a folder in AWQ's format."""
     from puna.models.formats import awq_search
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
     from puna.models.formats.gguf import files as gguf

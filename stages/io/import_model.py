@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local_folder(files: External, scratch: Path) -> Path:
-    """Return the folder of the files, or the only file; remote files are fetched to the scratch folder."""
+    """Return the folder of the files, or the only file. Remote files are downloaded to the scratch folder."""
     places = {file.name: file.local() for file in files.files}
     if len(places) == 1 and (only := next(iter(places.values()))) is not None:
         return only
@@ -34,7 +34,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download the files of `hf://OWNER/NAME[@COMMIT]` that match `patterns`, a function of all file names."""
+    """Download from `hf://OWNER/NAME[@COMMIT]` the files that match `patterns(all file names)`; return their folder."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -52,7 +52,7 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  
 
 
 class ImportModelConfig(StageConfig):
-    """Number format and chat template of the imported model."""
+    """Settings of a model's import: number format and chat template."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
         "stored", description="Number format of the kept weights; stored: the checkpoint's, float32 for GGUF blocks"
@@ -81,9 +81,8 @@ class ImportModelConfig(StageConfig):
 def import_model(model: External, config: ImportModelConfig, run: StageRun) -> None:
     """Import a model from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
-    Checked before anything is kept: the family, names and shapes of all tensors, the tokenizer against the embeddings, the
-    chat template on a conversation, the tokens that end an answer. The metrics say what was found. How the checkpoint's
-    generation_config.json samples stays with the model, for `sample` and for the export.
+    First check the family, all tensors' names and shapes, the tokenizer against the embeddings, the chat template on a conversation, and
+    the tokens that end an answer. The metrics describe the model. It keeps the sampling settings of generation_config.json.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Common parts of the import stages: find files, recognise their layout, read them in workers, count dropped rows.
 
-Each file is read by one worker, and its rows are regrouped by id: the first row of each id is kept. A row that cannot be
-taken is a row of `dropped` with file, row, field and reason."""
+Each file is read by one worker, and its rows are regrouped by id: the first row of each id is kept. An invalid row goes to the table
+`dropped` with file, row, field and reason."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ BESIDE = (
     "", ".md", ".rst", ".txt", ".pdf", ".html", ".py", ".ipynb", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".bib", ".svg", ".png", ".jpg",
     ".jpeg", ".gif",
 )  # fmt: skip
-"""Endings of what lies beside the rows of a repository: its description, licence, code and pictures."""
+"""Suffixes of the other files of a data repository: description, licence, code and pictures."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SNIFFED_ROWS = 200
 SHOWN = 4000  # characters of an example that are shown
 CHUNK_BYTES = 32 << 20
-PACKED = 4  # about: bytes of rows in memory per byte of their files
+PACKED = 4  # approximate bytes of rows in memory per byte of their files
 HUB_BYTES = 1 << 30
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values whose loss loses nothing."""
-HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, where rows have no split of their own"
+"""Values that may be dropped without loss."""
+HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, if rows have no split"
 
 
 class ImportConfig(SeededConfig):
     """Settings of an import."""
 
     columns: dict[str, str] = Field(default_factory=dict, description="Field → its column, if not usual; a.b.0 reaches into structures")
-    bad_rows: Literal["drop", "refuse"] = Field("drop", description="A row that cannot be taken goes to `dropped`, or ends the run")
+    bad_rows: Literal["drop", "refuse"] = Field("drop", description="Invalid rows go to `dropped` (drop), or end the run (refuse)")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every file (json: lines or an array); auto: by its name and first bytes"
     )
     max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Longest row, or cell of CSV, that is read, bytes")
-    task: str = Field("", description="Task of the rows that name none; empty: the input's name")
+    task: str = Field("", description="Task of rows that name none; empty: the input's name")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
@@ -235,7 +235,7 @@ def _json(value: Any) -> str:
 
 
 def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings: str, config_type: type[ImportConfig]) -> Iterator[Any]:
-    """Yield the rows of one file as tables; then the number of rows and the bytes of valid rows."""
+    """Yield one file's rows as tables, then a summary: number of rows, bytes of valid rows, source and unused columns."""
     number, job = numbered
     config = config_type.model_validate_json(settings)
     columns = table_schema(kind).schema.names
@@ -275,7 +275,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
 
 
 def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
-    """Return rows of the table (with a `place`) and of `dropped` as one Arrow table; `order` is that of the file."""
+    """Return valid rows (with a `place`) and rows of `dropped` as one Arrow table, with their `order` in the file."""
     fields = {field.name: field.with_nullable(True) for name in (kind, "dropped") for field in table_schema(name).schema}
     return pa.Table.from_pylist(rows, schema=pa.schema([*fields.values(), pa.field("place", pa.string()), pa.field("order", pa.int64())]))
 
@@ -309,7 +309,7 @@ def named_verifier(text: str) -> str:
 
 
 def _check_question(values: dict[str, Any]) -> None:
-    """Refuse a row that does not suit the verifier named for all rows, such as one without a reference."""
+    """Raise Refused if a row does not suit the verifier named for all rows, for example without a reference."""
     try:
         from_text(values["verifier"]).check(Question("of this row", "", "", values["reference"]))
     except PunaError as error:
@@ -317,7 +317,7 @@ def _check_question(values: dict[str, Any]) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the nulls that columnar formats add to structures for missing keys."""
+    """Return a value without the nulls that columnar formats add to structures for missing keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -332,7 +332,7 @@ def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> d
 
 
 def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
-    """Refuse an invalid verifier, or one that names code outside the allowed modules: rows are untrusted."""
+    """Raise Refused for an invalid verifier, or one that names code outside the allowed modules: rows are untrusted."""
     try:
         todo = [from_text(text)]
     except PunaError as error:

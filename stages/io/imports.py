@@ -9,7 +9,7 @@ from pydantic import Field
 from puna.stages.contract import External, StageRun, stage
 from puna.stages.io.importing import HELDOUT_SHARE, ImportConfig, PromptRowsConfig, SplitConfig, import_rows
 
-LAYOUT = "Layout of the rows; auto looks for one and stops where several fit"
+LAYOUT = "Layout of the rows; auto recognises one, and stops if several fit"
 
 
 class ImportPreferencesConfig(SplitConfig):
@@ -21,14 +21,13 @@ class ImportPreferencesConfig(SplitConfig):
 
 @stage(kind="preferences")
 def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
-    """Import preferences between answers: chosen and rejected, labelled single answers (KTO), answers with scores or ranks, or
-    two answers with a number from -3 to 3 (HelpSteer).
+    """Import preferences: chosen and rejected answers, labelled answers (KTO), scored or ranked ones, or pairs with -3 to 3 (HelpSteer).
 
-    Chosen and rejected are text, messages, or dialogues of HH ("\\n\\nHuman:"); without a prompt, the context is what both have in
-    common, message by message. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.
+    Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, their common first messages are
+    the context. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.
 
-    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
-    rows one is kept. A tenth of the prompts is held out by default: what is trained on the others is measured on these.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept. A tenth
+    of the prompts is held out by default, to evaluate on.
     """
     import_rows("preferences", config.layout, inputs, config, run)
 
@@ -43,8 +42,7 @@ class ImportInstructionsConfig(SplitConfig):
 def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
     """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
 
-    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
-    rows one is kept.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept.
     """
     import_rows("instructions", config.layout, inputs, config, run)
 
@@ -57,10 +55,9 @@ class ImportDocumentsConfig(ImportConfig):
 
 @stage(kind="documents")
 def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
-    """Import documents from rows with a text, and perhaps a title, an address and a date; pages of HTML and archives go through `ingest`.
+    """Import documents from rows with a text, and perhaps a title, an address and a date; HTML pages and archives go through `ingest`.
 
-    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
-    rows one is kept.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept.
     """
     import_rows("documents", config.layout, inputs, config, run)
 
@@ -79,12 +76,11 @@ class ImportPromptsConfig(PromptRowsConfig):
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
     """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier if there is one.
 
-    Of a conversation that ends in an answer, that answer is the reference. Rows of known benchmarks are recognised by their columns and
-    get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name columns that no field
-    takes; `prompts_without_verifier` counts rows without one.
+    If a conversation ends in an answer, that answer is the reference. Rows of known benchmarks are recognised by their columns and
+    get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name unused columns;
+    `prompts_without_verifier` counts rows without a verifier.
 
-    `examples` shows how each input was read; `dropped` names every row that could not be taken, with field and reason. Of equal
-    rows one is kept. A verifier may name code only in modules that `--module` or an installed plugin names. A tenth of the prompts is
-    held out by default.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept. A verifier
+    may name code only in modules that `--module` or an installed plugin names. A tenth of the prompts is held out by default.
     """
     import_rows("prompts", config.layout, inputs, config, run)

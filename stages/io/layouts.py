@@ -1,7 +1,7 @@
-"""The field's layouts of data sets: which columns each needs, and how one is recognised.
+"""Common layouts of data sets: the columns that each needs, and their recognition.
 
-Layouts are tried in the order of `LAYOUTS`. Data that fits several of them, or one in several ways, is not guessed at: the
-error lists the candidates and how to declare one (`layout`, `columns`).
+Layouts are tried in the order of `LAYOUTS`. If the data fit several of them, or one in several ways, an error lists the candidates
+and how to declare one (`layout`, `columns`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
     }
 }
-"""Columns of known data sets by kind, with what they hold: without them a row means something else."""
+"""Columns of known data sets by kind, and their content: without them a row would have another meaning."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class Plan:
 
 
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
-    """Return the layout of an input for a kind, recognised by its first rows. Raise PunaError if it is not clear.
+    """Return the plan to read an input, with the layout recognised by its first rows. Raise PunaError if the layout is unclear.
 
-    `layout` `auto` looks for one; `given` maps fields to columns and counts before the usual names. `verified`: the user names the
+    `layout="auto"` recognises one; `given` maps fields to columns and overrides the usual names. `verified`: the user names the
     verifier of rows without one. Known benchmarks come before the layouts of prompts, unless rows have a column `verifier`.
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
@@ -140,7 +140,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     if layout in benchmarks.BENCHMARKS or (surplus := sorted(set(given) - usual)):
         raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else surplus))
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
-    if len(fits) > 1 and given:  # what is mapped was meant: a layout that uses none of it was not
+    if len(fits) > 1 and given:  # the user mapped these fields on purpose: drop layouts that use fewer of them
         uses = [sum(field in given for field in one.needed) for one in fits]
         fits = [one for one, count in zip(fits, uses, strict=True) if count == max(uses)]
     if len(fits) != 1:

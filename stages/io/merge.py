@@ -1,4 +1,4 @@
-"""Adapters from outside, merged into a model."""
+"""Merging of external adapters into a model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -> None:
     """Merge the adapters of a folder in PEFT's layout into the model's weights, in their number format.
 
-    The folder holds adapter_config.json and adapter_model.safetensors: what PEFT or TRL saves, what `lora.keep` has a stage keep, or
-    `hf://OWNER/NAME`. What PEFT can merge and whose numbers all lie in the file is (LoRA, DoRA, LoHa, IA3 and others); a tensor that the
-    model has no place for, and one that is wanted and missing, end it. The tokenizer stays the model's.
+    The folder holds adapter_config.json and adapter_model.safetensors, from PEFT, TRL, a stage with `lora.keep`, or `hf://OWNER/NAME`. Any
+    type that PEFT can merge from that file alone will do (LoRA, DoRA, LoHa, IA3 and others). Unexpected and missing tensors are errors.
+    The tokenizer stays the model's.
     """
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
@@ -49,7 +49,7 @@ def _folder(adapter: External, run: StageRun) -> Path:
 
 
 def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
-    """Return the network with merged adapters, and the adapters' number of parameters. No more is allocated than the file holds."""
+    """Return the network with merged adapters, and the adapters' number of parameters. No more memory is allocated than the file holds."""
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError
 

@@ -1,4 +1,4 @@
-"""Messages of public data sets in one form; errors name the place."""
+"""Conversion of public data sets' messages to one format; errors name the field."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ALIASES = {
     "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
-"""Names of roles in data sets, and what they are here."""
+"""Role names in data sets, and Puna's names for them."""
 CALLS = ("function_call", "tool_call")  # roles whose turn is the assistant's call of a tool, as JSON
 HUMAN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Refused(Exception):
-    """A row that cannot be taken: the field, the rule that says so, and words for a reader."""
+    """An invalid row: its field, the violated rule, and a reason for people."""
 
     def __init__(self, field: str, rule: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -135,7 +135,7 @@ def number(value: Any, field: str) -> float:
 
 
 def truth(value: Any, field: str, numbers: bool) -> bool:
-    """Return True or False; with `numbers` also from 1 and 0."""
+    """Return the boolean that a value stands for; with `numbers`, 1 and 0 count too."""
     words = {"true": True, "false": False, **({"1": True, "0": False} if numbers else {})}
     if value is None:
         raise Refused(field, "missing", "is missing or null")

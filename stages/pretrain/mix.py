@@ -16,25 +16,21 @@ from puna.stages.training.corpus import check_mixture, of_part
 from puna.storage import Artifact, Part, PunaError
 
 TOLERANCE = 1e-6
-"""How far weights may be from adding up to 1: what rounding to seven digits leaves."""
+"""Tolerance of weights that should add up to 1, for their rounding."""
 
 
 class MixConfig(SeededConfig):
-    """Weights of the knowledge types."""
+    """Settings of the mixture's weights."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict,
-        description="Share of training text of every category, adding up to 1, in place of the experiment's; none: as there, fraction",
+        default_factory=dict, description="Category → share of training text, adding up to 1; none: the experiment's, or the text's shares"
     )
-    max_share: float = Field(
-        0.5, gt=0, le=1, description="Maximum share of one category where neither configuration nor experiment gives weights, fraction"
-    )
+    max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
-        {"arts_entertainment": 0.5},
-        description="Knowledge type that the web has too much of → share of its weight that it keeps, the others gaining the rest in "
-        "proportion; not with `weights` or those of anneal_experiment, which are final, fraction",
-    )
-    max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum number of times that a category's documents are read, on average")
+        {"arts_entertainment": 0.5}, description="Overrepresented category → share of its weight that it keeps; the others gain the rest "
+        "in proportion. Not applied to `weights`, or to those of anneal_experiment"
+    )  # fmt: skip
+    max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum passes over a category's documents, on average")
 
     @field_validator("down_sample")
     @classmethod
@@ -46,8 +42,7 @@ class MixConfig(SeededConfig):
     @field_validator("weights")
     @classmethod
     def _weights_are_shares(cls, weights: dict[str, float]) -> dict[str, float]:
-        wrong = [name for name, weight in weights.items() if not 0 <= weight <= 1]
-        if wrong:
+        if wrong := [name for name, weight in weights.items() if not 0 <= weight <= 1]:
             raise ValueError(f"weight of {wrong[0]!r} must lie in 0..1")
         if weights and abs(sum(weights.values()) - 1) > TOLERANCE:
             raise ValueError(f"the weights add up to {sum(weights.values()):.6g}, not to 1: give every category its share")
@@ -55,7 +50,7 @@ class MixConfig(SeededConfig):
 
 
 class Share(NamedTuple):
-    """One category: bytes of its training documents, its weight, and the epochs that follow."""
+    """A category: bytes of its training documents, weight, and resulting epochs."""
 
     bytes: int
     weight: float
@@ -67,15 +62,14 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
-    most `max_share`. The web has too much of some subjects, the report names arts and entertainment: these keep the fraction `down_sample`
-    of their weight. The amount of training text stays that of one pass over all documents; a category of weight w is read w x all / own
-    times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per
-    document by a hash of its id. What is held out stays so.
+    most `max_share`. Overrepresented subjects (the report names arts and entertainment) keep the fraction `down_sample` of their weight.
+    Training reads as much text as one pass over all documents: a category of weight w is read w x all / own times, at most `max_repeats`
+    (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per document by a hash of its id.
+    Held-out documents stay held out.
     """
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
-    parts = run.parts(documents, columns=["id", "text"])
-    facts = run.exchange(_measured, parts, split, by="id", partitions=cut)
+    facts = run.exchange(_measured, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}
     for part_amounts in run.map(of_part, facts.filled, _amounts):
         for category, own in part_amounts.items():
@@ -87,7 +81,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     if weighting:
         _check_weights(weighting, training, "mix.weights" if config.weights or weights is None else weights.id)
     max_share = 1.0 if weighting else config.max_share
-    # What an annealing experiment measured is mixed as it was measured.
+    # An annealing experiment measured its weights as they are: down-sample none of them.
     final = bool(config.weights) or (weights is not None and weights.manifest.stage == "anneal_experiment")
     factors = {} if final else _factors(config, training)
     if any(factors.get(category, 1.0) < 1 for category in training):
@@ -113,7 +107,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
     """Return weight and epochs of each category, from `wanted` or else its share of the text (`sizes`, bytes).
 
-    What a category at `max_repeats` or `max_share` cannot take goes to the others, in proportion to their weights.
+    The excess of a category over `max_repeats` or `max_share` goes to the others, in proportion to their weights.
     """
     total = sum(sizes.values())
     if not total:
@@ -143,7 +137,7 @@ def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> 
 
 
 def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]:
-    """Return the factors of existing categories. Refuse a category that the user names and no document has."""
+    """Return the factors of existing categories. Raise PunaError if the user names a category that no document has."""
     unknown = sorted(set(config.down_sample) - set(training))
     if unknown and "down_sample" in config.model_fields_set:
         raise PunaError(f"mix.down_sample: no document is of {unknown[0]!r}; the categories are {', '.join(training)}")
@@ -151,7 +145,7 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 
 def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
-    """Name the categories whose weight is limited, and the reason."""
+    """Return notes that name the categories with limited weights, and the reason."""
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
@@ -188,7 +182,7 @@ def _measured(part: Part, split: Artifact) -> pa.Table:
 
 
 class Amounts(NamedTuple):
-    """Amounts of a category: bytes of its training documents, documents held out."""
+    """A category's bytes of training documents, and its number of held-out documents."""
 
     bytes: int = 0
     heldout: int = 0
@@ -219,10 +213,10 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
 
 
 def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
-    """Return an experiment's weights for these categories (bytes of training text), and the categories that it did not know.
+    """Return an experiment's weights for these categories (bytes of training text), and the categories that it did not measure.
 
-    An older mixture serves a newer corpus: categories it did not know have their share of the text, and the others, as far as there is
-    text of them, the rest in its proportions (Olmix)."""
+    An older mixture serves a newer corpus too (Olmix): new categories get their share of the text; the others, if they have text, divide
+    the rest in the experiment's proportions."""
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")

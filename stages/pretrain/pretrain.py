@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "optimizer/state.safetensors"
-"""Side file of a model artifact with its optimizer's state; in a folder of its own, which exports leave out."""
+"""File of a model artifact with the optimizer's state, in a folder that exports leave out."""
 
 
 class PretrainConfig(SizedConfig):
-    """The model and its training settings."""
+    """Settings of the model and its training."""
 
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(
         0.0, ge=0, le=1, description="Weight of the squared log-normaliser of the logits in the loss, for stability (OLMo: 1e-5); 0: none"
     )
-    needle: NeedleSettings = Field(NeedleSettings(), description="Passages that phases with `accept` must find among the text set aside")
-    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents set aside to watch the loss on, fraction")
-    validation_tokens: int = Field(40_000, ge=100, description="Tokens of those documents at most (the last one may go over)")
-    validate_every: int = Field(100, ge=1, description="Steps between measurements of their loss")
-    ask_every: int = Field(1000, ge=1, description="Steps of a phase between scores on the input tasks; after its last step, too")
+    needle: NeedleSettings = Field(NeedleSettings(), description="Passages that phases with `accept` must find in held-out text")
+    validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents held out for validation (0 to 1)")
+    validation_tokens: int = Field(40_000, ge=100, description="Maximum tokens of those documents (the last one may go over)")
+    validate_every: int = Field(100, ge=1, description="Steps between measurements of the validation loss")
+    ask_every: int = Field(1000, ge=1, description="Steps between evaluations on the input tasks; also after a phase's last step")
     checkpoint_every: int = Field(
         100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from; they change no result. Slow steps "
         "are also saved by time, see compute.save_seconds",
@@ -58,7 +58,7 @@ class PretrainConfig(SizedConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Require memory for the layers, or for the input model. The vocabulary is not known yet and counts for nothing."""
+    """Require memory for the layers, or for the input model. The vocabulary is not known yet and is not counted."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
@@ -76,16 +76,15 @@ def pretrain(
     tokens: Tokens, tokenizer: Tokenizer, fresh: Tokens | None, long: Tokens | None, best: Tokens | None, model: Model | None,
     size: Evaluation | None, tasks: list[External] | None, config: PretrainConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from nothing or from an input model.
+    """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from scratch or from an input model.
 
-    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases follow each other, each on
-    the tokens that it names (`tokens` are the initial ones): the first trains, later ones may lengthen the context and run again until
-    they are accepted; annealing takes the rate to 0 and averages the checkpoints on the way. A few documents of the initial tokens are
-    set aside from all: their loss is in the log, and an average is taken only where it lowers that loss. The optimizer's moments pass
-    from phase to phase, and lie beside the model for a training that goes on from it. After a crash it goes on from the last checkpoint:
-    bit by bit, on a GPU with `compute.deterministic`. `size`, of `choose_size`, decides the model, the optimizer and the first phase;
-    the loss after that phase stands beside its forecast. The scores on `tasks` (folders of task files and their data) are in the log and
-    the metrics.
+    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases run in order, each on the
+    tokens that it names (`tokens` are the initial ones). Later phases may lengthen the context, and run again until they are accepted;
+    annealing takes the rate to 0 and averages the checkpoints on the way. A few documents of the initial tokens are held out from all
+    phases: their loss is logged, and averaged weights are used only if they lower it. The optimizer's moments pass from phase to phase and
+    are saved with the model. After a crash, training resumes bit by bit from the last checkpoint, on a GPU with `compute.deterministic`.
+    `size`, from `choose_size`, sets the model, the optimizer and the first phase; the loss after that phase is reported with its forecast.
+    Scores on `tasks` (folders of task files and data) are in the log and the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
     choice = None if size is None else ChosenSize.read(size)
@@ -128,7 +127,7 @@ def pretrain(
 def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
-    """Return the tokens by their name; raise PunaError if a phase's are missing, no phase reads them, or they are another tokenizer's."""
+    """Return the tokens by name. Raise PunaError if a phase's tokens are missing, no phase reads them, or another tokenizer made them."""
     read = {name: phase.name for phase in config.phases for name in phase.sources}
     for name, phase_name in read.items():
         if given[name] is None:
@@ -148,7 +147,7 @@ def _sources(
 
 
 def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with their steps, and the tokens of the run before each, every row counted as full."""
+    """Return the phases with their steps, and the run's tokens before each, counting every row as full."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
         if len(rows := {sources[name].row_length for name in phase.sources}) > 1:
@@ -162,7 +161,7 @@ def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[P
 
 
 def _keep_moments(state: Path, folder: Path) -> None:
-    """Write the optimizer's state that a training left, on rank 0."""
+    """Save the optimizer's state of the last checkpoint, on rank 0."""
     from safetensors.torch import save_file
 
     from puna.models.training.state import load_state
@@ -176,7 +175,7 @@ def _keep_moments(state: Path, folder: Path) -> None:
 
 
 def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
-    """Return the optimizer's state beside a model, zero for further tokens; None if its training kept none, as with an imported one."""
+    """Return a model artifact's optimizer state, with zeros for new tokens; None if there is none, as with an imported model."""
     from safetensors.torch import load_file
     from torch.nn.functional import pad
 
@@ -216,7 +215,7 @@ def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
 
 
 class Watch:
-    """The log of a run over its phases, and the loss on the documents set aside."""
+    """The log of a run over its phases, and its validation loss."""
 
     def __init__(self, pieces: Sequence[Any], total: int, vocabulary: Vocabulary, config: PretrainConfig, run: StageRun) -> None:
         self.pieces, self.total, self.vocabulary, self.config, self.run = pieces, total, vocabulary, config, run
@@ -229,7 +228,7 @@ class Watch:
         run.metric("validation_tokens", sum(len(piece) - 1 for piece in pieces))
 
     def loss(self, model: Transformer) -> float:
-        """Return the loss on the documents set aside, in nats per token, computed in the precision of training."""
+        """Return the loss on the held-out documents, in nats per token, computed in the precision of training."""
         from puna.models.training.trainer import computing_in
 
         compute = self.config.compute
@@ -237,9 +236,9 @@ class Watch:
             return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
-        """True if a phase holds after this attempt (from 1). PunaError with the figures if it does not and was the last attempt.
+        """True if a phase is accepted after this attempt (from 1). Raise PunaError with the figures if the last attempt is not.
 
-        row: tokens of a packed row; short: loss on the documents set aside before the phase."""
+        `row`: tokens of a packed row; `short`: validation loss before the phase."""
         length, rise = phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
@@ -261,7 +260,7 @@ class Watch:
         return not faults
 
     def averaged(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
-        """Measure the averaged weights in `model`, and restore the last step's weights unless the average is better on the set aside."""
+        """Measure the averaged weights in `model`; restore the last step's weights unless the average has the lower validation loss."""
         loss = self.loss(model)
         self.gain, better = self.before - loss, loss < self.before
         self.run.metric(f"averaging_gain_{phase}", self.gain)
@@ -276,7 +275,7 @@ def _train(
     model: Transformer, phase: Phase, place: tuple[int, ...], relay: Relay, watch: Watch, config: PretrainConfig, run: StageRun,
     state: dict[str, torch.Tensor] | Path | None,
 ) -> Path:
-    """Train a phase, from the optimizer's `state` on; return the folder of that after it."""
+    """Train a phase from the optimizer's `state`; return the folder of its last checkpoint."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -326,7 +325,7 @@ def _train(
 
 @contextmanager
 def _fitting_state(phase: Phase) -> Iterator[None]:
-    """Raise PunaError with a remedy where the optimizer's state is of another optimizer."""
+    """Raise PunaError with a remedy if the optimizer's state belongs to another optimizer."""
     try:
         yield
     except ValueError as error:

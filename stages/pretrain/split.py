@@ -1,4 +1,4 @@
-"""The split of the pages into training and held-out ones, on which a model is judged."""
+"""The split of the pages into training and held-out pages."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class KindsConfig(StageConfig):
 
     language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; others are multilingual")
     min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of code, in any language; the domain code is code, too")
-    min_code_lines: float = Field(
-        0.02, ge=0, le=1, description="Minimum code_line_fraction beside that score, which takes unknown scripts for code, fraction"
-    )
+    min_code_lines: float = Field(0.02, ge=0, le=1, description="Minimum code_line_fraction of code: code_score is high in unknown scripts")
     min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of mathematics_reasoning")
 
 
@@ -39,18 +37,16 @@ class SplitConfig(SeededConfig):
     """Amount of held-out documents, and the signal of their category."""
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
-    kinds: KindsConfig | None = Field(
-        None, description="Four kinds in place of that signal, by the language, scores of code and reasoning, and domain; null: the signal"
-    )
-    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents training never sees, fraction")
-    heldout_least: int = Field(4, ge=0, description="Held-out documents of each category, at least; a third of a smaller category")
+    kinds: KindsConfig | None = Field(None, description="Four kinds by language, code, reasoning and domain, in place of that signal")
+    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents are held out (0 to 1)")
+    heldout_least: int = Field(4, ge=0, description="Minimum held-out documents per category, but at most a third of them")
 
 
 @stage(kind="mixture")
 def split(documents: Documents, signals: list[Signals] | None, config: SplitConfig, run: StageRun) -> None:
     """Hold pages out before anything is learned from the others: tokenizer, mixture experiments, the model.
 
-    A hash of a page's address decides, not of its content: a page stays on its side when the corpus grows, and all its versions are on one
+    The hash of a page's address decides, not its content: a page stays on its side when the corpus grows, and all its versions are on one
     side. The output is the mixture that reads each training document once; `mix` turns it into the training mixture. Without signals all
     documents are of one category.
     """
@@ -96,8 +92,7 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
     is_code = pc.or_(pc.fill_null(technical, False), pc.fill_null(pc.equal(domain, "code"), False))
     own = pc.is_in(language, pa.array([config.kinds.language, "zxx"]))
     reasons = pc.fill_null(pc.greater_equal(reasoning, config.kinds.min_reasoning), False)
-    rest = pc.if_else(own, pc.if_else(reasons, "mathematics_reasoning", "general"), "multilingual")
-    return pc.if_else(is_code, "code", rest)
+    return pc.if_else(is_code, "code", pc.if_else(own, pc.if_else(reasons, "mathematics_reasoning", "general"), "multilingual"))
 
 
 def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.ChunkedArray:
@@ -137,7 +132,7 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """Held-out chances: those below `fraction` except the `spared`, and the `chosen`; sorted arrays."""
+    """The held-out chances: those below `fraction` that are not `spared`, and the `chosen` ones; sorted arrays."""
 
     fraction: float
     chosen: NDArray[np.float64]
@@ -152,8 +147,8 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
     """Choose the held-out addresses: addresses with a chance below `heldout_fraction`.
 
     A category with fewer than `heldout_least` such documents holds out those with its smallest chances; if these are all it has, it
-    holds out none. Versions of a page may be of different categories, with different limits: an address that one of them holds out is
-    held out of all. `each(function, *args)` gives `function(rows, *args)` of every part of the rows (chance, category).
+    holds out none. Versions of a page may be of different categories, with different limits: an address held out of one category is
+    held out of all. `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance, category).
     """
     none = np.zeros(0)
     if config.heldout_fraction == 0:
@@ -198,6 +193,6 @@ def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) 
 
 
 def _elsewhere(rows: pa.Table, categories: frozenset[str], chances: frozenset[float]) -> set[float]:
-    """Return the chances that documents of other categories share."""
+    """Return those of `chances` that documents of other categories have, too."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     return set(chances) & set(rows["chance"].to_numpy()[~inside].tolist())

@@ -1,4 +1,4 @@
-"""Documents to packed rows of token ids."""
+"""Tokenization of documents into packed rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
 BUCKET_DOCUMENTS = 20_480
-"""Documents, consecutive by id, that are shuffled and packed together. Ids are hashes: any of them are a random sample."""
+"""Documents, consecutive by id, that are shuffled and packed together. Ids are hashes, so these are a random sample."""
 
 
 class TokenizeConfig(SeededConfig):
-    """Length of the packed rows."""
+    """Settings of tokenization."""
 
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens of a packed row")
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters through PEFT, put into the model and merged out of it again."""
+"""Low-rank adapters through PEFT: added to a model, and merged into it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"
-"""Where adapters lie in a model's artifact."""
+"""Folder of the adapters in a model artifact, and file of their weights."""
 INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 """PEFT's `init_lora_weights`."""
 
@@ -42,9 +42,9 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """Train adapters inside, where `method` is `lora`; keep and merge them on leaving. Yields `learning_rate_scales`.
+    """Train adapters within the context if `method` is `lora`; save and merge them on leaving. Yield `learning_rate_scales`.
 
-    Beside matrices in 4 bits they stay adapters until `save_model`: merged, the model would take its memory before training.
+    With 4-bit matrices they are merged only in `save_model`: the merged model would need its full memory earlier.
     """
     from puna.models.formats.quantised import held_bytes, merge
 
@@ -61,9 +61,9 @@ def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterato
 
 
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
-    """Put adapters beside the model's projections and freeze all else but a scalar head; return what is trained.
+    """Add adapters to the model's projections and freeze all else but a scalar head; return the number of trained parameters.
 
-    The model's outputs stay what they are (to rounding, where the adapters begin as a part of the matrix: PiSSA).
+    The model's outputs do not change (up to rounding with PiSSA, whose adapters start as a part of the matrix).
     """
     import torch
     from peft import inject_adapter_in_model
@@ -81,12 +81,12 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
 
 
 def keeps(lora: LoraSettings) -> bool:
-    """True if adapters are kept. PiSSA's are useless without its changed base matrices, which nobody else has."""
+    """True if adapters are saved. PiSSA's are useless without its changed base matrices, which are not saved."""
     return lora.keep and lora.initialization == "zero"
 
 
 def keep(model: Transformer, folder: Path) -> None:
-    """Write the adapters, and a scalar head, as PEFT reads them."""
+    """Write the adapters, and a scalar head, in PEFT's layout."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

@@ -1,7 +1,7 @@
-"""Laws of the loss over the mixture of the data: two surrogates, weighed by how well each predicts mixtures that it was not fitted to.
+"""Laws of the loss by the data mixture: two surrogates, weighted by how well each predicts mixtures that it was not fitted to.
 
 The exponential law is linear in all but one number. So its fit searches over that number and solves a linear least-squares problem for the
-rest (variable projection, Golub and Pereyra 1973): no starting point to choose and no iteration that can fail.
+rest (variable projection, Golub and Pereyra 1973): it needs no starting point, and no iteration can fail.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 
 
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
-    """Return the shares in least..most of the lowest value; `value` gives [n] for mixtures [n, M], in nats.
+    """Return the shares within least..most that have the lowest value; `value` maps mixtures [n, M] to [n], in nats.
 
     Projected gradient descent with a shrinking step from the three best of the `starts` [S, M]: a sum of convex laws has one minimum, a
     process may have several.
@@ -126,9 +126,9 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian process over the square roots of the shares, in which mixtures are points of a sphere: mean, kernel, fitted weights.
+    """A Gaussian process over the square roots of the shares, which put mixtures on a sphere: mean, kernel, fitted weights.
 
-    The kernel is variance * exp(-|x - y|^2 / (2 length^2)), beside a noise of its own.
+    The kernel is variance * exp(-|x - y|^2 / (2 length^2)), plus noise.
     """
 
     mean: float
@@ -150,8 +150,7 @@ def _kernel(a: Floats, b: Floats, length: float) -> Floats:
 
 
 def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
-    """Fit a process to losses [n] at mixtures [n, M]: length and noise of the largest marginal likelihood, from a grid; the variance is
-    the likeliest for each."""
+    """Fit a process to losses [n] at mixtures [n, M], by marginal likelihood: length and noise from a grid, each with its best variance."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
     best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
@@ -185,7 +184,7 @@ class Surrogate:
 def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
     """Fit both surrogates to losses [n] at mixtures [n, M], each weighed by the inverse of its mean squared error on mixtures left out.
 
-    `left_out` [n] of the result: predictions of the weighted mean, through all other mixtures, less the measured loss.
+    `left_out` [n] of the result: predictions of the weighted mean from all other mixtures, minus the measured losses.
     """
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     errors = np.empty((2, len(y)))

@@ -12,9 +12,9 @@ from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
 HELD_BYTES = 4
-"""Per parameter that is computed with and not trained."""
+"""Bytes per frozen parameter."""
 GRADIENT_BYTES = 4
-"""Per parameter that is trained, beside the weight and the optimizer's state."""
+"""Further bytes per trained parameter, without the optimizer's state."""
 TOKENIZER = "tokenizer_config.json"
 
 
@@ -82,7 +82,7 @@ def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str |
 
 
 def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettings) -> list[str]:
-    """Return a complaint for each model of input `name` whose moments, in its side `file`, are Muon's and should not be, or vice versa."""
+    """Return a complaint for each model of input `name` whose moments, in its side `file`, are Muon's but should not be, or vice versa."""
     from safetensors import safe_open
 
     complaints = []

@@ -24,7 +24,7 @@ SHAPE = ModelShape(
     hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True,
     initializer_range=0.08,
 )  # fmt: skip
-"""A model for minutes on a CPU."""
+"""Shape of a model that trains in minutes on a CPU."""
 OPTIMIZER = OptimizerSettings(beta2=0.98)
 
 
@@ -42,41 +42,32 @@ class Growth(StageConfig):
 
 
 class Acceptance(StageConfig):
-    """Conditions under which a step to a longer context holds (Llama 3, section 3.4.2). Else it is repeated."""
+    """Conditions for accepting a phase with a longer context (Llama 3, section 3.4.2). Else it is repeated."""
 
-    short_loss: float = Field(
-        0.01, ge=0, description="Maximum rise over the phase of the loss on the documents set aside, in the first context, nats per token"
-    )
-    needle: float = Field(
-        1.0, ge=0, le=1, description="Minimum accuracy at every depth, at the phase's length, of the passages of pretrain.needle; 0: any"
-    )
-    attempts: int = Field(3, ge=1, le=100, description="Times that the phase may run, each going on from the one before on other rows")
+    short_loss: float = Field(0.01, ge=0, description="Maximum rise of the first context's validation loss over the phase, nats per token")
+    needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at the phase's length; 0: any")
+    attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase, each continuing from the one before on other rows")
 
 
 class Phase(StageConfig):
-    """A phase of training with its own schedule, on tokens of its own."""
+    """A phase of training with its own schedule and tokens."""
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
-    tokens: Source = Field(
-        "initial", description="Tokens that the phase reads: of the step tokenize (initial), tokenize_fresh, tokenize_long or tokenize_best"
-    )
-    steps: int = Field(1000, ge=0, description="Optimisation steps; 0 where `until` says when the phase ends")
-    until: int | None = Field(
-        None, ge=1, description="Tokens of the run, every row counted as full, after which the phase ends; null: after `steps`"
-    )
+    tokens: Source = Field("initial", description="Tokens to read: of tokenize (initial), tokenize_fresh, tokenize_long or tokenize_best")
+    steps: int = Field(1000, ge=0, description="Optimisation steps; 0 if `until` ends the phase")
+    until: int | None = Field(None, ge=1, description="End of the phase in tokens of the run, every row counted as full; null: `steps`")
     rows_per_step: int = Field(2, ge=1, description="Rows of a step, each of join_rows packed rows, until `ramp` says otherwise")
     length: int | None = Field(None, ge=2, description="Tokens to which rows are cut until `ramp` says otherwise; null: whole rows")
     ramp: tuple[Growth, ...] = Field((), description="Larger steps, in order: pairs of rows and length (Llama 3, section 3.4.1)")
     optimizer: Literal["keep", "fresh"] = Field(
-        "keep", description="keep: the optimizer goes on with its moments of the phase before, the first phase with those of the input "
-        "model where it has them; fresh: they begin at 0"
-    )  # fmt: skip
-    join_rows: int = Field(1, ge=1, description="Packed rows that make one: the context grows by this factor (long context)")
+        "keep", description="keep: continue with the moments of the phase before, or of the input model if it has any; fresh: begin at 0"
+    )
+    join_rows: int = Field(1, ge=1, description="Packed rows joined into one: the context grows by this factor (long context)")
     rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
     rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies from here on; null: as before")
     accept: Acceptance | None = Field(
-        None, description="Conditions under which the phase holds; else it runs again, and in the end training stops; null: none. Of later "
-        "phases `until` and `ramp` count one run of it"
+        None, description="Conditions for accepting the phase; else it runs again, and after the last attempt training stops; null: none. "
+        "In later phases, `until` and `ramp` count one run of it"
     )  # fmt: skip
     schedule: ScheduleSettings = Field(ScheduleSettings(learning_rate=6e-3), description="Learning rate over the phase")
 
@@ -98,7 +89,7 @@ class Phase(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _until_replaces_steps(cls, values: Any) -> Any:
-        """Set the default of `steps` aside where only `until` is given."""
+        """Set `steps` to 0 if only `until` is given."""
         only_until = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
         return {**values, "steps": 0} if only_until else values
 
@@ -107,7 +98,7 @@ class Phase(StageConfig):
 
     @property
     def full_rows(self) -> int:
-        """Return the rows of a step once it has grown."""
+        """Return the rows per step after all growth."""
         return self.ramp[-1].rows if self.ramp else self.rows_per_step
 
     def longest(self, row: int) -> int:
@@ -135,7 +126,7 @@ class Phase(StageConfig):
     def counted(self, row: int, before: int = 0) -> Phase:
         """Return the phase with `steps` instead of `until`. Raise PunaError if it ends before it begins, or its schedule does not fit.
 
-        row: tokens of a whole row (of join_rows packed ones); before: tokens of the run before it."""
+        `row`: tokens of a whole row (of `join_rows` packed ones); `before`: tokens of the run before the phase."""
         steps = self.steps
         if self.until is not None:
             _, read, step = self._changes(row, before)
@@ -163,7 +154,7 @@ class Phase(StageConfig):
         return Relay([readers[name] for name in names], starts)
 
     def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0) -> Reader:
-        """Return the reader of some tokens in a phase that begins after `before` tokens of the run."""
+        """Return the reader of these tokens in a phase that begins after `before` tokens of the run."""
         from puna.models.training.schedules import Ramp
 
         row = packed.row_length * self.join_rows
@@ -172,6 +163,6 @@ class Phase(StageConfig):
         return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest)
 
     def check_plain(self, why: str) -> None:
-        """Raise ValueError if the phase has tokens of its own or ends by tokens, or rows are joined, cut or ramped."""
+        """Raise ValueError if the phase reads its own tokens, ends by tokens, or joins, cuts or ramps rows."""
         if self.join_rows != 1 or self.ramp or self.length or self.until or self.tokens != "initial":
             raise ValueError(f"phase.join_rows must be 1, phase.tokens initial, and phase.ramp, length and until unset: {why}")

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 TEXT_PER_TOKEN = 6
-"""Bytes of text taken for each token wanted: more than a token holds, so that a pool is seldom short."""
+"""Bytes of text per needed token: more than a token usually has, so that a pool is seldom short."""
 MOST_PER_TOKEN = 64
-"""Characters that no long text exceeds per token."""
+"""Upper bound on a long text's characters per token."""
 JOB_ROWS = 1 << 14
 STEPS = 1024
-"""Steps of equal width in the order of 63-bit hashes, which measure how far the needed documents reach."""
+"""Number of equal ranges of the 63-bit hashes, by which the text up to a hash is counted."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Amount:
-    """Size of one category: documents, bytes, and the bytes read in each step of the order."""
+    """Size of one category: documents, bytes, and the bytes to read in each range of hashes."""
 
     documents: int
     bytes: int
@@ -59,7 +59,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Group:
-    """Categories that get one share: `members` with their bytes; and the size of them all."""
+    """Categories that share one weight: `members` with their bytes, and their total amount."""
 
     name: str
     members: dict[str, int]
@@ -104,7 +104,7 @@ def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict
 
 @dataclass(frozen=True)
 class PoolRows:
-    """The documents that small runs read, by reference: the documents of each group, and the total bytes of the group."""
+    """References to the documents that small runs read: a partition per group, and the total bytes of the group."""
 
     parts: tuple[Partition, ...]
     totals: tuple[int, ...]
@@ -114,7 +114,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode the documents that come first in the hashed order of each group, as many as the small runs need."""
+    """Encode the first documents of each group in hash order, enough for the small runs."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
@@ -123,8 +123,7 @@ def build_pools(
                 "lower mix_experiment.categories, so that small ones are taken together"
             )
         bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
-        step = int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))
-        last |= dict.fromkeys(group.members, (number, step))
+        last |= dict.fromkeys(group.members, (number, int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))))
     arguments = (mixture, last, str(tokenizer.path()), run.seed("order"), sizes.document)
     parts = run.exchange(_encode, documents.parts(columns=["id", "text"], rows=JOB_ROWS), *arguments, by="group", partitions=len(groups))
     return PoolRows(parts.parts, tuple(int(group.amount.read.sum()) for group in groups), sizes)
@@ -133,11 +132,11 @@ def build_pools(
 def _encode(
     part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int
 ) -> pa.Table:
-    """Encode the first `most` tokens of the groups' documents in the part, up to the last step that their group needs."""
+    """Encode the first `most` tokens of the groups' documents in the part, up to the last range of hashes that their group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]
     vocabulary = loaded(tokenizer)
-    # A book need not be encoded for its first page.
+    # Do not encode a whole book for its first page.
     encodings = vocabulary.encode_batch([row.text[: MOST_PER_TOKEN * most] for _, row in rows])
     return pa.table(
         {

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A trained small model, and what it took: tokens, floating-point operations, seconds."""
+    """A trained small model and its cost: tokens, floating-point operations, seconds."""
 
     model: Transformer
     tokens: int
@@ -130,10 +130,9 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
 
 
 def resized(shape: ModelShape, width: int) -> ModelShape:
-    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide."""
+    """Return the shape at another width: layers, number of heads and feed-forward in proportion, heads of about the same width."""
     share = width / shape.hidden_size
-    head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
-    heads = max(1, round(width / head))
+    heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))
     if width % (2 * heads):
         raise ValueError(f"width {width} does not divide into {heads} heads of an even width")
     if shape.mla is not None or shape.sliding_layers is not None:
@@ -149,6 +148,6 @@ def resized(shape: ModelShape, width: int) -> ModelShape:
         num_key_value_heads=groups if groups and heads % groups == 0 else 1,
         head_dim=width // heads,
         moe=moe,
-        # Matrices keep the size of what they pass on: the usual 1 / sqrt(width).
+        # Activations keep their scale: the usual 1 / sqrt(width).
         initializer_range=min(1.0, shape.initializer_range * share**-0.5),
     )

@@ -1,4 +1,4 @@
-"""Preferences as examples: the ranked or labelled answers of a prompt, its context once."""
+"""Preferences as examples: a prompt, once, with its ranked or labelled answers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
 Tiers = list[list[Message]]
-"""Answers to a prompt, the best first; those of a tier are equals."""
+"""Tiers of equally good answers to a prompt, the best tier first."""
 
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return the preferences of these levels (None: all) or without a level, in an order that does not depend on the artifacts'."""
+    """Return the preferences of these levels (None: all) or without a level, sorted by id."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
     rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
@@ -67,7 +67,7 @@ def _sides(row: dict[str, Any]) -> tuple[Tiers, Tiers]:
 
 
 class Ranked(NamedTuple):
-    """A prompt with the ranked answers of its preferences; `rows` are these, a group of the example each."""
+    """A prompt with the ranked answers of its preferences. `rows`: the preferences, one for each group of the example."""
 
     example: Example
     rows: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
 ) -> list[Ranked]:  # fmt: skip
-    """Render each prompt with the ranked answers of all its preferences, or as many as a packed row holds."""
+    """Render each prompt with the ranked answers of its preferences; those that exceed the packed row make another example."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []

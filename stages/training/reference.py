@@ -1,4 +1,4 @@
-"""Answers as the targets of a preference loss, and the reference's log-probabilities of them."""
+"""Answers as the targets of a preference loss, and their log-probabilities under the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
-    """Pack prompts with their answers into one row. Masked tokens count in no preference term."""
+    """Pack prompts with their answers into one row. `mask_format`: masked tokens count in no preference term."""
     from puna.models.training.objectives import Targets
 
     masks = [e.masks if mask_format else [[True] * len(a) for a in e.answers] for e in examples]
@@ -39,7 +39,7 @@ class Reference:
     def of(self, model: Transformer, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
         """Return the summed unmasked log-probability of every answer, prompt by prompt; zeros if the loss needs no reference.
 
-        The model computes as it does in training: a ratio of bf16 to fp32 would have bf16's rounding in it.
+        The model computes in the precision of training: otherwise ratios would contain rounding errors of bf16.
         """
         from puna.models.training.parallel.parallel import asked
         from puna.models.training.trainer import computing_in

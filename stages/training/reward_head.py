@@ -1,4 +1,4 @@
-"""A reward model of which only the scalar head is fitted: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
+"""Fit of a reward model's scalar head alone: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""L2 penalties on the head that are tried, for states of unit variance and a mean loss."""
+"""L2 penalties on the head to try, for states of unit variance and a mean loss."""
 FOLDS = 5
 
 
@@ -37,11 +37,11 @@ class Pairs(NamedTuple):
 
 
 def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, run: StageRun) -> None:
-    """Set the model's scalar head to the best for these rankings, each prompt weighing the same; nothing else changes.
+    """Fit the model's scalar head to these rankings, with equal weight for each prompt; nothing else changes.
 
-    The penalty is the one of `PENALTIES` whose fits predict left-out prompts best, of equals the strongest. Metrics: `penalty`, and
-    if there are enough prompts `cross_validated_accuracy`: each pair judged by a fit, its penalty included, that has not seen its
-    prompt; beside it `cross_validated_longer_accuracy` has the longer answer win.
+    The penalty is the one of `PENALTIES` whose fits predict left-out prompts best (of equals, the strongest). Metrics: `penalty`, and with
+    enough prompts `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its prompt. As its baseline,
+    `cross_validated_longer_accuracy` prefers the longer answer.
     """
     import torch
 

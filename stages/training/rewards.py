@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 Completions = Sequence[Sequence["Completion"]]
 Ids = Sequence[Sequence[int]]
 Scores = Callable[[Ids, Completions], list[list[float]]]
-"""A number for each answer to each prompt."""
+"""A function that returns a number for each answer to each prompt."""
 Parts = dict[str, list[list[Any]]]
 Reward = Literal["reward_model", "verifier", "product"]
 Ensemble = Literal["mean", "min"]
 ENSEMBLE = (
-    "The reward of several reward models: the mean of their numbers; or the least, which no answer can raise that deceives some of them "
-    "only (Coste et al. 2023)"
+    "Reward of several reward models: the mean of their numbers, or the minimum, which no answer raises by deceiving only some of them "
+    "(Coste et al. 2023)"
 )
 REWARDS = (
-    "What an answer is rewarded by: the reward model's number; the score of the prompt's verifier, 0 to 1; "
-    "or product: the score times the sum of `floor` and the sigmoid of the number, less its `center`"
+    "Reward of an answer: the reward model's number; the score of the prompt's verifier, 0 to 1; "
+    "or product: the score times the sum of `floor` and the sigmoid of the number less `center`"
 )
 Center = Literal["start", "zero"]
 CENTER = (
-    "With reward product: the number whose sigmoid is one half. Preferences tell differences of numbers only, so that 0 means nothing. "
-    "start: the mean over right answers of the model before training (InstructGPT, Ouyang et al. 2022, section 3.5, centers alike); zero: 0"
+    "With reward product: the number whose sigmoid is one half. Preferences determine only differences of numbers, so 0 has no meaning. "
+    "start: the mean over right answers of the model before training (as in InstructGPT, Ouyang et al. 2022, section 3.5); zero: 0"
 )
 
 
@@ -48,9 +48,7 @@ class RewardSettings(StageConfig):
     """Settings of an answer's reward."""
 
     reward: Reward = Field("reward_model", description=REWARDS)
-    floor: float = Field(
-        0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that a right answer counts whatever its number"
-    )
+    floor: float = Field(0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that every right answer counts")
     center: Center = Field("start", description=CENTER)
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
@@ -60,7 +58,7 @@ class RewardSettings(StageConfig):
 class Rewards:
     """Rewards of answers to prompts, given as ids: `gold` gives the verifiers' scores, `numbers` the reward models' numbers.
 
-    With both: the score times the sum of `floor` and the sigmoid of the number less `center`; or the number (`watched`)."""
+    With both: the score times the sum of `floor` and the sigmoid of the number less `center`; if `watched`, the number."""
 
     gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None
@@ -83,7 +81,7 @@ class Rewards:
         return {"score": scores, **parts}
 
     def centered(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Center by the mean number of these answers, weighted by their verifier scores; unchanged if all scores are 0."""
+        """Return rewards centered at the mean number of these answers, weighted by verifier scores; unchanged if all scores are 0."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
@@ -115,15 +113,15 @@ def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: in
 
 
 def combined(numbers: Sequence[float], how: Ensemble) -> float:
-    """Combine the members' numbers of one answer, in any order."""
+    """Return the members' numbers of one answer combined, independently of their order."""
     return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 
 
 def gold_of(
     scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, steps: bool = False
 ) -> Callable[[Ids, Completions], Parts]:
-    """Return a function that gives the verifier's score of each answer, 0 if it fails; with `steps` also where each step ends, in tokens,
-    and its reward. `asked` are the ids of `rows`."""
+    """Return a function that gives each answer's verifier score (0 if the verifier fails); with `steps` also the end of each step, in
+    tokens, and its reward. `asked` are the ids of `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         first_row = by_ids.setdefault(tuple(ids), row)

@@ -14,13 +14,13 @@ from puna.stages.training.intervals import Z95, student
 
 Floats = npt.NDArray[np.float64]
 HUBER = 1e-3
-"""Residual in the logarithm of the loss from which on its weight falls (Hoffmann et al. 2022, appendix D.3)."""
+"""Residual of the log loss above which its weight falls (Hoffmann et al. 2022, appendix D.3)."""
 BUDGET = 1.5
-"""Ratio of two budgets: points that are nearer are of one."""
+"""Minimum ratio of two budgets; points nearer to each other count as one budget."""
 JOINTS = (1.0, 0.1)
 """How parameters and tokens limit the loss: each by itself, or mostly the scarcer one (Kaplan et al. 2020 measured .095)."""
 FEWEST, SHAPES = 6, 3
-"""Points that a surface of five numbers is fitted to at least, and shapes among them: further seeds of a point count once."""
+"""Minimum points to fit a surface's five numbers, and minimum shapes among them. Further seeds of a point do not count."""
 
 
 # --- the surface ----------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ FEWEST, SHAPES = 6, 3
 class Surfaces:
     """M laws L(N, D) = E + ((A / N^alpha)^(1/joint) + (B / D^beta)^(1/joint))^joint, nats per token; each field is [M].
 
-    A joint of 1 is the law of Hoffmann et al. 2022, whose tokens earn as much in any model; near 0 they earn less where parameters are
+    A joint of 1 is the law of Hoffmann et al. 2022, whose tokens help equally in any model; near 0 they help less where parameters are
     scarce, as in the law of Kaplan et al. 2020.
     """
 
@@ -50,10 +50,10 @@ class Surfaces:
 
 
 def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
-    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n], of the one of `joints` that fits the first losses best.
+    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n], with the one of `joints` that fits the first losses best.
 
-    The least sum of Huber's losses of the errors in the logarithm, from many starts (Hoffmann et al. 2022): by Levenberg and Marquardt's
-    steps on reweighted squares, all fits side by side. Raise ValueError if there are fewer than six points.
+    Minimise the sum of Huber losses of the log errors from many starts (Hoffmann et al. 2022), by Levenberg-Marquardt steps on reweighted
+    squares, all fits side by side. Raise ValueError if there are fewer than six points.
     """
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
@@ -66,7 +66,7 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
         solutions, costs = _descend(starts, joint, n - centre, d - middle, np.repeat(y[:1], len(starts), 0))
         fits[joint] = float(costs.min()), np.concatenate([solutions[[np.argmin(costs)]], starts[[0, len(starts) // 2]]])
     joint = min(joints, key=lambda joint: fits[joint][0])
-    # Every start on the first fit; on the others, which differ from it little, the best one and two more.
+    # The first fit tries every start; the others, which differ little from it, only the best one and two more.
     best, lowest = np.zeros((len(y), 5)), np.full(len(y), np.inf)
     for start in fits[joint][1]:
         solutions, costs = _descend(np.repeat(start[None], len(y), 0), joint, n - centre, d - middle, y)
@@ -77,14 +77,14 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
 
 
 EXPONENTS = (0.05, 0.5)
-"""Bounds of both exponents: published ones lie between .08 and .4. To few points steep powers over a high floor fit as well, and miss."""
+"""Bounds of both exponents (published: .08 to .4). Few points also fit steep powers over a high floor, which forecast badly."""
 
 
 def _starts(level: float, joint: float) -> Floats:
     """Return starts [S, 5]: logarithms of E, A and B (relative to the points' mean size) and of the exponents."""
     shares = ((0.2, 0.4, 0.4), (0.5, 0.25, 0.25), (0.8, 0.1, 0.1), (0.4, 0.5, 0.1), (0.4, 0.1, 0.5))
     exponents = (0.12, 0.25, 0.45)
-    # Of two equal terms the sum is 2^joint.
+    # Two equal terms add up to 2^joint times one of them.
     scales = (1.0, 2 ** (1 - joint), 2 ** (1 - joint))
     rows = [
         [*(level + math.log(share * scale) for share, scale in zip(some, scales, strict=True)), math.log(a), math.log(b)]
@@ -115,7 +115,7 @@ def _descend(theta: Floats, joint: float, n: Floats, d: Floats, y: Floats, steps
 
 
 def _model(theta: Floats, joint: float, n: Floats, d: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the errors in the logarithm [M, n] and their slopes [M, n, 5]."""
+    """Return the errors of the log loss [M, n], and their derivatives [M, n, 5]."""
     alpha, beta = np.exp(theta[:, 3:4]), np.exp(theta[:, 4:5])
     by_parameters, by_tokens = theta[:, 1:2] - alpha * n, theta[:, 2:3] - beta * d
     both = joint * np.logaddexp(by_parameters / joint, by_tokens / joint)
@@ -134,8 +134,8 @@ def _huber(residual: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Points:
-    """Measured points of a ladder, each field [n]: parameters (output layer included), tokens, operations, loss in nats per token; and the
-    trunk's seed (None: all of one)."""
+    """Measured points of a ladder; each field is [n]: parameters (output layer included), tokens, operations, loss in nats per token, and
+    the trunk's seed (None: one seed for all)."""
 
     parameters: Floats
     tokens: Floats
@@ -158,7 +158,7 @@ class Points:
     @property
     def enough(self) -> bool:
         """True if there are enough points to determine a surface: six different ones, of three shapes."""
-        # Seeds of one point read a little more or less.
+        # The token counts of a point's seeds differ a little.
         different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
         return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
 
@@ -169,11 +169,11 @@ class Points:
         return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
 
     def seed_noise(self) -> float:
-        """Return the standard deviation of a trunk's log losses from those of other seeds, as wide as Student's t asks; 0 without such."""
+        """Return the standard deviation of log losses between the seeds of a shape, widened by Student's t; 0 with one seed."""
         trunks, squares, free = self.trunks, 0.0, 0
         for size in np.unique(self.parameters):
             own = [self[trunks == trunk] for trunk in np.unique(trunks[self.parameters == size])]
-            # Numbers of tokens that every seed reached: as many steps read a little more or less.
+            # Token counts that every seed reached, up to small differences.
             near = [np.abs(np.log(points.tokens[:, None] / own[0].tokens)) < 0.1 for points in own]
             shared = np.all([mask.any(0) for mask in near], axis=0)
             if len(own) > 1 and shared.any():
@@ -194,13 +194,13 @@ class Backtest:
     @property
     def slope(self) -> float:
         """Return the absolute error of the logarithm per unit of the logarithm of the operations."""
-        # A budget close above the points below it would make a slope of its noise.
+        # With a budget just above the points below it, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 
 
 @dataclass(frozen=True)
 class Forecaster:
-    """The surface through all points, and what its error is judged by."""
+    """The surface through all points, and the bootstrap draws and backtests that give its error."""
 
     points: Points
     surface: Surfaces
@@ -239,7 +239,7 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
     residuals = np.log(points.loss / fitted)
-    # Five numbers are fitted, and the noise is known only from the rest: Student's t widens what a normal distribution would give.
+    # Five numbers are fitted to the points: widen the residuals for the lost degrees of freedom, and by Student's t.
     free = max(len(points) - 5, 1)
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
     errors, chance = generator.choice(residuals, (draws, len(points))), generator.choice(residuals, draws)
@@ -267,7 +267,7 @@ def _backtest(points: Points, budgets: npt.NDArray[np.int64], budget: int) -> Ba
 
 @dataclass(frozen=True)
 class Power:
-    """factor * x ** exponent."""
+    """The power law factor * x ** exponent."""
 
     factor: float
     exponent: float
@@ -305,7 +305,7 @@ class Parabola:
 def parabolas(points: Points) -> list[Parabola]:
     """Return IsoFLOP parabolas at the points' own budgets where at least three shapes reach (Llama 3, section 3.2.1).
 
-    A trunk's loss between two of its points lies on a line in the logarithms, a twelfth beyond its ends too.
+    A trunk's log loss is interpolated linearly in log operations between its points, and constant for 9 % beyond its ends.
     """
     lines: list[Parabola] = []
     trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]

@@ -1,4 +1,4 @@
-"""Models that answer in a stage: loaded as `serving` says, their prompts dealt to the processes that run it together."""
+"""Loading of models that answer in a stage, and distribution of their prompts over the stage's processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if a model answers as it is, each token by itself. Raise PunaError where several processes share the prompts and it does not."""
+    """True if `serving` has no draft and its defaults, but for speculate, memory and layout. Raise PunaError if it cannot be shared."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
         raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 bits "
@@ -36,8 +36,8 @@ def load_served(
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
     """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
 
-    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact where
-    it can be: no answer depends on those beside it, or on the process. Raise PunaError if several processes cannot share the work."""
+    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact if
+    possible: no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
     from puna.kernels.exact import can_be_exact
     from puna.models.serving import offloaded_model
     from puna.models.tokens.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def load_served(
 
 
 class DealtEngine:
-    """An engine whose prompts are dealt to the processes, or groups, that run a stage together; each gets the answers to all."""
+    """An engine that distributes prompts over a stage's processes, or groups of them; each process gets all answers."""
 
     def __init__(self, engine: AnswerEngine, layout: Layout) -> None:
         self.engine, self.tokenizer, self.layout = engine, engine.tokenizer, layout
@@ -73,7 +73,7 @@ class DealtEngine:
     def generate(
         self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return `Engine.generate`'s answers. Equal prompts go to one process: together they draw different answers."""
+        """Return `Engine.generate`'s answers. Equal prompts go to one process, so that they draw different answers."""
         from puna.models.generation import Completion
 
         def drawn(own: list[Sequence[int] | str]) -> list[list[Completion]]:

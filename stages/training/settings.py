@@ -1,4 +1,4 @@
-"""Settings of the stages that train on answers, and the part of them that TRL's trainers support."""
+"""Settings of the stages that train on answers, and the subset that TRL's trainers support."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from puna.stages.training.bad_rows import BadRowsConfig
 
 CLEAR: tuple[Level, ...] = ("significantly_better", "better")
 TRL_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "apo_down")
-"""What TRL's DPOTrainer computes as `models.training.losses` does."""
+"""Losses that TRL's DPOTrainer computes like `models.training.losses`."""
 TRL_ONLY: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",), "optimizer.embedding_scale": (1.0,), "optimizer.spike_window": (0,),
     "schedule.shape": ("cosine", "linear", "constant"), "schedule.final_ratio": (0.0,), "schedule.anneal_steps": (0.0,),
     "schedule.average": (0,), "schedule.ema": (0.0,), "compute.deterministic": (False,),
 }  # fmt: skip
-"""Settings that TRL's trainers have with these values only: with others they do something else than Puna, or nothing at all."""
+"""Settings, with the only values for which TRL's trainers do the same as Puna."""
 
 
 class AdapterConfig(BadRowsConfig, SeededConfig):
@@ -37,14 +37,14 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
         return self.lora.quantization if self.method == "lora" else "none"
 
     def unmet(self) -> list[str]:
-        """Return complaints for requirements of the adapters that this machine lacks."""
+        """Return complaints about requirements of the adapters that this machine does not meet."""
         return self.lora.unmet("lora") if self.method == "lora" else []
 
 
 class AdaptableConfig(AdapterConfig):
     """Configuration of a stage that Puna's loop or TRL's trainer runs."""
 
-    engine: Literal["puna", "trl"] = Field("puna", description="Whose trainer: Puna's own loop, or TRL's for this objective")
+    engine: Literal["puna", "trl"] = Field("puna", description="Trainer: Puna's own loop, or TRL's for this objective")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
 
     @model_validator(mode="after")
@@ -68,19 +68,13 @@ class SftConfig(AdaptableConfig):
     training: TrainingSettings = Field(
         TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt, see `answers_together`"
     )
-    answers_together: int = Field(
-        1, ge=1, le=1024, description="Most answers to one prompt that make one example, in which the prompt is computed once"
-    )
+    answers_together: int = Field(1, ge=1, le=1024, description="Maximum answers to a prompt in one example, whose prompt is computed once")
     neftune_alpha: float = Field(
-        0.0, ge=0, le=100,
-        description="Noise on the embeddings while training: uniform up to this, over the root of an example's mean tokens times the "
-        "model's width (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none",
+        0.0, ge=0, le=100, description="Noise on the embeddings in training: uniform up to this, over the root of an example's mean tokens "
+        "times the model's width (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none"
     )  # fmt: skip
-    more_steps: int = Field(
-        0, ge=0, description="Steps beyond those of `training`: of a control arm, as many as its round has of reinforcement learning"
-    )
-
-    ask_every: int = Field(100, ge=1, description="Steps between scores on the input tasks; after the last step, too")
+    more_steps: int = Field(0, ge=0, description="Steps beyond those of `training`, for the control of a round of reinforcement learning")
+    ask_every: int = Field(100, ge=1, description="Steps between evaluations on the input tasks; also after the last step")
 
     @model_validator(mode="after")
     def _noise_has_an_engine(self) -> Self:
@@ -101,15 +95,13 @@ class SftConfig(AdaptableConfig):
 class RewardModelConfig(AdaptableConfig):
     """Settings of the reward model's training."""
 
-    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from and measured on")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels to train and evaluate on")
     nll_weight: float = Field(
         0.0, ge=0, description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
         "keeps what the policy knows while rewards are still equal; needs engine puna",
     )  # fmt: skip
     head_only: bool = Field(
-        False,
-        description="Leave the model as it is and fit only the head, exactly: for few preferences, and many times faster; of `training` "
-        "only compute.micro_batch_tokens counts",
+        False, description="Fit only the head, exactly (for few preferences; fast); of `training`, only compute.micro_batch_tokens counts"
     )
     pooling: Literal["last", "mean"] = Field(
         "last", description="Where the reward is read: at an answer's last token; or the mean over its tokens, which no export can say"
@@ -145,7 +137,7 @@ class DpoConfig(AdaptableConfig):
         "sequence", description="The likelihood term: mean over answers of each answer's mean, or mean over tokens (TRL's)"
     )
     mask_format: bool = Field(True, description="Leave header and termination tokens out of the preference term")
-    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels that are learned from")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels to train on")
     pairs: Literal["best_worst", "best_rest"] = Field(
         "best_rest", description="The best of a preference's ranked answers against only the worst, or against each of the others"
     )

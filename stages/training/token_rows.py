@@ -1,4 +1,4 @@
-"""Documents packed into rows of tokens, and the rows of a `tokens` artifact in memory, as training reads them."""
+"""Packing of documents into rows of tokens, and readers of these rows for training."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packed:
-    """All rows as flat arrays. A piece is what one row holds of one document.
+    """All rows as flat arrays. A piece is the part of a document in one row.
 
     tokens   [T] int32
     starts   [P + 1], where each piece starts in `tokens`
     rows     [R + 1], the first piece of each row
-    owners   [P], index into `ids`, the document a piece is of
+    owners   [P], index into `ids` of each piece's document
     largest  the largest token id that was read
     """
 
@@ -72,8 +72,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens lie there and are mapped into memory, so that
-        they may be more than it holds; each of the ranks that train together writes a share of them."""
+        """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens are written there and mapped into memory, so
+        that they may be more than it holds; each of the ranks that train together writes a share of them."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -130,21 +130,19 @@ class Packed:
 
     def of(self, ids: Collection[str]) -> npt.NDArray[np.bool_]:
         """Return a mask [P] of the pieces of these documents."""
-        among = np.array([id_ in ids for id_ in self.ids], dtype=bool)
-        return np.asarray(among[self.owners], dtype=np.bool_)
+        return np.asarray(np.array([id_ in ids for id_ in self.ids], dtype=bool)[self.owners], dtype=np.bool_)
 
     def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
-        """Return a mask [P] of the pieces set aside to watch the training loss on, never trained on.
+        """Return a mask [P] of the pieces held out to measure the validation loss on.
 
-        The documents with the smallest hashes of their ids: at most `share` of all, until they have `tokens`
-        tokens in one copy; always one. Whoever asks with the same numbers gets the same documents.
+        These are the documents with the smallest hashes of their ids: at most `share` of all, until one copy of each adds up to `tokens`
+        tokens; at least one document. Equal arguments give equal documents.
         """
         order = sorted(range(len(self.ids)), key=lambda d: (rank("validation", self.ids[d]), self.ids[d]))
         once = self._first_copies()
         sizes = np.bincount(self.owners[once], weights=self.sizes[once], minlength=len(self.ids))
         count = max(1, int(share * len(self.ids)))
-        reached = np.cumsum(sizes[order])
-        count = min(count, int(np.searchsorted(reached, tokens)) + 1)
+        count = min(count, int(np.searchsorted(np.cumsum(sizes[order]), tokens)) + 1)
         if count >= len(self.ids):
             raise PunaError("the tokens are of one document: one is needed to train on and one to watch the loss on")
         mask = np.zeros(len(self.ids), dtype=bool)
@@ -171,7 +169,7 @@ class Packed:
 
 @dataclass
 class Reader:
-    """Rows of each training step: every row once per epoch, each epoch in another order.
+    """A reader of each training step's rows: every row once per epoch, each epoch in another order.
 
     `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut
     between them is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a
@@ -237,12 +235,12 @@ class Reader:
         return [stop - start for start, stop in self.pieces(step)]
 
     def later(self, step: int, micro_batch_tokens: int) -> list[Later[Targets]]:
-        """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up; each is read when it is made."""
+        """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up; each is read only when it is needed."""
         spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
         return [Later(sum(stop - start for start, stop in some), partial(self._made, some)) for some in spans]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
-        """Return the micro-batches of `later`, made."""
+        """Return the micro-batches of `later`, already read."""
         return [one.make() for one in self.later(step, micro_batch_tokens)]
 
     def _made(self, spans: Sequence[tuple[int, int]]) -> Targets:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from puna.stages.evaluation.training_tasks import TaskWatch
 
 CHECKPOINTS = "training"
-"""Folder of a run's checkpoints in its scratch."""
+"""Folder of checkpoints in a run's scratch folder."""
 CHECKPOINT_STEPS = 50
 """Steps between checkpoints of a run; they change no result."""
 WATCH = "puna.stages.evaluation.training_tasks"
-"""What asks a model tasks while it is trained. It is imported by name: the key of a model that was asked nothing does not cover it."""
+"""Module that evaluates tasks during training. It is imported by name, so that the keys of models without tasks do not cover it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
     """Render a conversation to learn the assistant's turns, each with its end; tokens between them are masked.
 
-    One example, or more where the template writes earlier answers otherwise once a later turn follows.
+    There are several examples if the template renders earlier answers differently once a later turn follows.
     """
     with rendering(row):
         rows = tokenizer.render(messages_of(row), tools_of(row))
@@ -162,7 +162,7 @@ def frozen_dtype() -> torch.dtype:
 
 
 SMALL = 8_000_000
-"""Parameters of a model that one thread of a CPU is best for: others would wait longer than they work, for ages beside other programs."""
+"""Models below this number of parameters run best on one CPU thread: more threads would wait longer than they work."""
 
 
 _large: weakref.WeakSet[Transformer] = weakref.WeakSet()
@@ -196,8 +196,8 @@ def load_model(
     """Load a model artifact's weights and tokenizer. Raise PunaError if it has another head.
 
     `new` makes a missing scalar head, of zeros. A `frozen` model is not trained and computes in bf16 on a GPU. `quantization`
-    `nf4` converts the layers' matrices to 4 bits one by one. If the `layout` of its training fits the model and cuts it, its weights stay
-    mapped from the file, as they are in it, until each rank has read its own pieces."""
+    `nf4` converts the layers' matrices to 4 bits one by one. If `layout` cuts the model, its weights stay mapped from the file, in the
+    file's number format, until each rank has read its own pieces."""
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load, read_config
@@ -226,7 +226,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
     """Raise PunaError if the models' tokenizers differ: a token id would stand for different texts."""
     from tokenizers import Tokenizer as Backend
 
-    # As this release writes them: two releases may write one tokenizer in different ways.
+    # Compare both as this release serialises them: two releases may write one tokenizer in different ways.
     first, *others = [Backend.from_file(str(model.path("tokenizer.json"))).to_str() for model in models]
     for model, other in zip(models[1:], others, strict=True):
         if other != first:
@@ -234,7 +234,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
 
 
 def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = None) -> Transformer:
-    """Return a language model, with embeddings of the tokens that a tokenizer artifact adds to its own. PunaError if it is no such one.
+    """Return a language model with embeddings of the tokens that a tokenizer artifact adds. Raise PunaError if its tokenizer is another.
 
     layout: see `load_model`.
     """
@@ -250,7 +250,7 @@ def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = 
 
 @contextlib.contextmanager
 def divergence_named(what: str) -> Iterator[None]:
-    """Raise PunaError that names the model (`what`) if its training diverges inside."""
+    """Raise PunaError that names the model (`what`) if its training diverges within the context."""
     from puna.models.training.loop import TrainingDiverged
 
     try:
@@ -289,12 +289,12 @@ def fit(
 def task_watch(
     tasks: Sequence[External] | None, every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun
 ) -> TaskWatch | None:
-    """Return an object that asks a model these tasks while it is trained."""
+    """Return an evaluation of these tasks during training; None without tasks."""
     return importlib.import_module(WATCH).TaskWatch(tasks, every, tokenizer, compute, run) if tasks else None
 
 
 def code_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) that asks a training's tasks; none without tasks."""
+    """Return (module, symbol) of the code that evaluates a training's tasks; empty without tasks."""
     return [*importlib.import_module(WATCH).code(inputs["tasks"])] if inputs["tasks"] else []
 
 

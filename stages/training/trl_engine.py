@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
     from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
 
-# Read when huggingface_hub is imported, which the imports inside the functions below do.
+# Read when huggingface_hub is imported, by the imports inside the functions below.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -131,7 +131,7 @@ def labelled(example: Example) -> dict[str, list[int]]:
 
 
 class PreferenceCollator:
-    """Pairs as one padded batch, all better answers first; masked tokens are not completion tokens."""
+    """A collator of pairs into one padded batch, all better answers first; masked tokens are not completion tokens."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad
@@ -168,7 +168,7 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
 
 
 def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
-    """Load the tokenizer with transformers. TRL uses its padding token only: if missing, that of `tokenizer`."""
+    """Load the tokenizer with transformers. TRL uses only its padding token; a missing one is taken from `tokenizer`."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(artifact.path())
@@ -178,7 +178,7 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
 
 
 def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
-    """Run the trainer that `make` gives, with adapters where `config` wants them, merged at the end; its log becomes `training_log`."""
+    """Return the model trained by the trainer of `make`, with adapters merged if `config` asks for them; write `training_log`."""
     import torch
     from transformers import PrinterCallback
 
@@ -204,8 +204,8 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
 class Recorder:
     """The record of one training: a row per step, and its state, saved as `Saver` says.
 
-    The state is tensors and JSON, as that of Puna's own loop. TRL's checkpoints are pickles, which this store does not hold.
-    A callback by its methods, not by transformers' base class: every command imports the files of the stages.
+    The state is tensors and JSON, like that of Puna's own loop; TRL's checkpoints are pickles, which Puna's store does not hold.
+    It is a callback by its methods, not by transformers' base class: every command imports the files of the stages.
     """
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any], save_seconds: float, run: StageRun) -> None:

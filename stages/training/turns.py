@@ -1,4 +1,4 @@
-"""Answers in several turns as conversations: what an answer's turns are, and who replies to them."""
+"""Answers in several turns as conversations: the turns of an answer, and the replies to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:
 
 
 def to_score(row: dict[str, Any], answer: Completion, tokenizer: Tokenizer) -> tuple[dict[str, Any], str]:
-    """Return the prompt of an answer's last turn, which has the turns before it, and that turn's text."""
+    """Return the prompt of an answer's last turn, with the turns before it, and that turn's text."""
     *before, last = turns_of(answer, tokenizer)
     return (row | {"messages": dump([*messages_of(row), *before])} if before else row), last["content"]
 
@@ -70,8 +70,7 @@ class Job(NamedTuple):
         if self.verifier is None:
             return []
         job = {"verifier": to_json(self.verifier), "question": tuple(self.question), "turns": self.turns}
-        bounded = isinstance(self.verifier, BoundedVerifier)
-        reply = replied(job) if bounded else _child().ask(job, config.seconds)
+        reply = replied(job) if isinstance(self.verifier, BoundedVerifier) else _child().ask(job, config.seconds)
         text = f"{self.verifier.name}: {reply}" if isinstance(reply, str) else reply["reply"]
         return [] if text is None else [{"role": "user", "content": str(text)[:DETAIL]}]
 
@@ -109,13 +108,13 @@ class Replies:
             row = self.rows[tuple(prompt)]
             jobs.append(Job(question_of(row), turns_of(answer, self.tokenizer), environment_of(row), self.names))
         some, config = chunks(jobs, AT_ONCE), self.means.config
-        # Neither a program nor another's environment runs in this process.
+        # Programs, and environments from elsewhere, do not run in this process.
         here = "python" not in self.names and all(isinstance(job.verifier, BoundedVerifier | None) for job in jobs)
         done = map(_reply_chunk, some, repeat(config)) if here else self.means.run.map(_reply_chunk, some, config)
         return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, chain(*done), strict=True)]
 
     def _tokens(self, prompt: list[int], answer: Completion, messages: list[Message]) -> tuple[list[int], list[Message]] | None:
-        """Return messages with their tokens; None where the answer ended in another way than by a turn's end."""
+        """Return messages with their tokens; None if the answer did not end with the end of a turn."""
         row = self.rows[tuple(prompt)]
         with rendering(row):
             stop, ids = self.tokenizer.reply(messages, tools_of(row))

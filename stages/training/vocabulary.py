@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-"""What a tokenizer artifact holds, and a model artifact beside its weights."""
+"""Files of a tokenizer artifact; a model artifact holds them, too."""
 
 
 @lru_cache(maxsize=2)

@@ -34,7 +34,7 @@ class Question(NamedTuple):
 class Score:
     """The quality of an answer, 0 to 1, and a note for readers. `value` None: it could not be scored.
 
-    steps: of an answer's steps in order, the character behind each and its own reward, 0 to 1 (`grpo.credit`).
+    `steps`: for each step of an answer in order, the index after its last character and its reward, 0 to 1 (`grpo.credit`).
     """
 
     value: float | None
@@ -45,7 +45,7 @@ class Score:
 DETAIL = 2000
 """Longest detail of a score, characters."""
 CORRECT = 1.0 - 1e-6
-"""An answer counts as correct from this score on; verifiers give part marks below it."""
+"""Minimum score of a correct answer; lower scores are part marks."""
 
 
 class Item(NamedTuple):
@@ -107,7 +107,7 @@ class Verifier(StageConfig):
 
 
 class BoundedVerifier(Verifier):
-    """A verifier of Puna's with a `score` in linear time, which needs no process of its own."""
+    """A verifier of Puna's with a `score` in linear time, which needs no separate process."""
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
@@ -152,7 +152,7 @@ def reference_of(verifier: Verifier, answer: str | None, question: Question) -> 
 
 
 def ended(value: float | None, finished: bool) -> float | None:
-    """Return the score of a model's answer from that of its text: a cut-off answer scores 0."""
+    """Return the score of an answer from the score of its text: a cut-off answer scores 0."""
     return value if finished or value is None else 0.0
 
 
@@ -161,7 +161,7 @@ def is_correct(value: float | None) -> bool:
 
 
 class ScoringConfig(StageConfig):
-    """Limits of verifiers."""
+    """Limits of scoring by verifiers."""
 
     seconds: float = Field(10.0, gt=0, le=600, description="Longest time to score one answer; one that takes longer has no score, seconds")
     memory_mb: int = Field(512, ge=64, le=1 << 20, description="Memory of a program, all its processes together, MiB")

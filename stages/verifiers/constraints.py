@@ -40,7 +40,7 @@ def related(count: int, relation: str, number: int) -> bool:
 
 @lru_cache(maxsize=512)
 def pattern(text: str) -> Any:
-    """Return an automaton of RE2, which takes linear time for any answer."""
+    """Return a compiled RE2 pattern, which takes linear time on any answer."""
     import re2
 
     return re2.compile(text)
@@ -97,8 +97,7 @@ def english_lowercase(answer: str) -> bool:
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
     """True if enough words are in capitals; parts joined by hyphens, points or apostrophes are one word."""
-    words = re.findall(r"\w+(?:[-.'’]\w+)*", answer)
-    return related(sum(word.isupper() for word in words), capital_relation, capital_frequency)
+    return related(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
 
 
 def _language(text: str) -> str | None:
@@ -282,16 +281,16 @@ class Constraints(BoundedVerifier):
     """Score 1 if the answer follows all instructions, else 0; with `partial` the share that it follows.
 
     `instruction_id_list` and `kwargs` are IFEval's (Zhou et al., arXiv 2311.07911), unchanged from a row of its file.
-    An empty answer follows nothing. The authors use NLTK for sentences and langdetect for languages; here rules and fastText's
-    classifier are used, so that single answers may differ.
+    An empty answer follows nothing. The authors use NLTK for sentences and langdetect for languages, Puna uses rules and fastText's
+    classifier: some answers are judged differently.
     """
 
     name: ClassVar[str] = "constraints"
 
     instruction_id_list: tuple[str, ...] = Field(
-        min_length=1, max_length=100, description="Ids of the instructions; a language before them (en:) is left out"
+        min_length=1, max_length=100, description="Ids of the instructions; a language before them (en:) is ignored"
     )
-    kwargs: tuple[dict[str, JsonValue], ...] = Field(description="Arguments of each instruction; those that are null are left out")
+    kwargs: tuple[dict[str, JsonValue], ...] = Field(description="Arguments of each instruction; null ones are ignored")
     loose: bool = Field(
         False, description="Judge also without asterisks, the first line and the last line, and take the best (IFEval's loose accuracy)"
     )

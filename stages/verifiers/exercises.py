@@ -17,7 +17,7 @@ from puna.stages.verifiers.registry import register
 class Guess(BoundedVerifier):
     """Score 1 if the last turn is the number. The replies to earlier turns say whether it is higher or lower.
 
-    Without hints the replies say only that a guess is wrong: the control of what a model learns from them.
+    Without hints the replies say only that a guess is wrong: a control for what a model learns from hints.
     """
 
     name: ClassVar[str] = "guess"

@@ -95,8 +95,7 @@ def _unresolved(schema: Any, validator: Any) -> str | None:
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, specification_with
 
-    draft = validator.META_SCHEMA.get("$schema", "")
-    resource = specification_with(draft, DRAFT202012).create_resource(schema)
+    resource = specification_with(validator.META_SCHEMA.get("$schema", ""), DRAFT202012).create_resource(schema)
     resolver = REGISTRY.with_resource(resource.id() or "", resource).resolver(resource.id() or "")
 
     def first(part: Any, inside: bool) -> str | None:

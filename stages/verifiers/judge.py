@@ -1,4 +1,4 @@
-"""`judge`: a grade by a language model with a rubric; and grades of instructions, of their quality, difficulty and intentions."""
+"""`judge`: a language model's grade by a rubric; and grades of instructions, by quality, difficulty and number of intentions."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class Judge(Verifier):
             if kind[0] is None and tools.endpoint is not None:
                 scores = asked(tools.endpoint, requests, kind[1], tools.config.reply_tokens)
             else:
-                graded_pairs = grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])
-                scores = [grade.score(kind[1]) for grade in graded_pairs]
+                scores = [grade.score(kind[1]) for grade in grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])]
             results |= zip(numbers, scores, strict=True)
         return [results[number] for number in range(len(items))]
 
@@ -71,7 +70,7 @@ class Judge(Verifier):
 
 
 def asked(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
-    """Return scores by the grades that a model elsewhere writes: one reply each, its likeliest, since probabilities are not told."""
+    """Return scores from the grades that a remote model writes: one reply each, at temperature 0, as it tells no probabilities."""
     bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens} for text in requests]
     scores = []
     for reply in endpoint.ask(bodies, "grades"):
@@ -91,7 +90,7 @@ class Grade(NamedTuple):
     def score(self, top: int) -> Score:
         if self.mean is None:
             return Score(None, f"{self.tokens} tokens are more than the judge reads")
-        # The last digits of a network's numbers depend on what else is in the batch.
+        # Rounded, because the last digits depend on what else is in the batch.
         detail = f"grade {self.mean:.2f} of {top}; the model answers with a grade with probability {self.answered:.2g}"
         return Score(round(self.mean / top, 4), detail)
 
@@ -145,23 +144,17 @@ INTENTIONS = (
     "Reply with the number alone, one digit from 0 to {most}; {most} also stands for more."
 )
 DIGITS = 4
-"""The last digits of a network's numbers depend on the machine."""
+"""Decimals of a grade: further ones depend on the machine."""
 
 
 class JudgeSettings(StageConfig):
-    """Questions to a language model about each instruction."""
+    """Settings of a language model's grades of instructions."""
 
-    points: tuple[str, ...] = Field(POINTS, min_length=1, max_length=9, description="What an answer gets one point for, each")
-    code_points: tuple[str, ...] = Field(
-        CODE_POINTS, min_length=1, max_length=9, description="The same for an answer with a block of code, between lines of ```"
-    )
-    below_full: float = Field(
-        0.5, ge=0, lt=9, description="An answer has the full score when its mean grade is at most this below all points, points"
-    )
-    difficulty: bool = Field(
-        True, description="Also ask how difficult the request is and how many things it asks for; false: difficulty is one minus agreement"
-    )
-    max_intentions: int = Field(5, ge=1, le=9, description="A request that asks for so many things, or more, has all that this gives")
+    points: tuple[str, ...] = Field(POINTS, min_length=1, max_length=9, description="Criteria of an answer, one point each")
+    code_points: tuple[str, ...] = Field(CODE_POINTS, min_length=1, max_length=9, description="The same for an answer with a block of code")
+    below_full: float = Field(0.5, ge=0, lt=9, description="Maximum points that the mean grade of a full score may lack")
+    difficulty: bool = Field(True, description="Also grade difficulty and number of intentions; false: difficulty is one minus agreement")
+    max_intentions: int = Field(5, ge=1, le=9, description="Highest number of intentions of a request; more count as this")
 
 
 class Graded(NamedTuple):

@@ -1,4 +1,4 @@
-"""Models for verifiers: artifacts in a stage's input `judges`, named by their data digests; and the means of a verifier."""
+"""Models for verifiers (artifacts in a stage's input `judges`, named by data digest), and a verifier's other resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Head = Literal["lm", "scalar"]
 HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
 T = TypeVar("T")
 DIGEST = 8
-"""Hex digits that a name of a model must have at least."""
+"""Minimum hex digits in the name of a model."""
 BATCH_TOKENS = 8192
 """Tokens of one forward pass of a judge."""
 

@@ -13,7 +13,7 @@ from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
 
 LONGEST = 10_000
-"""Characters of an answer that may be a list."""
+"""Maximum characters of an answer that may be a list."""
 
 
 @register
@@ -25,14 +25,14 @@ class Numbers(BoundedVerifier):
 
     name: ClassVar[str] = "numbers"
 
-    count: int = Field(ge=1, le=1000, description="Numbers that the answer has")
+    count: int = Field(ge=1, le=1000, description="How many numbers the answer must have")
     lower: int = Field(description="Smallest number allowed")
     upper: int = Field(description="Largest number allowed")
-    divisor: int = Field(1, ge=1, description="What the numbers are divided by")
-    remainder: int = Field(0, ge=0, description="What each number leaves when divided by `divisor`")
+    divisor: int = Field(1, ge=1, description="Divisor of the numbers")
+    remainder: int = Field(0, ge=0, description="Remainder of each number after division by `divisor`")
     order: Literal["rising", "falling", "any"] = Field("any", description="From small to large, from large to small, or any order")
     digits: tuple[int, ...] = Field((), description="Digits, one for each number, in any order; none: any digits")
-    place: Literal["first", "last"] = Field("first", description="Where each number has its digit of `digits`")
+    place: Literal["first", "last"] = Field("first", description="Place of the digit from `digits` in each number")
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Numbers:
@@ -68,8 +68,8 @@ class Items(BoundedVerifier):
     name: ClassVar[str] = "items"
 
     of: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Items that may be chosen, without blanks or commas")
-    count: int = Field(ge=1, description="Items that the answer has")
-    ordered: bool = Field(False, description="In the order in which they stand in `of`")
+    count: int = Field(ge=1, description="How many items the answer must have")
+    ordered: bool = Field(False, description="The items must be in the order of `of`")
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Items:
@@ -99,7 +99,7 @@ class Choice(BoundedVerifier):
     """Score 1 if the answer chooses a right option, else 0.
 
     The answer, or its marked final answer, is an option's label or text, or begins with one: `B`, `(B) Lima`, `B. Because`, `Lima`.
-    A label of one letter needs punctuation or a line end behind it, since `A dog` begins with an article.
+    A label of one letter needs punctuation or a line end after it, since `A dog` begins with an article.
     """
 
     name: ClassVar[str] = "choice"

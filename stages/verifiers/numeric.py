@@ -16,7 +16,7 @@ from puna.stages.verifiers.registry import register
 from puna.storage import PunaError
 
 Decimal = Literal["point", "comma"]
-DIGITS = 400  # longer numbers and larger exponents are no numbers: exact arithmetic with them has no bound
+DIGITS = 400  # maximum digits and exponent of a number: exact arithmetic beyond them takes unbounded time
 SPACES = "\u00a0\u2009\u202f"
 FRACTION = r"\\[dt]?frac\{\s*(?P<top>[-−]?[\d.,]{1,400})\s*\}\{\s*(?P<bottom>[\d.,]{1,400})\s*\}"
 POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-−+]?\d{1,9})\s?\}?"
@@ -24,7 +24,7 @@ POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-
 
 RAISED = r"(?:\s?\^\s?\{?\s?|\*\*)(?P<raised>[-−+]?\d{1,9})\s?\}?"
 IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}]\*\*[-−+])"
-"""What a number that is an exponent does not stand behind."""
+"""A look-behind that excludes exponents."""
 
 
 class Number(NamedTuple):
@@ -47,16 +47,13 @@ class Numeric(BoundedVerifier):
 
     answer: float | str | None = Field(None, description="Expected number; null: the last number of the prompt's reference")
     absolute: float = Field(0.0, ge=0, description="Maximum difference that is still right")
-    relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, share of the expected number, fraction")
-    take: Literal["last", "first", "only"] = Field(
-        "last", description="Which number of the answer counts; only: it may hold no other number"
-    )
-    decimal: Decimal = Field("point", description="What stands before decimals; the other one separates thousands")
+    relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, as a share of the expected number")
+    take: Literal["last", "first", "only"] = Field("last", description="Number of the answer that counts; only: it may hold no other")
+    decimal: Decimal = Field("point", description="Decimal separator; the other one separates thousands")
     units: dict[str, float] = Field(
-        default_factory=dict,
-        description="Units that the answer may have, and how much one of each is in the expected number's unit: {m: 1, cm: 0.01}; "
-        "the unit '' is a number without any. Empty: units are not looked at",
-    )
+        default_factory=dict, description="Allowed units, with their sizes in the expected number's unit: {m: 1, cm: 0.01}; '' is a number "
+        "without a unit. Empty: units are ignored",
+    )  # fmt: skip
 
     @field_validator("units")
     @classmethod
@@ -136,7 +133,7 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
     point, comma = (r"\.", ",") if decimal == "point" else (",", r"\.")
     group = rf"(?:{comma}|\{{{comma}\}}|\\,|[{SPACES}'’])"
     plain = rf"(?:\d{{1,3}}(?:{group}\d{{3}}){{1,100}}(?!\d)|\d{{1,{DIGITS}}}(?!\d))(?:{point}\d{{1,{DIGITS}}})?|{point}\d{{1,{DIGITS}}}"
-    # A hyphen behind a letter, a digit or a bracket is none of the number's.
+    # A hyphen after a letter, a digit or a bracket is no sign.
     return re.compile(
         rf"(?<![\w.]){IS_POWER}(?P<sign>(?<![\w)\]}}])[-−+]?)?"
         rf"(?:(?P<whole>\d{{1,9}})?\s?{FRACTION}|(?P<mixed>\d{{1,9}})\s(?P<up>\d{{1,9}})/(?P<down>\d{{1,9}})(?![\d/])"
@@ -167,8 +164,7 @@ def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
 
 def _plain(text: str, decimal: Decimal) -> Fraction:
     point = "." if decimal == "point" else ","
-    digits = "".join(c for c in text.replace("−", "-") if c.isdigit() or c in (point, "-"))
-    return Fraction(digits.replace(point, "."))
+    return Fraction("".join(c for c in text.replace("−", "-") if c.isdigit() or c in (point, "-")).replace(point, "."))
 
 
 def _format(value: Fraction) -> str:

@@ -35,9 +35,7 @@ class Code(Verifier):
 
     name: ClassVar[str] = "code"
 
-    tests: tuple[str, ...] = Field(
-        min_length=1, max_length=1000, description="Tests, each a piece of Python that raises where the program is wrong"
-    )
+    tests: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Tests: pieces of Python that raise if the program is wrong")
     prefix: str = Field("", description="Code before the answer's: imports, or the beginning of a function that the answer goes on with")
     seconds: float | None = Field(None, gt=0, description="Time for the program and its tests, at most what the stage allows; null: that")
     partial: bool = Field(False, description="The score is the share of tests that are passed")
@@ -93,10 +91,9 @@ class PythonFunction(Verifier):
     name: ClassVar[str] = "python"
 
     function: str = Field(
-        min_length=1,
-        description="`module:function` of a module that --module or an installed plugin names, or a function's name in the entry points "
-        "of the group puna.verifiers",
-    )
+        min_length=1, description="`module:function` of a module that --module or an installed plugin names, or a function's name in the "
+        "entry points of the group puna.verifiers",
+    )  # fmt: skip
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Further arguments of the function")
 
     @cached_property
@@ -112,7 +109,7 @@ class PythonFunction(Verifier):
                 value = getattr(importlib.import_module(module), attribute, None)
             except ImportError as error:
                 raise ValueError(f"function {self.function!r}: {error}; set PYTHONPATH or give --module") from error
-            # What an allowed module imports from elsewhere is not its own.
+            # A function that an allowed module only imports is not its own.
             if callable(value) and not plugins.is_allowed(getattr(value, "__module__", None) or ""):
                 raise ValueError(f"function {self.function!r} comes from {value.__module__}, which is not allowed; --module names your own")
         if not callable(value) or isinstance(value, type):

@@ -25,7 +25,7 @@ FUNCTIONS = frozenset((
 ))  # fmt: skip
 MOST_CHARACTERS = 2000
 MOST_BITS = 10_000.0
-"""Size of the largest number that a formula may make."""
+"""Maximum bits of a number that a formula may compute."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,15}")
 PLAIN = (ast.Expression, ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
@@ -87,7 +87,7 @@ def _bits(node: ast.expr) -> float:
     return bits
 
 
-# Generators whose scorers evaluate the answer, with sympy's parse_expr and with eval, or a problem of the entry: none is safe by itself.
+# Generators whose scorers evaluate the answer (with sympy's parse_expr, or with eval) or the entry's problem: none is safe by itself.
 FORMULAS = frozenset(("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"))
 LITERALS = frozenset(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"))
 PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0-3]\)|\*(?!\*)|[ ()+-])*")}
@@ -113,7 +113,7 @@ class ReasoningGym(Verifier):
 
     @model_validator(mode="after")
     def _entry_is_plain(self) -> ReasoningGym:
-        """Refuse an entry of which the scorer would evaluate more than a value."""
+        """Raise ValueError for an entry in which the scorer would evaluate more than a value."""
         about = self.entry.get("metadata")
         metadata = about if isinstance(about, dict) else {}
         for text in (self.entry.get("answer"), metadata.get("integrand")):

@@ -18,7 +18,7 @@ _KNOWN: dict[str, type[Verifier]] = {}
 
 
 def register(verifier: type[V]) -> type[V]:
-    """Make a verifier known by its name; a decorator. Raise PunaError if another one has the name."""
+    """Register a verifier class by its name, as a decorator. Raise PunaError if another one has the name."""
     name = getattr(verifier, "name", None)
     if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
         raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")
@@ -42,7 +42,7 @@ def all_verifiers() -> dict[str, type[Verifier]]:
 def _import_own() -> None:
     """Import every module of this folder, which registers the verifiers in it.
 
-    None of them is named here: a stage's key follows the code of the verifiers that its prompts name, and of no other.
+    No module is named here, so that a stage's key covers only the code of the verifiers that its prompts name.
     """
     for module in pkgutil.iter_modules(verifiers.__path__):
         importlib.import_module(f"{verifiers.__name__}.{module.name}")
@@ -85,7 +85,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
 
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
-    """Return the code that the verifier of JSON text reaches; create it only if its parameters decide that."""
+    """Return the code that a verifier (JSON text) reaches; create the verifier only if its parameters decide that."""
     values = json.loads(text)
     name = values.get("name") if isinstance(values, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:

@@ -27,7 +27,7 @@ class RewardModel(Verifier):
     model: str | None = Field(
         None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only one given"
     )
-    center: float = Field(0.0, description="Reward that has the score one half")
+    center: float = Field(0.0, description="Reward with a score of one half")
     scale: float = Field(1.0, gt=0, description="Difference of rewards that counts as one")
 
     @classmethod
@@ -53,9 +53,8 @@ def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
     for number, reward in zip(pairs, rewards(judge, list(pairs.values())), strict=True):
         verifier = items[number].verifier
         assert isinstance(verifier, RewardModel)
-        # Computed in batches: the last digits of a reward depend on what else is in them.
-        value = sigmoid(round(reward, 4), verifier.center, verifier.scale)
-        scores[number] = Score(value, f"reward {reward:.4f}")
+        # Rounded, because the last digits of a reward depend on what else is in its batch.
+        scores[number] = Score(sigmoid(round(reward, 4), verifier.center, verifier.scale), f"reward {reward:.4f}")
     return [scores[number] for number in range(len(items))]
 
 

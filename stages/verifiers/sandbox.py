@@ -24,7 +24,7 @@ from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program
 from puna.storage import PunaError
 
 Mode = Literal["root", "user"]
-"""Whose rights make the namespaces: root's, or a user's in a namespace of users."""
+"""Rights that make the namespaces: root's, or a user's in a user namespace."""
 OUTPUT_BYTES = 1 << 16
 GRACE_SECONDS = 10.0
 MEGABYTE = 1 << 20
@@ -86,7 +86,7 @@ def mode() -> Mode:
 
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
-    """Run a program that begins with `prefix`, and each test in another process, which has the prefix's whole definitions itself."""
+    """Run `prefix` with a program, and each test in another process, which has the prefix's complete definitions itself."""
     with group(limits.memory_mb * MEGABYTE) as memory:
         readable, hidden = _visible()
         procs = () if memory is None else (memory.procs,)
@@ -114,7 +114,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
 
 @cache
 def _modules() -> list[tuple[str, types.CodeType]]:
-    """Return the compiled modules that run inside; the entry module is last."""
+    """Return the compiled modules that run inside the sandbox; the entry module is last."""
     modules = (sandbox_wire, sandbox_calls, sandbox_program, sandbox_tester, sandbox_inside)
     return [(module.__name__, compile(Path(str(module.__file__)).read_bytes(), f"<{module.__name__}>", "exec")) for module in modules]
 
@@ -138,7 +138,7 @@ def _visible() -> tuple[list[str], list[str]]:
 
 
 def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Run a command with these open files; return its report and its output, both cut. Kill it after `seconds`."""
+    """Run a command with these open files; return its report and its output, both truncated. Kill it after `seconds`."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
@@ -175,7 +175,7 @@ def _read(process: subprocess.Popen[bytes], report: int, job: bytes, end: float)
 MOUNT = "/sys/fs/cgroup"
 OWN = "/proc/self/cgroup"
 TRIES = 200
-"""Looks, 5 ms apart, if the last process has left."""
+"""Checks, 5 ms apart, whether the last process has ended."""
 
 
 class Group:
@@ -186,10 +186,9 @@ class Group:
         self.procs = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CREAT)
 
     def exceeded(self) -> bool:
-        """True if the kernel ended a process for the group's memory."""
+        """True if the kernel killed a process that exceeded the group's memory."""
         with contextlib.suppress(OSError):
-            events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
-            return int(events["oom_kill"]) > 0
+            return int(dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())["oom_kill"]) > 0
         return False
 
     def close(self) -> None:
@@ -209,7 +208,7 @@ class Group:
 
 @contextlib.contextmanager
 def group(memory_bytes: int) -> Iterator[Group | None]:
-    """Yield a cgroup with this limit, beside the one of this process and under the limits of those above; None if none can be made."""
+    """Yield a cgroup with this memory limit beside this process's own, under the limits of their parents; None if none can be made."""
     folder = _beside()
     cgroup = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
     try:

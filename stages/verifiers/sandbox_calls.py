@@ -1,4 +1,4 @@
-"""System calls, namespaces, root file system and rights of a sandboxed program: only the standard library."""
+"""System calls, namespaces, root file system and rights of a sandboxed program. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refuse_calls() -> None:
     """Refuse system calls that hold memory outside every process (shared mappings, memfds, queues, pages in pipes) and tracing.
 
     Raise OSError if the kernel takes no filter. Shared mappings are refused whole: their pages stay after the process dropped them.
-    Of sockets only local ones are allowed: a virtual machine's (vsock) know no namespace and reach its host.
+    Only local sockets are allowed: sockets of virtual machines (vsock) know no namespace and reach the host.
     """
     machine = os.uname().machine
     if machine not in AUDIT_ARCH:

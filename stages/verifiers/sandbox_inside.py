@@ -1,4 +1,4 @@
-"""The run of one program and its tests inside a sandbox, started by `sandbox` as a script: only the standard library.
+"""The run of one program and its tests inside a sandbox, started by `sandbox` as a script. Imports only the standard library.
 
 The steps: leave the machine's namespaces, see only the interpreter and an empty folder, give up all rights, and set limits. Refuse system
 calls that hold memory outside every process. Run the program in one child and its tests in another, watch the memory of all processes and
@@ -28,17 +28,16 @@ FIRST_USER = 1_000_000_000
 WATCH_SECONDS = 0.02
 OPEN_FILES = 64
 PIPES_BYTES = OPEN_FILES << 16
-"""Most that the pipes of one process hold."""
+"""Maximum bytes in the pipes of one process."""
 LOCK_BYTES = 256
 AREA_BYTES, AREAS = 256, 65_530
-"""Memory of one area of a process's addresses, which has a page at least; most areas of a process."""
+"""Kernel memory of a mapped area (of one page or more), bytes; and maximum number of areas of a process."""
 INODE_BYTES = 1024
-"""Memory that a file takes beside its content."""
+"""Memory of a file besides its content, bytes."""
 
 
 class Job(TypedDict):
-    """A job: the program's isolation and limits; `user` is the program's own user, if it has one, `socket_bytes` what a local socket's
-    buffer holds if nobody changes it.
+    """A job: the program's isolation and limits. `user`: the program's own user; `socket_bytes`: default buffer of a local socket.
 
     `groups`: the open file of the cgroup that counts its memory, if there is one.
     """
@@ -72,7 +71,7 @@ def report(job: Job, value: dict[str, object]) -> None:
 
 def supervise(job: Job) -> None:
     """Make the namespaces, start the first process in them and wait for it."""
-    job["user"] = FIRST_USER + 4 * os.getpid()  # and two more, nobody else's: processes can be counted and ended
+    job["user"] = FIRST_USER + 4 * os.getpid()  # and the next two: nobody else has them, so their processes can be counted and killed
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
     with open("/proc/sys/net/core/wmem_default") as handle:  # inside there is no such file
@@ -160,7 +159,7 @@ def confine(job: Job, user: int) -> None:
 
 
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait for the end of the tests, time or memory; return the tests' results or the reason of the end."""
+    """Wait until the tests end, or time or memory is used up; return the tests' results, or the reason of the end."""
     end = time.monotonic() + job["seconds"]
     message = b""
     while True:

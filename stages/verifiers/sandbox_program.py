@@ -33,7 +33,7 @@ class Program(Peer):
                 self.serve(self.receive())
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return a builtin class by name, the program's exceptions with their bases, what is the tests', else a number."""
+        """Return a reference: a builtin class's name, an exception class with its bases, the number of a test's object, or a new number."""
         if isinstance(value, type):
             if PLAIN_CLASSES.get(class_name(value)) is value or (value.__module__ == "builtins" and issubclass(value, BaseException)):
                 return ["n", class_name(value)]
@@ -66,7 +66,7 @@ class Program(Peer):
         return result
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function; a child process that comes back out of it ends."""
+        """Call a function; a forked child that returns from it ends."""
         self.depth += 1
         try:
             return function(*args, **kwargs)

@@ -27,7 +27,7 @@ from puna.stages.verifiers.sandbox_wire import PLAIN_CLASSES, Packing, Peer, The
 JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "symmetric_difference"})
 """Methods of builtin classes that compare an object with a value that the tests expect."""
 COMPARING = JUDGING | {"difference", "union", "intersection", "removeprefix", "removesuffix", "replace"}
-"""Methods that compare where the object is of a builtin class; other classes may mean something else by their names."""
+"""Methods that compare in builtin classes; in other classes these names may mean something else."""
 FUNCTIONS = frozenset(name for name, value in vars(builtins).items() if not (isinstance(value, type) and issubclass(value, BaseException)))
 REPORT_CHARACTERS = 8000
 STOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -44,7 +44,7 @@ class Link(Peer):
         self.failed: AssertionError | None = None
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return what is the program's by number, the standard library's by name, a function or an iterator to be called back."""
+        """Return a reference: an object of the program by number, of the standard library by name, a function or iterator to call back."""
         if type(value) is Remote:
             return ["o", value.puna_number]
         if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, "puna_number"):
@@ -77,8 +77,7 @@ class Link(Peer):
         return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return the JSON form of an error in the tests' own function. A failed assertion there fails the test, even if the program catches
-        it."""
+        """Return an error in the tests' own function as JSON. A failed assertion there fails the test, even if the program catches it."""
         if isinstance(error, AssertionError):
             self.failed = error
         kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or hasattr(kind, "puna_number"))
@@ -108,7 +107,7 @@ def builtin_error(name: str) -> type[BaseException]:
 
 
 def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[BaseException]:
-    """Return a class for one of the program's exceptions; its instances have the attributes and the text of what was raised."""
+    """Return a class for one of the program's exceptions; its instances have the attributes and the text of the raised error."""
 
     def text(self: Any) -> str:
         return str(self.__dict__.get("puna_text", Exception.__str__(self)))
@@ -280,7 +279,7 @@ def parsed(source: str) -> Any:
 
 
 def whole_statements(prefix: str) -> Any:
-    """Return the tree of a prefix without its classes, up to the last definition, which an answer may go on with."""
+    """Return the tree of a prefix without its classes and its last definition, which an answer may go on with."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
     tree = parsed(prefix[:last])
     tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
@@ -342,7 +341,7 @@ def run_tests(read: int, write: int, verdict: int) -> None:
     """Read the tests from standard input, run the program and each test, and write the outcomes."""
     with open(0, "rb") as stdin:
         job = json.load(stdin)
-    os.open(os.devnull, os.O_RDONLY)  # the lowest number, which is free now: 0
+    os.open(os.devnull, os.O_RDONLY)  # takes the descriptor 0, which is free now
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     link, names = Link(read, write), cast(dict[str, Any], {"__name__": "__main__"})
     names["__builtins__"] = Names(link, job["prefix"], job["tests"], names)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 MESSAGE_BYTES = 1 << 24
 DEPTH = 100
-"""Tuples within tuples."""
+"""Maximum nesting of tuples."""
 ATOMS = frozenset({type(None), bool, int, float, str})
 
 
@@ -54,7 +54,7 @@ CONTAINERS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any
     "collections.OrderedDict": (lambda parts: OrderedDict(), _flat, _refill_pairs),
     "collections.defaultdict": (lambda parts: defaultdict(), lambda v: [v.default_factory, *_flat(v)], _refill_default),
 }
-"""Containers that can change: how to make an empty one, its parts, and how to fill it with parts."""
+"""Mutable containers: functions that make an empty one, return its parts, and fill it with parts."""
 
 _DAY = ("year", "month", "day")
 _TIME = ("hour", "minute", "second", "microsecond", "tzinfo")
@@ -82,7 +82,7 @@ VALUES: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]] 
     "datetime.timedelta": (_fields("days", "seconds", "microseconds"), None),
     "datetime.timezone": (lambda v: [v.utcoffset(None)], None),
 }
-"""What never changes: its parts, and what makes it of them; None: its class."""
+"""Immutable values: functions that return the parts, and make the value of them (None: its class)."""
 
 
 class Ended(BaseException):
@@ -172,7 +172,7 @@ class Peer:
         raise NotImplementedError
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
-        """Return what the other end's reference stands for."""
+        """Return the object that the other end's reference stands for."""
         raise NotImplementedError
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -273,7 +273,7 @@ class Peer:
         return (VALUES[name][1] or standard(name))(*[self.decode(part, objects) for part in parts])
 
     def ended(self, why: str) -> Ended:
-        """Return the error that ends the conversation, once for all."""
+        """Return the error that ends the conversation; the first reason stays."""
         self.over = self.over or why
         return Ended(self.over)
 
@@ -308,7 +308,7 @@ BASES: dict[type, Callable[[Any], Any]] = {
     str: lambda v: str.__getitem__(v, slice(None)), bytes: lambda v: bytes.__getitem__(v, slice(None)),
     tuple: lambda v: tuple.__getitem__(v, slice(None)), list: lambda v: list.__getitem__(v, slice(None)),
 }  # fmt: skip
-"""What turns an instance of a subclass into one of the class itself."""
+"""Functions that turn an instance of a subclass into one of the class itself."""
 PLAIN_CLASSES = {class_name(kind): kind for kind in (*BASES, bool, complex, bytearray, range, object, type)}
 
 

@@ -16,7 +16,7 @@ from puna.stages.conversations import messages_of, shown
 from puna.stages.executors.subprocess_worker import Apart
 from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, Verifier, attempt, checked, to_json
 from puna.stages.verifiers.judges import Tools, chunks
-from puna.stages.verifiers.registry import code_of, from_text
+from puna.stages.verifiers.registry import code_of, from_json, from_text
 from puna.storage import Artifact, PunaError
 from puna.storage.errors import DamagedArtifact
 
@@ -40,22 +40,17 @@ def child() -> Child:
 
 
 def scored(job: dict[str, Any]) -> dict[str, Any]:
-    from puna.stages.verifiers.registry import from_text
-
     return asdict(attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"])))
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
     """Return scores by `Verifier.score` in separate processes, each killed after `seconds` for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
-    results = tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds)
-    scores = (score for chunk in results for score in chunk)
+    scores = (score for chunk in tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds) for score in chunk)
     return [checked(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[Score]:
-    from puna.stages.verifiers.registry import from_json
-
     return [child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds) for job in chunk]
 
 

@@ -63,11 +63,9 @@ class RegularExpression(BoundedVerifier):
     pattern: str = Field(
         min_length=1, max_length=10_000, description="Regular expression in RE2's syntax; (?i) ignores case, (?s) lets . match line ends"
     )
-    match: Literal["anywhere", "whole"] = Field(
-        "anywhere", description="Found anywhere in the answer, or matching the whole of it without blanks around it"
-    )
-    absent: bool = Field(False, description="The answer is right where the pattern is not found")
-    extract: bool = Field(False, description="Search only the final answer that the text marks, where it marks one")
+    match: Literal["anywhere", "whole"] = Field("anywhere", description="Match anywhere, or match the whole answer without outer blanks")
+    absent: bool = Field(False, description="The answer is right if the pattern is not found")
+    extract: bool = Field(False, description="Search only the final answer that the text marks, if it marks one")
 
     @cached_property
     def compiled(self) -> Any:

@@ -1,7 +1,7 @@
 """Tools that a model may call between its turns: a calculator, and Python in the sandbox.
 
 A call is JSON with `name` and `arguments`, in `<tool_call>` tags (Hermes, Qwen, SmolLM) or as the whole turn (Llama 3.1, which writes
-`parameters`). Whatever is wrong with a call is told to the model.
+`parameters`). Errors in a call are told to the model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from puna.stages.verifiers.reasoning_gym import check_formula
 ToolName = Literal["calculator", "python"]
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 LONGEST = 1000
-"""Characters of a tool's result that the model is shown."""
+"""Maximum characters of a tool's result that the model sees."""
 MOST = 4
-"""Calls of one turn that are run."""
+"""Maximum calls of one turn to run."""
 
 
 class Tool(NamedTuple):
@@ -72,7 +72,7 @@ def calculate(expression: str, config: ScoringConfig) -> str:
 
 
 def run_python(code: str, config: ScoringConfig) -> str:
-    """Return what a program prints, and its error."""
+    """Return a program's output and its error."""
     limits = sandbox.Limits(config.seconds, config.memory_mb, config.disk_mb, config.processes)
     outcome = sandbox.run(code, ["pass"], limits, sandbox.mode())
     fault = outcome.refused or outcome.ended or next(filter(None, outcome.results or []), "")

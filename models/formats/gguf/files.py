@@ -21,7 +21,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # `general.file_type` of a file whose matrices have this dtype
 ELEMENTS = 1 << 21
-"""Most elements of all arrays: two million, as a vocabulary of half a million tokens has with its merges, scores and types."""
+"""Maximum elements of all arrays: two million, enough for half a million tokens with their merges, scores and types."""
 DIMENSIONS = 4
 DAMAGED = "is no GGUF file, or a damaged one"
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type of number
@@ -29,8 +29,7 @@ STRING, ARRAY = 8, 9
 
 
 class GgufFile:
-    """A file that is open for reading: its shape, tokenizer and tensors. Raise ValueError if the file is damaged or of an unsupported
-    type."""
+    """A GGUF file open for reading: its shape, tokenizer and tensors. Raise ValueError if it is damaged or of an unsupported type."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -52,8 +51,7 @@ class GgufFile:
         frequencies = self._tensor("rope_freqs.weight") if "rope_freqs.weight" in self._tensors else None
         if "token_embd.weight" not in self._tensors:
             raise ValueError("the file lacks the tensor token_embd.weight")
-        rows = int(self._tensors["token_embd.weight"].shape[1])
-        raw = raw_config(self._shape, self._tensors, rows, frequencies)
+        raw = raw_config(self._shape, self._tensors, int(self._tensors["token_embd.weight"].shape[1]), frequencies)
         biased = "blk.0.attn_q.bias" in self._tensors
         if biased != (raw["model_type"] == "qwen2"):
             biases = "with" if biased else "without"
@@ -143,7 +141,7 @@ def check_header(path: Path) -> None:
 
 
 class _Walk:
-    """A position in the file."""
+    """A reader of a file's header that checks every claimed size."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.elements, self.alignment = data, 4, 0, 32

@@ -44,8 +44,8 @@ def number(value: Any) -> float:
 
 
 def raw_config(fields: Mapping[str, Any], names: Container[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
-    """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`. Raises
-    ValueError, naming the field, for what is missing or not computed here."""
+    """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`. Raise
+    ValueError, naming the field, for anything missing or unsupported."""
     architecture = fields["general.architecture"]
     experts = int(fields.get("expert_count") or 0)
     families = {family: kind for family, kind in ARCHITECTURES.items() if kind == architecture}
@@ -97,8 +97,7 @@ def llama3_frequencies(theta: float, head: int, factor: float, low: float, high:
 
 
 def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | None]:
-    """Return the architecture, its fields without the prefix, and `rope_freqs`; raise ValueError for a configuration that GGUF cannot
-    express."""
+    """Return the architecture, its fields without the prefix, and `rope_freqs`. Raise ValueError if GGUF cannot express a setting."""
     if config.model_type not in ARCHITECTURES or config.mla is not None or config.parallel_block:
         raise ValueError(f"GGUF has no architecture for a model of the family {config.model_type}")
     if config.sliding_window is not None:
@@ -128,15 +127,14 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
 
 
 def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the decoder's state of a file's tensors; raise ValueError for a tensor without a place."""
+    """Return the decoder's state of a file's tensors; raise ValueError for an unknown tensor."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in SKIPPED or name.split(".")[-2] in EXPERTS:
             continue
         if permuted and (match := re.search(r"\.attn_([qk])\.", name)):
-            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-            tensor = unpermute(tensor, heads)
+            tensor = unpermute(tensor, config.num_attention_heads if match[1] == "q" else config.num_key_value_heads)
         state[hub_name(name)] = tensor
     for layer in range(config.num_hidden_layers if config.moe else 0):
         gate, up, down = (tensors[f"blk.{layer}.{name}.weight"] for name in EXPERTS)

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, by llama.cpp's rules; both directions.
+"""Conversion of tokenizers from and to GGUF, by llama.cpp's rules.
 
 `tokenizer.ggml.pre` names the regular expressions that cut a text before merges are applied. A name that is not known here is an
 error: another splitter gives other tokens without any sign of it.
@@ -113,8 +113,7 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in raw["model"]["merges"]]
     if (raw.get("decoder") or {}).get("type") == "ByteLevel":
-        pre = _splitter(raw)
-        fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+        fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _splitter(raw)}
         fields["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
     else:
         fields |= _pieces(raw, tokens, types, merges)
@@ -122,11 +121,9 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         id_ = tokenizer.id_of(tokenizer.named.get(name))
         if id_ is not None:
             fields[f"tokenizer.ggml.{key}_token_id"] = id_
-    ends = [id_ for id_ in tokenizer.stop_ids if id_ != tokenizer.eos]
-    if ends:
+    if ends := [id_ for id_ in tokenizer.stop_ids if id_ != tokenizer.eos]:
         fields["tokenizer.ggml.eot_token_id"] = ends[-1]
-    begins = tokenizer.bos is not None and tokenizer.backend.encode("a").ids[:1] == [tokenizer.bos]
-    fields["tokenizer.ggml.add_bos_token"] = begins
+    fields["tokenizer.ggml.add_bos_token"] = tokenizer.bos is not None and tokenizer.backend.encode("a").ids[:1] == [tokenizer.bos]
     if tokenizer.template is not None:
         source = tokenizer.template.source
         fields["tokenizer.chat_template"] = source if isinstance(source, str) else source["default"]
@@ -185,7 +182,7 @@ SAMPLING = {
     "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
     "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
 }  # fmt: skip
-"""GGUF's fields of how to sample, by transformers' names."""
+"""GGUF's sampling fields, by transformers' names."""
 
 
 def _generation(fields: Mapping[str, Any]) -> dict[str, Any]:
