@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 RANKS = 8
-PATIENCE = 120.0
-"""Seconds within which a job ends."""
+PATIENCE, STARTING = 120.0, 600.0
+"""Seconds within which a job ends, and within which all ranks have joined."""
 
 
 class Pool:
@@ -37,6 +37,11 @@ class Pool:
             other.close()
         self.sockets = [one for one, _ in pairs]
         self.streams = [one.makefile("r") for one in self.sockets]
+        deadline = time.monotonic() + STARTING
+        for rank, one in enumerate(self.sockets):
+            if not (select.select([one], [], [], max(0.0, deadline - time.monotonic()))[0] and self.streams[rank].readline()):
+                self.close()
+                raise RuntimeError(f"rank {rank} of {ranks} did not join the others within {STARTING:.0f} s")
 
     def run(self, job: str, ranks: int, **given: Any) -> list[Any]:
         """Return each rank's result; RuntimeError with the first rank's traceback that has one, or who did not answer in time."""
@@ -104,6 +109,7 @@ def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
             group_of(ranks, use)
     for number in range(4):
         message_group(number)
+    own.sendall(b"joined\n")
     for line in own.makefile("r"):
         given = json.loads(line)
         try:
