@@ -22,10 +22,10 @@ from puna.storage import Artifact, Store
 TEXTS = [f"Question: what is {a} and {b}?\nAnswer: {a + b}\n\n" for a in range(9) for b in range(9)]
 
 
-def saved(folder: Path, seed: int = 0, context: int = 256, groups: int = 1) -> Path:
+def saved(folder: Path, seed: int = 0, context: int = 256, groups: int = 1, layers: int = 2) -> Path:
     tokenizer = Tokenizer.train([*TEXTS, "grass stones cars cat dog fish water trees"], 300)
     shape = ModelConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=groups,
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=groups,
         max_position_embeddings=context, initializer_range=0.3,
     )  # fmt: skip
     save(Transformer(shape, generator=torch.Generator().manual_seed(seed)), folder, tokenizer)
@@ -41,8 +41,8 @@ def store(tmp_path: Path) -> Store:
 def model(tmp_path: Path, store: Store) -> Callable[..., Artifact]:
     """A model as an artifact, by its seed."""
 
-    def make(seed: int = 0, context: int = 256, groups: int = 1) -> Artifact:
-        (files,) = External.resolve(f"model={saved(tmp_path / f'model-{seed}-{context}', seed, context, groups)}")
+    def make(seed: int = 0, context: int = 256, groups: int = 1, layers: int = 2) -> Artifact:
+        (files,) = External.resolve(f"model={saved(tmp_path / f'model-{seed}-{context}', seed, context, groups, layers)}")
         return execute(import_model, ImportModelConfig(), {"model": files}, store)
 
     return make
