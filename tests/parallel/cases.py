@@ -519,12 +519,13 @@ def answered(
     """Return the answers of a group of ranks that has one model between them, and the share of weights, keys and values that this rank has;
     or the error, and how many answers follow it. by_loops: by compiled loops, and not by operators."""
     chosen, whole = Layout(**layout), network(variant, num_hidden_layers=layers)
-    try:
-        held = parallel(whole, chosen, Mesh(chosen, members))
-    except ValueError as error:
-        return {"error": str(error)}
     with mock.patch("puna.models.generation.dense.has_numba", lambda: by_loops):
-        engine, one = engine_of(held.model, None, held=held, memory=1 << 17, step_tokens=24, exact=True), Engine(whole, memory=1 << 17)
+        try:
+            held = parallel(whole, chosen, Mesh(chosen, members))
+            engine = engine_of(held.model, None, held=held, memory=1 << 17, step_tokens=24, exact=True)
+        except ValueError as error:
+            return {"error": str(error)}
+        one = Engine(whole, memory=1 << 17)
         assert by_loops == (engine._loops[0] is not None)
         own = {"n": 3, "max_tokens": 9, "stop": (1,), "seed": 3}
         more = dict(params or {}) | ({"logit_bias": dict(params["logit_bias"])} if params and "logit_bias" in params else {})

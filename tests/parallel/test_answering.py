@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from puna.models.serving import ServingSettings
+from puna.models.training.parallel.layout import Layout
 from puna.stages.evaluation.benchmark import BenchmarkConfig
 
 from .conftest import Run
@@ -70,9 +71,10 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks_and_the_engine_goes
 @pytest.mark.parametrize("layout, variant, problem", [
     ({"tensor": 2}, "moe", "layout.tensor = 2: a model with experts or latent attention"), ({"pipeline": 2}, "moe", "a model with experts"),
     ({"tensor": 2}, "capped", "logits are capped"), ({"pipeline": 4}, "plain", "the model has 3 layers only"),
+    ({"pipeline": 2, "virtual_stages": 2}, "plain", "pipeline 2 (virtual_stages 2): answers pass one stage of a process"),
 ], ids=str)  # fmt: skip
 def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, int], variant: str, problem: str) -> None:
-    for own in ranks("answered", math.prod(layout.values()), layout=layout, variant=variant):
+    for own in ranks("answered", Layout(**layout).processes, layout=layout, variant=variant, layers=3 + ("virtual_stages" in layout)):
         assert problem in own["error"]
 
 
