@@ -330,9 +330,7 @@ def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
     return PpoBatch(targets, **by_token, left_out=left_out[0], answers_left_out=left_out[1])
 
 
-def _saving(
-    folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State
-) -> Job | None:  # fmt: skip
+def _saving(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State) -> Job | None:
     """Return a job that writes the state; write it at once where moments are in files, of which memory holds no copy."""
     ranks, done = trainers["policy"], 0
     tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}

@@ -105,11 +105,10 @@ class Saver:
     together wants to save.
     """
 
-    def __init__(self, seconds: float, write: Callable[[], Job | None] | None, agree: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
         self._seconds, self._write, self._agree = seconds, write, agree
         self._cost, self._since, self._saved = 0.0, time.monotonic(), False
         self._stop = Stop()
-        self._pool: ThreadPool | None = None
         self._job: AsyncResult[object] | None = None
 
     def __enter__(self) -> Saver:
@@ -124,8 +123,6 @@ class Saver:
             if kind is None:
                 raise
         finally:
-            if self._pool is not None:
-                self._pool.close()
             self._stop.__exit__(kind, *error)
 
     def stepped(self, now: bool = False) -> None:
@@ -155,9 +152,10 @@ class Saver:
             return
         start = time.monotonic()
         self.wait()
-        if (job := self._write()) is not None:
-            self._pool = self._pool or ThreadPool(1)
-            self._job = self._pool.apply_async(job)
+        if callable(job := self._write()):
+            pool = ThreadPool(1)
+            self._job = pool.apply_async(job)
+            pool.close()
         self._since, self._saved = time.monotonic(), True
         self._cost = self._since - start
 
@@ -166,13 +164,6 @@ class Saver:
         job, self._job = self._job, None
         if job is not None:
             job.get()
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors in the host's memory."""
-    import torch
-
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:

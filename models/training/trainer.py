@@ -123,18 +123,13 @@ class Trainer:
         for parameter, data in self._originals:
             parameter.data = data
         if error[0] is None:
-            self.publish_whole()
-
-    def publish_whole(self) -> None:
-        """Write the weights into the given model; with several processes, steps do not update it."""
-        if self.parallel.processes > 1:
             self.parallel.publish(self.weights)
 
     @contextmanager
     def whole_weights(self, wanted: bool) -> Iterator[None]:
         """Give the model its whole weights inside, if they are wanted; then free them again where this rank has pieces."""
         if wanted:
-            self.publish_whole()
+            self.parallel.publish(self.weights)
         yield
         if wanted:
             self.parallel.release()

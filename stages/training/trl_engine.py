@@ -12,10 +12,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from puna.models.training.state import Job, Saver, check_identity, copied, load_state, write_state
+from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
 from puna.stages.training.lora import ADAPTER, keeps, peft_config
 from puna.stages.training.rankings import all_pairs, pairs_of
@@ -212,7 +212,7 @@ class Recorder:
         self.rows: list[dict[str, float]] = []
         self._trainer, self._identity, self._run = trainer, identity, run
         self._folder = run.scratch / CHECKPOINTS
-        self._saver = Saver(save_seconds, self._saving)
+        self._saver = Saver(save_seconds, self._save)
         self._last, self._tokens = time.perf_counter(), 0.0
         self._found: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
@@ -282,7 +282,7 @@ class Recorder:
         self._run.progress(state.global_step, state.max_steps, f"loss {row['loss']:.3f}")
         self._saver.end_if_asked()
 
-    def _saving(self) -> Job:
+    def _save(self) -> Path:
         from puna.models.training.loop import progress
 
         trainer = self._trainer
@@ -294,8 +294,7 @@ class Recorder:
             **self._identity, "precision": "bf16" if trainer.args.bf16 else "fp32", "schedule": trainer.lr_scheduler.state_dict(),
             "state": dataclasses.asdict(trainer.state) | {"log_history": []}, **progress("step", trainer.state.max_steps, self.rows),
         }  # fmt: skip
-        step = trainer.state.global_step
-        return partial(write_state, self._folder, step, copied(tensors), json.dumps({"step": step, **record}))
+        return save_state(self._folder, trainer.state.global_step, tensors, record)
 
     def _load_weights(self, *_: Any) -> None:
         import torch

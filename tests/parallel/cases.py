@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import itertools
 import json
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -165,7 +167,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
                 weight.grad = None
         rows = []
         for step in (1, 2):
-            trainer.publish_whole()  # as before answers are sampled, or a step is validated
+            with trainer.whole_weights(True):  # as before answers are sampled, or a step is validated
+                pass
             rows.append(trainer.step(step, micro_batches(objective, step, micro), seed=1))
     return {
         "gradients": gradients,
@@ -261,25 +264,15 @@ def restored(
     return {"digest": digest.hexdigest()}
 
 
-def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int, **compute: Any) -> list[int]:
-    """Return the largest number of a pipeline's passes whose result a rank kept, and how often it computed a layer in a step."""
-    alive, counts, computed = list[weakref.ref[Tensor]](), list[int](), itertools.count()
-
-    def forward(run: Callable[..., Any], *given: Any) -> Any:
-        passed = run(*given)
-        alive.append(weakref.ref(passed[1]))
-        counts.append(sum(one() is not None for one in alive))
-        return passed
-
-    def block(run: Callable[..., Any], *given: Any) -> Any:
-        next(computed)
-        return run(*given)
-
-    mesh = Mesh(Layout(**layout), members)
-    trainer = Trainer(network("plain", num_hidden_layers=layers), o.LanguageModeling(), train_config(mesh.layout, **compute), mesh=mesh)
-    with _wrapped(Pipelined, "_forward", forward), _wrapped(Block, "forward", block), trainer:
-        trainer.step(1, micro_batches("pretrain", 1, micro), seed=1)
-    return [max(counts), next(computed)]
+def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
+    """Return the error of each rank of a training of which one cannot write, and the steps of the complete states."""
+    with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=OSError("no space left")) if dist.get_rank() else contextlib.nullcontext():
+        try:
+            trained(members, {"shard": 2}, folder, 6)
+        except OSError as error:
+            Mesh(Layout(shard=2), members).wait()
+            return {"error": str(error), "states": [path.name for path in Path(folder).glob("step-*")]}
+    return {}
 
 
 def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> dict[str, float]:
@@ -379,6 +372,33 @@ def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **
     assert mark == fingerprint(parallel(whole, Layout(), Mesh(Layout())), dict(whole.named_parameters()))
     share = sum(tensor.nbytes for tensor in mine.parameters.values())
     return {"read": read / share, "taken": taken / share}
+
+
+def memory_taken(members: Sequence[int], layout: dict[str, int], folder: str, micro: int, tokens: int, **shape: int) -> dict[str, int]:
+    """Return the most memory that a rank takes in two steps of so many micro-batches, and what it takes beside the whole weights then."""
+    chosen, device, ended = Layout(**layout), torch.device("cpu"), threading.Event()
+    mesh, levels = Mesh(chosen, members), [private_bytes()]
+    if mesh.index == 0:
+        save(network("plain", **shape), folder)
+    mesh.wait()
+    gc.collect()
+    before = private_bytes()
+    rng = np.random.default_rng(0)
+    parts = [Targets.from_documents([rng.integers(0, shape["vocab_size"], tokens).tolist()]) for _ in range(micro)]
+    with Trainer(load(folder, dtype=None), o.LanguageModeling(), train_config(chosen), mesh=mesh, device=device) as trainer:
+
+        def watch() -> None:
+            while not ended.wait(0.002):
+                levels.append(private_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for step in (1, 2):
+            trainer.step(step, parts, 1)
+        ended.set()
+        watcher.join()
+        with trainer.whole_weights(True):
+            return {"step": max(levels) - before, "between": private_bytes() - before}
 
 
 def private_bytes() -> int:
@@ -575,6 +595,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
-    "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
+    "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
+    "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

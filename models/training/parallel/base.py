@@ -20,7 +20,7 @@ from puna.kernels.adamw import gradient_norm
 from puna.models.training.parallel.boxes import load, save
 from puna.models.training.parallel.layout import AXES, READERS
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
-from puna.models.training.state import Job, copied, load_state, write_state
+from puna.models.training.state import Job, load_state, write_state
 
 Part = tuple[Any, bool]
 """A micro-batch, and whether it counts: a reader with fewer than the others repeats one that does not count."""
@@ -185,7 +185,9 @@ class Parallel:
 
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Write weights, given as pieces, into the whole model."""
+        """Write weights, given as pieces, into the whole model; one process's steps have done so."""
+        if self.processes == 1:
+            return
         fresh = self.model is not self.whole and not self._published
         for name, parameter in self.whole.named_parameters():
             if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
@@ -226,20 +228,16 @@ class Parallel:
             return replace(own, shape=own.shape[:-2] + inner.shape[-2:], box=own.box[:-2] + inner.box[-2:])
         return inner
 
-    def save_state(
-        self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any], beside: bool = False
-    ) -> Job | None:  # fmt: skip
-        """Write a checkpoint; `tensors` are this rank's. beside: return a job that does so, for a thread beside the training."""
+    def save_state(self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any], later: bool = False) -> Job | None:
+        """Write a checkpoint; `tensors` are this rank's. later: return a job that writes it as it is now, for another thread."""
         text = json.dumps({"step": step, **record}) if self.mesh.index == 0 else ""
         pieces = {name: self.piece_of(name, tensor) for name, tensor in tensors.items()}
         own = {name: tensor for name, tensor in tensors.items() if pieces[name].counts(self.mesh.at)}
-        own = copied(own) if beside else own
-        job: Job = partial(write_state, folder, step, own, text)
-        if self.processes > 1:
-            job = partial(save, self.mesh, pieces, folder, step, own, text)
-        if beside:
-            return job
-        job()
+        write: Callable[..., object] = write_state if self.processes == 1 else partial(save, self.mesh, pieces)
+        if later:
+            own = {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in own.items()}
+            return partial(write, folder, step, own, text)
+        write(folder, step, own, text)
         return None
 
     def load_state(

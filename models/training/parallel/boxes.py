@@ -30,39 +30,27 @@ def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tenso
     from safetensors.torch import save_file
 
     final, temporary = folder / f"step-{step:09d}", folder / f".step-{step:09d}.ranks"
-    file = f"rank-{mesh.index}.safetensors"
-
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def write() -> None:
+    with mesh.saving.together():
+        if mesh.index == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    with mesh.saving.together():
+        file = f"rank-{mesh.index}.safetensors"
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary / file)
         flush(temporary / file)
         boxes = {name: {"shape": pieces[name].shape, "box": pieces[name].box} for name in tensors}
         note = {"file": file, "checksum": file_checksum(temporary / file), "boxes": boxes}
         (temporary / f"{file}.json").write_text(json.dumps(note), encoding="utf-8")
-
-    def complete() -> None:
-        notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(temporary.glob("*.json"))]
-        record = f'{text[:-1]}, "index": {json.dumps({one["file"]: one["boxes"] for one in notes})}}}'  # the record's text may be long
-        sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(record.encode())}
-        for path in temporary.glob("*.json"):
-            path.unlink()
-        (temporary / RECORD).write_text(json.dumps({"record": record, "checksums": sums}), encoding="utf-8")
-        flush(temporary / RECORD)
-        publish(temporary, final)
-
-    ranks = mesh.saving()
-    for act, first in ((begin, True), (write, False), (complete, True)):
-        error: OSError | None = None
-        try:
-            if mesh.index == 0 or not first:
-                act()
-        except OSError as problem:
-            error = problem
-        if ranks.agree(error is not None):
-            raise error or OSError("another rank could not write its part of the training's state")
+    with mesh.saving.together():
+        if mesh.index == 0:
+            notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(temporary.glob("*.json"))]
+            text = f'{text[:-1]}, "index": {json.dumps({one["file"]: one["boxes"] for one in notes})}}}'  # parsing it takes time
+            sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(text.encode())}
+            for path in temporary.glob("*.json"):
+                path.unlink()
+            (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": sums}), encoding="utf-8")
+            flush(temporary / RECORD)
+            publish(temporary, final)
 
 
 def load(

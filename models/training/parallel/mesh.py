@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -74,7 +75,8 @@ class Mesh:
     """A rank's place in a layout.
 
     members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place
-    among the members. One process has no groups, and every exchange returns at once. Non-members only help to create the groups.
+    among the members. One process has no groups, and every exchange returns at once. Non-members only help to create the groups. `saving`
+    are the same ranks with a group of their own, for a thread that saves a state while the training goes on.
     """
 
     def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
@@ -83,7 +85,7 @@ class Mesh:
         self._ranks: dict[str, list[int]] = {}
         self.lanes: list[Any] = []
         if layout.processes == 1:
-            self.index, self.at, self.everyone, self._saving = 0, dict.fromkeys(AXES, 0), None, None
+            self.index, self.at, self.everyone = 0, dict.fromkeys(AXES, 0), None
             return
         if not dist.is_initialized():
             raise ValueError(f"the layout {layout} needs {layout.processes} processes, and this one runs alone: start it with torchrun")
@@ -94,7 +96,9 @@ class Mesh:
         places = list(itertools.product(*map(range, sizes)))
         self.index = members.index(dist.get_rank()) if dist.get_rank() in members else -1
         self.at = dict(zip(AXES, places[self.index], strict=True))
-        self.everyone, self._saving = group_of(members), group_of(members, "saving")
+        self.everyone = group_of(members)
+        self.saving = copy.copy(self)
+        self.saving.everyone = group_of(members, "saving")
         if layout.pipeline > 1:
             self.lanes = [message_group(number) for number in range(2 if layout.virtual_stages == 1 else 4)]
         for number, axis in enumerate(AXES):
@@ -154,11 +158,16 @@ class Mesh:
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
 
-    def saving(self) -> Mesh:
-        """Return these ranks with a group of their own, for a thread that saves a state while the training goes on."""
-        ranks = copy.copy(self)
-        ranks.everyone = self._saving
-        return ranks
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait for all ranks after the work inside; raise an error on all of them if one failed."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as problem:  # noqa: BLE001 (raised once the others know)
+            error = problem
+        if self.agree(error is not None):
+            raise error or OSError("another rank could not write its part of the training's state")
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in their order."""
@@ -218,7 +227,9 @@ def message_group(number: int) -> Any:
 
     NCCL exchanges of two ranks in one group follow each other: if both send first, each waits for the other to receive.
     """
-    return group_of(range(dist.get_world_size()), f"messages {number}" if number else "")
+    if () not in _GROUPS:
+        _GROUPS[()] = dist.new_group(timeout=TIMEOUT)
+    return _GROUPS[()]
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:

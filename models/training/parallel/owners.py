@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,17 @@ class Owners:
 
     def __init__(self, held: Parallel, weights: Matrices, names: Collection[str]) -> None:
         mesh, shapes = held.mesh, {name: piece.shape for name, piece in held.pieces.items()}
-        own = {name: (held.pieces[name].box, held.pieces[name].counts(mesh.at)) for name in names}
-        self._ranks: list[dict[str, tuple[list[list[int]], bool]]] = [json.loads(text) for text in mesh.gather_texts(json.dumps(own))]
+        own = json.dumps({name: (held.pieces[name].box, held.pieces[name].counts(mesh.at)) for name in names})
+        self._ranks: list[dict[str, tuple[tuple[slice, ...], bool]]] = [
+            {name: (tuple(itertools.starmap(slice, box)), first) for name, (box, first) in json.loads(text).items()}
+            for text in mesh.gather_texts(own)
+        ]
         self._index, self._group, self._weights = mesh.index, mesh.everyone, weights
-        cut = {n for rank in self._ranks for n, (box, _) in rank.items() if [b - a for a, b in box[-2:]] != list(shapes[n][-2:])}
+        cut = {n for rank in self._ranks for n, (box, _) in rank.items() if [s.stop - s.start for s in box[-2:]] != list(shapes[n][-2:])}
         self.names = sorted(cut)
         costs = [math.prod(shapes[name]) * min(shapes[name][-2:]) for name in self.names]
         shares = [[self.names[i] for i in share] for share in by_load(costs, held.processes)]
-        self._waves = list(zip_longest(*shares, fillvalue=""))
+        self._waves = list(itertools.zip_longest(*shares, fillvalue=""))
         self._matrices = {name: nn.Parameter(torch.empty(shapes[name], device=held.device)) for name in shares[self._index]}
         self._none = torch.empty(0, device=held.device)
         held.owned = frozenset(cut)
@@ -46,11 +49,11 @@ class Owners:
     def start(self, make: Callable[[Matrices], Optimizer]) -> Owners:
         """Make the optimiser of the matrices that this rank owns."""
         for wave in self._waves:
-            self._gather(wave, self._weights, self._matrices.get(wave[self._index], self._none))
+            self._exchange(wave, self._weights, self._matrices.get(wave[self._index], self._none))
         self._optimizer = make(self._matrices)
         self.state = {self._weights[name]: self._optimizer.state[matrix] for name, matrix in self._matrices.items()}
         for matrix in self._matrices.values():
-            self._free(matrix)
+            _free(matrix)
         return self
 
     @torch.no_grad()
@@ -62,40 +65,27 @@ class Owners:
             name, whole, gradient = wave[self._index], self._none, self._none
             if name:
                 whole, gradient = (torch.empty(self._matrices[name].shape, device=whole.device) for _ in range(2))
-            self._gather(wave, own, whole)
-            self._gather(wave, gradients, gradient)
+            self._exchange(wave, own, whole)
+            self._exchange(wave, gradients, gradient)
             if name and own[name].grad is not None:  # without a gradient on any rank it stays, as in one process
                 self._matrices[name].data, self._matrices[name].grad = whole, gradient
                 self._optimizer.step(rate, factor)
-                self._free(self._matrices[name])
-            self._scatter(wave, own, whole)
+                _free(self._matrices[name])
+            self._exchange(wave, own, whole, back=True)
 
-    @staticmethod
-    def _free(matrix: nn.Parameter) -> None:
-        """Free the memory of a matrix, which keeps its shape."""
-        matrix.data, matrix.grad = matrix.new_zeros(()).expand(matrix.shape), None
-
-    def _gather(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor) -> None:
-        """Write the pieces of this rank's matrix of a wave into it; the first rank that holds a piece sends it."""
+    def _exchange(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor, back: bool = False) -> None:
+        """Write the ranks' pieces of this rank's matrix of a wave into `whole`, the first copy of each; `back`: write all pieces from it."""
         here, name = self._ranks[self._index], wave[self._index]
-        send = [pieces[other] if other in here and here[other][1] else self._none for other in wave]
-        self._exchange(send, [whole[_slices(rank[name][0])] if name in rank and rank[name][1] else self._none for rank in self._ranks])
-
-    def _scatter(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor) -> None:
-        """Write this rank's pieces of the matrices of a wave."""
-        here, name = self._ranks[self._index], wave[self._index]
-        send = [whole[_slices(rank[name][0])] if name in rank else self._none for rank in self._ranks]
-        self._exchange(send, [pieces[other] if other in here else self._none for other in wave])
-
-    def _exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
-        """Send one tensor to each rank, and write what each rank sends."""
-        sizes = [tensor.numel() for tensor in receive]
-        out = self._none.new_empty(sum(sizes))
-        flat = torch.cat([tensor.reshape(-1) for tensor in send])
-        dist.all_to_all_single(out, flat, sizes, [tensor.numel() for tensor in send], group=self._group)
-        for tensor, values in zip(receive, out.split(sizes), strict=True):
+        held = [pieces[other] if other in here and (back or here[other][1]) else self._none for other in wave]
+        parts = [whole[rank[name][0]] if name in rank and (back or rank[name][1]) else self._none for rank in self._ranks]
+        send, receive = (parts, held) if back else (held, parts)
+        given, taken = ([tensor.numel() for tensor in tensors] for tensors in (send, receive))
+        out = self._none.new_empty(sum(taken))
+        dist.all_to_all_single(out, torch.cat([tensor.reshape(-1) for tensor in send]), taken, given, group=self._group)
+        for tensor, values in zip(receive, out.split(taken), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
 
-def _slices(box: Sequence[Sequence[int]]) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
+def _free(matrix: nn.Parameter) -> None:
+    """Free the memory of a matrix, which keeps its shape."""
+    matrix.data, matrix.grad = matrix.new_zeros(()).expand(matrix.shape), None
