@@ -26,7 +26,7 @@ ALONE = "question: "  # prefix of the structure of a question that shares it wit
 class Task(StageConfig):
     """One generator."""
 
-    task: str = Field(min_length=1, description="Generator: digits, letters, sentence, scene, record, or one of reasoning-gym's")
+    task: str = Field(min_length=1, description="Generator: digits, sentence, scene, record, or one of reasoning-gym's")
     name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="The generator's parameters; others keep its defaults")
     gold: bool = Field(True, description="Give its gold answers; false: its questions have only their verifiers")

@@ -6,17 +6,16 @@ Each question names its structure, by which held-out questions are chosen: a mod
 from __future__ import annotations
 
 import json
-import string
 from random import Random
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from puna.stages.contract import StageConfig, parse
 from puna.stages.verifiers.base import Verifier, to_json
 from puna.stages.verifiers.combinations import Product
 from puna.stages.verifiers.json_schema import JsonSchema
-from puna.stages.verifiers.lists import Items, Numbers
+from puna.stages.verifiers.lists import Numbers
 from puna.stages.verifiers.texts import RegularExpression
 
 _NOUNS = (
@@ -94,28 +93,6 @@ class DigitsTask(Generator):
         return Drawn(question, " ".join(map(str, answer)), verifier, f"digit sum {sum(digits) % 5} by 5")
 
 
-class LettersTask(Generator):
-    """Some of the given letters, in their order. Structure: the first letter's place in the alphabet by 5."""
-
-    name: ClassVar[str] = "letters"
-    given: int = Field(8, ge=2, le=26, description="Letters to choose from")
-    count: int = Field(4, ge=1, description="Letters that are asked for")
-
-    @model_validator(mode="after")
-    def _enough(self) -> LettersTask:
-        if self.count > self.given:
-            raise ValueError(f"{self.count} of {self.given} letters cannot be chosen")
-        return self
-
-    def draw(self, random: Random) -> Drawn:
-        letters = random.sample(string.ascii_lowercase, self.given)
-        places = sorted(random.sample(range(self.given), self.count))
-        question = f"Write {self.count} of these letters in the same order: {' '.join(letters)}."
-        verifier = {"name": Items.name, "of": letters, "count": self.count, "ordered": True}
-        first = string.ascii_lowercase.index(letters[0])
-        return Drawn(question, " ".join(letters[i] for i in places), verifier, f"first letter {first % 5} by 5")
-
-
 class SentenceTask(Generator):
     """One sentence that contains two nouns. Structure: the part of the nouns that both are of."""
 
@@ -175,7 +152,7 @@ def _named(verifier: Verifier) -> dict[str, Any]:
     return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
 
 
-GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTask, LettersTask, SentenceTask, SceneTask, RecordTask)}
+GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTask, SentenceTask, SceneTask, RecordTask)}
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:

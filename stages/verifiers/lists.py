@@ -1,4 +1,4 @@
-"""`numbers`, `items` and `choice`: lists with many right answers, checked by their properties, and a choice among options."""
+"""`numbers` and `choice`: a list with many right answers, checked by its properties, and a choice among options."""
 
 from __future__ import annotations
 
@@ -58,36 +58,6 @@ class Numbers(BoundedVerifier):
         sign = {"rising": 1, "falling": -1, "any": 0}[self.order]
         if sign and any(sign * (b - a) <= 0 for a, b in pairwise(numbers)):
             return Score(0.0, f"not {self.order}")
-        return Score(1.0)
-
-
-@register
-class Items(BoundedVerifier):
-    """Score 1 if the answer is this many of the items, none twice, separated by blanks or commas, else 0."""
-
-    name: ClassVar[str] = "items"
-
-    of: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Items that may be chosen, without blanks or commas")
-    count: int = Field(ge=1, description="How many items the answer must have")
-    ordered: bool = Field(False, description="The items must be in the order of `of`")
-
-    @model_validator(mode="after")
-    def _can_be_answered(self) -> Items:
-        if len(set(self.of)) != len(self.of) or any(not item or "," in item or item.split() != [item] for item in self.of):
-            raise ValueError("items must differ and hold no blanks or commas")
-        if self.count > len(self.of):
-            raise ValueError(f"{self.count} of {len(self.of)} items cannot be chosen")
-        return self
-
-    def score(self, question: Question, answer: str) -> Score:
-        words = answer[:LONGEST].replace(",", " ").split()
-        if len(words) != self.count or len(set(words)) != len(words):
-            return Score(0.0, f"not {self.count} different items")
-        places = [self.of.index(word) if word in self.of else -1 for word in words]
-        if -1 in places:
-            return Score(0.0, f"{words[places.index(-1)][:50]!r} was not to be chosen from")
-        if self.ordered and places != sorted(places):
-            return Score(0.0, "not in the order in which they stand")
         return Score(1.0)
 
 
