@@ -12,8 +12,6 @@ from puna.models.settings import NO_RESULT, Settings
 from puna.models.training.parallel.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from puna.models.generation import AnswerEngine, Engine
@@ -161,18 +159,3 @@ def vllm_engine(folder: Path, tokenizer: Tokenizer, settings: ServingSettings) -
     from puna.models.generation.vllm import VllmEngine
 
     return VllmEngine(folder, tokenizer, settings.weights, settings.gpu_memory)
-
-
-def vllm_policy(folder: Path, tokenizer: Tokenizer, memory: float) -> Callable[[Transformer], AnswerEngine]:
-    """Return a function that gives a vLLM engine the weights of a model in training, by way of a folder, and returns the engine."""
-    from puna.models.formats.checkpoint import save
-    from puna.models.generation.vllm import VllmEngine
-
-    engine = VllmEngine(folder, tokenizer, memory=memory)
-
-    def holding(model: Transformer) -> AnswerEngine:
-        save(model, folder, tokenizer)
-        engine.read_again()
-        return engine
-
-    return holding

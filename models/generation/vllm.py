@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from puna.models.formats.checkpoint import save
 from puna.models.generation.engine import Completion, Prompt, request_of
 from puna.models.generation.sampling_params import SamplingParams
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.transformer import Transformer
 
 
 class VllmEngine:
@@ -32,7 +34,7 @@ class VllmEngine:
         if weights not in ("same", "fp8"):
             raise ValueError(f"vLLM does not quantise a model to {weights} as it loads it: choose fp8 or same")
         self.tokenizer, self._vllm = tokenizer, vllm
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "model": str(folder), "tokenizer": str(folder), "quantization": None if weights == "same" else weights, "seed": 0,
             "gpu_memory_utilization": memory,
         }  # fmt: skip
@@ -58,11 +60,13 @@ class VllmEngine:
             progress(len(completions) * params.n, len(completions) * params.n)
         return completions
 
-    def read_again(self) -> None:
-        """Take the weights that now lie in the model's folder, of the same names and shapes, and drop what was computed with others."""
+    def holding(self, model: Transformer) -> VllmEngine:
+        """Return the engine with the weights of a model in training, which pass through its folder."""
+        save(model, self._settings["model"], self.tokenizer)
         if self._llm is not None:
             self._llm.collective_rpc("reload_weights")
             self._llm.reset_prefix_cache()
+        return self
 
     def _loaded(self, params: SamplingParams) -> Any:
         """Return vLLM's model, loaded with the log-prob mode that these parameters need; raise ValueError if that is impossible."""

@@ -169,10 +169,9 @@ class Rollouts(Generic[Config]):
         """Raise ValueError if log-probs differ from those of a training pass, where such passes are exact; those of adapters and of a
         rank's piece may differ by 1e-4."""
         held, targets = alone(self.policy), Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
-        weight = next(iter(held.parameters.values()))
-        if not can_be_exact(weight.dtype, weight.device):
+        if not can_be_exact(*self._place):
             return
-        with exact_passes(weight.dtype, weight.device):
+        with exact_passes(*self._place):
             own = held.ask(self._logprobs, targets)
         difference = float(((own - sampled.logprobs[: len(own)]).abs() * sampled.mask[: len(own)]).max())
         whole = held.mesh.size("tensor") == 1 and all(p.requires_grad for p in held.whole.parameters())
@@ -187,8 +186,7 @@ class Rollouts(Generic[Config]):
 
         The policy is asked as it will be trained, so that the ratios of a rollout's first update are 1."""
         mask, drawn = sampled.mask, sampled.logprobs
-        place = next(iter(alone(self.policy).parameters.values()))
-        with exact_passes(place.dtype, place.device, can_be_exact(place.dtype, place.device)):
+        with exact_passes(*self._place, can_be_exact(*self._place)):
             own = torch.where(mask, self._asked_logprobs(self.policy, sampled.asked, sampled.answers), 0.0)
         mismatch = float((drawn - own).sum() / mask.sum())
         if not abs(mismatch) <= MISMATCH:
@@ -205,8 +203,7 @@ class Rollouts(Generic[Config]):
         """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
         config, candidates, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
-        weight = next(iter(held.parameters.values()))
-        exact = can_be_exact(weight.dtype, weight.device)
+        exact = can_be_exact(*self._place)
         engine = held_engine(held, exact=exact) if self.other is None else self.other(cast("Transformer", held.whole))
         scorer = self.scorer if rollout in watched_rollouts(config.rollouts) else self.between or self.scorer
         for again in range(1 + (config.resample if isinstance(config, GrpoSettings) else 0)):
@@ -221,6 +218,11 @@ class Rollouts(Generic[Config]):
             if sum(one.unequal for one in candidates) >= config.prompts:
                 break
         return candidates
+
+    @property
+    def _place(self) -> tuple[torch.dtype, torch.device]:
+        weight = next(iter(alone(self.policy).parameters.values()))
+        return weight.dtype, weight.device
 
     def _wave(self) -> int:
         """Return the number of prompts answered together; on a GPU all of a rollout."""

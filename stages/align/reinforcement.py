@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from puna.models.serving import vllm_policy, without_vllm
+from puna.models.serving import without_vllm
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import answer_text, shown
@@ -133,16 +133,13 @@ def _optimize(
     """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
     The `critic` starts as the first reward model (by digest), or else as the policy with a zero head."""
+    from puna.models.generation.vllm import VllmEngine
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.parallel.parallel import asked, parallel
     from puna.models.training.rollouts import Rollouts
 
-    if not reward_models and config.reward != "verifier":
-        raise PunaError(f"{run.stage}: {_without(config)}")
-    check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
-    if config.engine == "vllm" and ranks.count() > 1:
-        raise PunaError(f"{run.stage}: engine=vllm: no test proves it beside several processes: use one, or engine=puna")
+    _check(policy, reward_models, config, run)
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     layout = groups.mesh.layout
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
@@ -170,7 +167,7 @@ def _optimize(
     reference = frozen(model)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
         turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
-        other = vllm_policy(run.scratch / "vllm", tokenizer, config.gpu_memory) if config.engine == "vllm" else None
+        other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
         between = replace(rewards, gold=None).parts if rewards.watched else None
         log = drive(
@@ -186,6 +183,14 @@ def _optimize(
     _against_kl(log, run)
     report_ends(log, ("score", "gold", "kl", "entropy", "explained_variance"), run)
     save_model(model, tokenizer, run.folder)
+
+
+def _check(policy: Artifact, reward_models: Sequence[Artifact], config: RolloutsConfig, run: StageRun) -> None:
+    if not reward_models and config.reward != "verifier":
+        raise PunaError(f"{run.stage}: {_without(config)}")
+    check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
+    if config.engine == "vllm" and ranks.count() > 1:
+        raise PunaError(f"{run.stage}: engine=vllm: no test proves it beside several processes: use one, or engine=puna")
 
 
 def _turns(

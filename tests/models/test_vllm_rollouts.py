@@ -17,7 +17,7 @@ import torch
 
 from puna.models.forest import Forest
 from puna.models.generation import Engine
-from puna.models.serving import vllm_policy
+from puna.models.generation.vllm import VllmEngine
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
 from puna.models.training.ppo import train_grpo
@@ -58,7 +58,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Calla
 
     def stand_in(noise: float = 0.0) -> Callable[[Transformer], Any]:
         monkeypatch.setattr(Model, "noise", noise)
-        return vllm_policy(tmp_path, TOKENIZER, 0.3)
+        return VllmEngine(tmp_path, TOKENIZER, memory=0.3).holding
 
     return stand_in
 
