@@ -64,7 +64,8 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     network, tokenizer = load_model(student, "lm", quantization=config.quantization, layout=layout)
     guide, _ = load_model(teacher, "lm", frozen=True, layout=layout)
     bad = BadRows(config, "distill")
-    rows, prompt_tokens = training_prompts(prompts, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
+    given = prompts.read().to_pylist()
+    rows, prompt_tokens = training_prompts(given, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
     if not rows:
         raise PunaError(f"distill: {prompts.id} has no training prompts")
     bad.write(run)

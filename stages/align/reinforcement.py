@@ -33,12 +33,10 @@ from puna.stages.training.train import (
     training_prompts,
     write_log,
 )  # fmt: skip
-from puna.stages.training.turns import Replies, environment_of, turns_of
-from puna.stages.verifiers import sandbox
+from puna.stages.training.turns import TurnsConfig, in_turns, offered, turns_of
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import Scorer, leaves, verifiers_named
-from puna.stages.verifiers.tools import TOOLS, ToolName
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -91,19 +89,13 @@ def ppo(
     _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_ppo, critic=True)
 
 
-class GrpoConfig(GrpoSettings, RolloutsConfig):
+class GrpoConfig(GrpoSettings, TurnsConfig, RolloutsConfig):
     """Settings of the optimization."""
 
     reward: Reward = Field("verifier", description=REWARDS)
-    tools: tuple[ToolName, ...] = Field(
-        (), description="Tools that the policy may call between its turns: calculator, and python in the sandbox; it calls them by "
-        '<tool_call>{"name": …, "arguments": …}</tool_call>'
-    )  # fmt: skip
 
     @model_validator(mode="after")
-    def _tools_answer_between_turns(self) -> Self:
-        if self.tools and self.turns == 1:
-            raise ValueError("tools answer between turns: set turns above 1")
+    def _steps_are_the_verifiers(self) -> Self:
         if self.credit == "steps" and self.reward == "reward_model":
             raise ValueError("credit steps: the steps are the verifier's; set reward to verifier or product")
         return self
@@ -146,18 +138,21 @@ def _optimize(
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # Frozen models compute in the policy's precision: a KL divergence to fp32 would contain bf16's rounding.
     frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
+    steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
-    names = getattr(config, "tools", ())
-    offered = [TOOLS[name].definition(name) for name in names]
-    chosen_rows, rendered = training_prompts(prompts, model, tokenizer, config.answers, config.max_tokens, limit, bad, offered)
+    talk = config if isinstance(config, TurnsConfig) else TurnsConfig()
+    given = [offered(row, talk.tools) for row in prompts.read().to_pylist()]
+    chosen_rows, rendered = training_prompts(given, model, tokenizer, config.answers, config.max_tokens, limit, bad)
     if len(rendered) < config.prompts:
         left = f"{len(chosen_rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
         raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
     bad.write(run)
     rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.gold or config.reward != "reward_model" else None
+    if steps and not any(leaf.stepwise for row in rows for leaf in leaves(from_text(row["verifier"]))):
+        raise PunaError(f"{run.stage}: credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer")
     networks = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
-    kinds = config.floor, config.ensemble, getattr(config, "credit", "") == "steps"
+    kinds = config.floor, config.ensemble, steps
     rewards = rewards_of(scorer, networks, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
     rewards = replace(rewards, watched=config.reward == "reward_model")
     if config.reward == "product" and config.center == "start":
@@ -166,7 +161,7 @@ def _optimize(
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
     reference = frozen(model)
     with divergence_named(run.stage), adapted(model, config, run) as scales:
-        turns = _turns(rows, prompt_ids, tokenizer, names, config, run)
+        turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
         other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
         between = replace(rewards, gold=None).parts if rewards.watched else None
@@ -191,23 +186,6 @@ def _check(policy: Artifact, reward_models: Sequence[Artifact], config: Rollouts
     check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
     if config.engine == "vllm" and ranks.count() > 1:
         raise PunaError(f"{run.stage}: engine=vllm: no test proves it beside several processes: use one, or engine=puna")
-
-
-def _turns(
-    rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, tools: Sequence[str], config: RolloutsConfig, run: StageRun
-) -> Callable[..., Any]:
-    """Return the function that answers prompts, in up to `turns` turns. Raise PunaError if nothing replies between turns, nothing checks
-    the steps to reward, or programs cannot be isolated."""
-    from puna.models.generation.turns import converse
-
-    if (turns := getattr(config, "turns", 1)) > 1 and not tools and all(environment_of(row) is None for row in rows):
-        raise PunaError(f"{run.stage}: turns={turns}, but no prompt's verifier replies and there are no tools; set turns=1, or name tools")
-    if getattr(config, "credit", "") == "steps" and not any(leaf.stepwise for row in rows for leaf in leaves(from_text(row["verifier"]))):
-        raise PunaError(f"{run.stage}: credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer")
-    if "python" in tools:
-        sandbox.mode()
-    by_ids = {tuple(ids): row for ids, row in zip(asked, rows, strict=True)}
-    return partial(converse, turns=turns, respond=Replies(by_ids, tokenizer, tools, Tools(config.scoring, run)))
 
 
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:

@@ -10,24 +10,27 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.align.instructions import answer_message, instruction
 from puna.stages.align.sample import replies_of
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import answer_text, asking, dump, messages_of, prompt_ids, shown
+from puna.stages.conversations import Message, asking, dump, messages_of, prompt_ids, shown
 from puna.stages.draws import hashed, identifier
 from puna.stages.endpoint import Endpoint, EndpointConfig
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import context_limit, load_model
+from puna.stages.training.turns import TurnsConfig, in_turns, offered, turns_of
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct
 from puna.stages.verifiers.extraction import final_answer
+from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.python_code import program
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
+from puna.stages.verifiers.tools import FAILED
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -42,10 +45,11 @@ TESTS = (
 )
 AGAIN = "That is not right: {detail}\nFind the mistake and answer again."
 ONE_WRITER = "model: give one as --input model=…, or an endpoint to ask, and not both"
+NO_CALL = "Call a tool, and answer by its result."
 NO_ANSWER = "The answer must end with a line `The answer is …`."
 
 
-class SynthesizeConfig(BadRowsConfig, SeededConfig):
+class SynthesizeConfig(TurnsConfig, BadRowsConfig, SeededConfig):
     """Settings of the problems, of their answers, and of the checks."""
 
     problems: Literal["given", "maths", "code"] = Field(
@@ -64,6 +68,12 @@ class SynthesizeConfig(BadRowsConfig, SeededConfig):
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which answers are checked")
     endpoint: EndpointConfig | None = Field(None, description="Remote model that writes; null: the input model writes")
 
+    @model_validator(mode="after")
+    def _turns_answer_given_prompts(self) -> Self:
+        if self.turns > 1 and (self.problems != "given" or self.endpoint is not None):
+            raise ValueError("turns above 1 answer given prompts by the input model: set problems to given, and leave the endpoint out")
+        return self
+
 
 def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
     """Require a model with a chat template, or an endpoint with its key."""
@@ -73,10 +83,25 @@ def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
 
 
 class Text(NamedTuple):
-    """A generated text; `finished` is false if it was cut off."""
+    """A generated text; `finished` is false if it was cut off. `before`: the turns and replies that it follows."""
 
     text: str
     finished: bool
+    before: Sequence[Message] = ()
+
+    @property
+    def called(self) -> bool:
+        """True if tools were called, and every call ran."""
+        results = [str(turn["content"]) for turn in self.before if turn["role"] == "tool"]
+        return bool(results) and not any(result.startswith(FAILED) for result in results)
+
+    @property
+    def parts(self) -> list[str]:
+        return [self.text.strip(), *map(dump, self.before)]
+
+    def after(self, row: Row) -> Row:
+        """Return the prompt of this text, which has the turns before it."""
+        return {**row, "messages": dump([*messages_of(row), *self.before])} if self.before else row
 
 
 @stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
@@ -84,14 +109,15 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     """Write one checked answer of the model for each problem that has one; see `problems`.
 
     A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
-    (`right`) and how often it was tried (`tries`). `dropped` holds written problems that were cut off (`unfinished`) or are `empty`. It
-    also holds problems that resemble a prompt or another problem (`copied`), have too few tests that fail without a solution (`tests`),
-    have no right answer (`none_right`), or cannot be asked, see `bad_rows`. The metrics `right_after_1`,
-    `right_after_2`, … count the problems solved after 1, 2, … tries. `judges` are models that verifiers name. With `endpoint` a
-    remote model writes; the side table `exchanges` holds its requests and replies.
+    (`right`) and how often it was tried (`tries`). With `tools` an answer is right if the verifier passes its last turn, and tools were
+    called and every call ran; it is kept with its calls and their results. `dropped` holds written problems that were cut off
+    (`unfinished`) or are `empty`. It also holds problems that resemble a prompt or another problem (`copied`), have too few tests that
+    fail without a solution (`tests`), have no right answer (`none_right`), or cannot be asked, see `bad_rows`. The metrics
+    `right_after_1`, `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name.
+    With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
     """
     rows = prompts.read().to_pylist()
-    train = sorted((row for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
+    train = sorted((offered(row, config.tools) for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
     if not train:
         raise PunaError(f"synthesize: {prompts.id} has no training prompts")
     writer = Writer(model, config, run)
@@ -106,7 +132,7 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
 class Kept(NamedTuple):
     """A right answer, the share of right answers in its try, and the number of the try."""
 
-    text: str
+    answer: Text
     right: float
     tries: int
 
@@ -118,14 +144,14 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
         answers = writer.write(left, config.answers, f"answers {number}")
         again = []
         for row, texts, scores in zip(left, answers, check.scores(left, answers), strict=True):
-            right = [text.text.strip() for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
+            right = [text for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
             if right:
-                solution = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], text))
+                solution = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], *text.parts))
                 solutions[row["id"]] = Kept(solution, len(right) / len(texts), number + 1)
             elif texts:
                 detail = next((score.detail for score in scores if score.detail), "")
                 turns = [answer_message(texts[0].text), {"role": "user", "content": AGAIN.format(detail=detail)}]
-                again.append({**row, "messages": dump([*messages_of(row), *turns])})
+                again.append({**row, "messages": dump([*messages_of(texts[0].after(row)), *turns])})
         run.metric(f"right_after_{number + 1}", len(solutions))
         left = again
     check.report()
@@ -167,10 +193,13 @@ class Writer:
         requests = bad.examples(rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + config.max_tokens, within)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=seed)
         progress = partial(self._run.progress, note=purpose)
-        completions = Engine(network, tokenizer).generate([ids for _, ids in requests], params, progress)
+        asked = [ids for _, ids in requests]
+        generate = in_turns([row for row, _ in requests], asked, tokenizer, config, Tools(config.scoring, self._run), "synthesize")
+        completions = generate(Engine(network, tokenizer), asked, params, progress)
+        turns = [[(turns_of(one, tokenizer), one.finished) for one in some] for some in completions]
         return {
-            row["id"]: [Text(answer_text(one.tokens, tokenizer), one.finished) for one in some]
-            for (row, _), some in zip(requests, completions, strict=True)
+            row["id"]: [Text(last["content"], finished, before) for (*before, last), finished in some]
+            for (row, _), some in zip(requests, turns, strict=True)
         }
 
 
@@ -185,8 +214,9 @@ class Check:
     def scores(self, rows: Sequence[Row], found: Sequence[Sequence[Text]]) -> list[list[Score]]:
         if self._scorer is None:
             return [agreed([text.text for text in some], self._config.min_agreement) for some in found]
-        each = iter(self._scorer.scores([(row, text.text) for row, some in zip(rows, found, strict=True) for text in some]))
-        return [[next(each) for _ in some] for some in found]
+        each = iter(self._scorer.scores([(text.after(row), text.text) for row, some in zip(rows, found, strict=True) for text in some]))
+        fits = [[text.called or not self._config.tools for text in some] for some in found]
+        return [[score if fit else Score(0.0, NO_CALL) for fit, score in zip(some, each, strict=False)] for some in fits]
 
     def report(self) -> None:
         """Report answers that could not be checked."""
@@ -277,9 +307,9 @@ def _save(problems: Sequence[Row], kept: dict[str, Kept], dropped: list[Row], co
     rows, scores, dropped_ids = [], [], {row["id"] for row in dropped}
     for row in problems:
         if row["id"] in kept:
-            text, right, tries = kept[row["id"]]
-            name = identifier(config.source, row["id"], text)
-            rows.append(instruction(name, row["id"], row, answer_message(text), config.source))
+            answer, right, tries = kept[row["id"]]
+            name = identifier(config.source, row["id"], *answer.parts)
+            rows.append(instruction(name, row["id"], answer.after(row), answer_message(answer.parts[0]), config.source))
             scores += [{"id": name, "name": "right", "value": right}, {"id": name, "name": "tries", "value": float(tries)}]
         elif row["id"] not in dropped_ids:
             dropped.append(_drop(row, "none_right", None, None, shown(messages_of(row))))

@@ -25,7 +25,9 @@ from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import heldout_prompts
+from puna.stages.training.turns import TurnsConfig, in_turns, offered, to_score
 from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
+from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.storage import Artifact, PunaError
@@ -56,8 +58,8 @@ class PagesConfig(StageConfig):
     continuations: int = Field(3, ge=0, description="Pages whose beginning the model continues, as examples for a reader")
 
 
-class AnswersConfig(StageConfig):
-    """Settings of answers to held-out prompts."""
+class AnswersConfig(TurnsConfig):
+    """Answers to held-out prompts."""
 
     prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
@@ -253,7 +255,10 @@ def _answers(
 ) -> None:
     from puna.models.generation import SamplingParams
 
-    questions = _heldout_prompts(prompts, config.answers.prompts_per_task, run.seed("prompts"))
+    own = config.answers
+    if own.turns > 1 and (own.search is not None or ranks.count() > 1 or config.serving.engine == "vllm"):
+        raise PunaError("evaluate: no test proves answers.turns beside a search, several processes or vLLM: set answers.turns to 1")
+    questions = [offered(row, own.tools) for row in _heldout_prompts(prompts, own.prompts_per_task, run.seed("prompts"))]
     bad = BadRows(config, "evaluate")
     rendered = list(bad.rendered(questions, partial(prompt_ids, tokenizer)))
     bad.check_left(len(rendered), f"{len(questions)} held-out prompts")
@@ -265,8 +270,9 @@ def _answers(
         speculate=config.serving.speculate,
     )
     if config.answers.search is None:
-        completions = [row[0] for row in engine.generate(inputs, params, progress=lambda done, total: run.progress(done, total, "answers"))]
-        spent = sum(len(completion.tokens) for completion in completions)
+        generate = in_turns(rows, inputs, tokenizer, own, Tools(own.scoring, run), "evaluate")
+        completions = [row[0] for row in generate(engine, inputs, params, lambda done, total: run.progress(done, total, "answers"))]
+        spent = sum(sum(completion.mask) for completion in completions)
     elif ranks.count() > 1:
         raise PunaError("evaluate: no test proves answers.search in several processes: leave it out, or run in one process")
     else:
@@ -275,8 +281,9 @@ def _answers(
     if ranks.follows():
         return
     run.metric("answer_tokens", spent)
-    texts = [answer_text(completion.tokens, tokenizer) for completion in completions]
-    scores = scorer.scores(list(zip(rows, texts, strict=True)))
+    asked = [to_score(row, completion, tokenizer) for row, completion in zip(rows, completions, strict=True)]
+    texts = [text for _, text in asked]
+    scores = scorer.scores(asked)
     scorer.report()
     liked: Sequence[Score] = [Score(None)] * len(rows)
     if (taste := config.answers.taste) is not None:

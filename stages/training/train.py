@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from puna.stages.contract import External, Figure, StageRun
-from puna.stages.conversations import BadRow, Message, dump, messages_of, prompt_ids, rendering, tools_of
+from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.vocabulary import tokenizer_of
@@ -126,17 +126,13 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 
 
 def training_prompts(
-    prompts: Artifact, model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows,
-    tools: Sequence[Message] = (),
+    given: Sequence[dict[str, Any]], model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
     """Return the rows of the training prompts; and the rows that fit the context, with their token ids.
 
-    A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row. The chat
-    template is given `tools` beside the prompt's own.
+    A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
     """
-    rows = [one for one in prompts.read().to_pylist() if one["split"] == "train"]
-    for one in rows if tools else ():
-        one["tools"] = dump([*(tools_of(one) or ()), *tools])
+    rows = [one for one in given if one["split"] == "train"]
     within = row._replace(what=f"the prompt with {answers} answers of max_tokens={max_tokens}")
     rendered = bad.examples(
         rows, lambda one: prompt_ids(tokenizer, one), lambda ids: len(ids) + max_tokens, context_limit(model, max_tokens),

@@ -5,22 +5,68 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from pydantic import Field, model_validator
+
+from puna.stages.contract import StageConfig
 from puna.stages.conversations import Message, answer_text, dump, messages_of, rendering, tools_of
 from puna.stages.executors.subprocess_worker import Apart
-from puna.stages.verifiers import tools
+from puna.stages.verifiers import sandbox, tools
 from puna.stages.verifiers.base import DETAIL, BoundedVerifier, Question, Score, ScoringConfig, Verifier, to_json
 from puna.stages.verifiers.judges import Tools, chunks
 from puna.stages.verifiers.python_code import AT_ONCE
 from puna.stages.verifiers.registry import from_json, from_text
 from puna.stages.verifiers.scoring import leaves, question_of
+from puna.stages.verifiers.tools import TOOLS, ToolName
+from puna.storage import PunaError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from puna.models.generation import Completion
     from puna.models.tokens.tokenizer import Tokenizer
+
+
+class TurnsConfig(StageConfig):
+    """The turns of an answer, and what replies between them."""
+
+    turns: int = Field(
+        1, ge=1, le=64, description="Turns of the model in an answer at most; max_tokens is for all turns and the replies between them"
+    )
+    tools: tuple[ToolName, ...] = Field(
+        (), description="Tools that the model may call between its turns: calculator, and python in the sandbox; it calls them by "
+        '<tool_call>{"name": …, "arguments": …}</tool_call>'
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _tools_answer_between_turns(self) -> Self:
+        if self.tools and self.turns == 1:
+            raise ValueError("tools answer between turns: set turns above 1")
+        return self
+
+
+def offered(row: dict[str, Any], names: Sequence[ToolName]) -> dict[str, Any]:
+    """Return a prompt whose chat template shows these tools beside its own."""
+    return {**row, "tools": dump([*(tools_of(row) or ()), *(TOOLS[name].definition(name) for name in names)])} if names else row
+
+
+def in_turns(
+    rows: Sequence[dict[str, Any]], asked: Sequence[list[int]], tokenizer: Tokenizer, config: TurnsConfig, means: Tools, where: str
+) -> Callable[..., list[list[Completion]]]:
+    """Return the function that answers prompts, `rows` with their token ids, in as many turns as there may be. PunaError if nothing replies
+    between them, or if programs cannot be isolated."""
+    from puna.models.generation.turns import converse
+
+    turns = config.turns
+    if turns > 1 and not config.tools and all(environment_of(row) is None for row in rows):
+        raise PunaError(f"{where}: turns={turns}, but no prompt's verifier replies and there are no tools; set turns=1, or name tools")
+    if "python" in config.tools:
+        sandbox.mode()
+    by_ids = {tuple(ids): row for ids, row in zip(asked, rows, strict=True)}
+    return partial(converse, turns=turns, respond=Replies(by_ids, tokenizer, config.tools, means))
 
 
 def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:

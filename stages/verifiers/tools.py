@@ -18,7 +18,9 @@ from puna.stages.verifiers.reasoning_gym import check_formula
 ToolName = Literal["calculator", "python"]
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 LONGEST = 1000
-"""Maximum characters of a tool's result that the model sees."""
+"""Characters of a tool's result that the model is shown."""
+FAILED = "Error"
+"""Beginning of a result that says why a call did not run."""
 MOST = 4
 """Maximum calls of one turn to run."""
 
@@ -72,11 +74,11 @@ def calculate(expression: str, config: ScoringConfig) -> str:
 
 
 def run_python(code: str, config: ScoringConfig) -> str:
-    """Return a program's output and its error."""
+    """Return a program's error, and what it prints."""
     limits = sandbox.Limits(config.seconds, config.memory_mb, config.disk_mb, config.processes)
     outcome = sandbox.run(code, ["pass"], limits, sandbox.mode())
     fault = outcome.refused or outcome.ended or next(filter(None, outcome.results or []), "")
-    return outcome.output[: LONGEST // 2] + (f"Error: {fault}" if fault else "")
+    return "\n".join(filter(None, [f"{FAILED}: {fault}" if fault else "", outcome.output[: LONGEST // 2]]))
 
 
 TOOLS: dict[str, Tool] = {
