@@ -1,7 +1,7 @@
 """Processes that run untrusted programs within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
 
 A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since an untrusted program
-may have written them. A user's own programs run so, too, with the user's environment and limits in wall-clock time.
+may have written them. A user's own programs run so, too, with the user's environment.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 SECONDS = 1.0  # seconds of computing that one request may take
 PATIENCE = 30.0  # seconds to wait for an answer, whatever else the machine does
+CLOCK = 10.0  # seconds by the clock for each that a user's program may compute: it may wait, and the machine may be busy
 START_SECONDS = 120.0  # seconds that a process may take to load what it needs
 GRACE_SECONDS = 5.0  # seconds after which a user's program whose parent is gone ends by itself
 MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
@@ -37,8 +38,9 @@ class LimitError(RuntimeError):
 
 
 class Process:
-    """A process that answers requests one at a time. It starts with the first request, and again if a request ended it, or if the path of
-    modules or `arguments` changed. It runs `serve` of `module`. `own`: it runs the user's code, by wall-clock time."""
+    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it, or when
+    what it is started with has changed: the path of modules, and its `arguments`. `module`: its function `serve` is what the process
+    runs. `own`: it runs the user's own code, which has this process's environment, and `CLOCK` times its seconds by the clock."""
 
     def __init__(self, module: str, own: bool = False, arguments: Callable[[], list[str]] = list) -> None:
         self._module, self._own, self._arguments = module, own, arguments
@@ -54,21 +56,22 @@ class Process:
         self.known: set[bytes] = set()  # what the running process remembers
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return the answer to a request of at most `seconds`. `more` is sent along if the process does not know `key` yet. Raise
-        LimitError if the request takes too much time or memory."""
+        """Return the answer to a request that computes at most `seconds`. `more` is sent along if the process does not know `key` yet.
+        Raise LimitError if the request takes too much time or memory."""
+        patience = seconds * CLOCK if self._own else PATIENCE
         with self._lock:
             popen = self._running()
             whole = pickle.dumps((seconds, key, None if key in self.known else more, request))
             assert popen.stdin is not None
             try:
                 _write(popen.stdin, struct.pack("<Q", len(whole)) + whole)
-                answer = _answer(popen, seconds if self._own else PATIENCE)
+                answer = _answer(popen, patience)
             except BaseException as error:
                 late = self._own and isinstance(error, TimeoutError)
                 status = self.end(0.0 if late else 0.5)
                 if isinstance(error, EOFError | OSError):
-                    own = f"no answer within {seconds:g} seconds" if late else "its process ended"
-                    raise LimitError(own if self._own else _reason(status, seconds)) from error
+                    own = f"no answer within {patience:g} seconds" if late else "its process ended"
+                    raise LimitError(_reason(status, seconds, own if self._own else "")) from error
                 raise
             if (limit := answer.get("limit")) is not None:
                 raise LimitError(limit)
@@ -126,10 +129,10 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _reason(status: int, seconds: float) -> str:
-    if status == -signal.SIGVTALRM:
+def _reason(status: int, seconds: float, own: str) -> str:
+    if status in (-signal.SIGVTALRM, -signal.SIGPROF):
         return f"it takes more than {seconds:.3g} s of computing"
-    return f"its process ended with status {status}, as one does that takes too much memory, or more than {PATIENCE:g} s"
+    return own or f"its process ended with status {status}, as one does that takes too much memory, or more than {PATIENCE:g} s"
 
 
 def _write(pipe: Any, whole: bytes) -> None:
@@ -163,10 +166,10 @@ def _read(pipe: Any, size: int, until: float) -> bytes:
 
 def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEMORY, own: bool = False) -> None:
     """Answer the requests on standard input until it ends, each within the bounds. `memory`: bytes beyond those at the start; `own`: see
-    `Process`, which then measures the time, and `answer` bounds the memory."""
+    `Process`; then `answer` bounds the memory."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    timer, grace = (signal.ITIMER_REAL, GRACE_SECONDS) if own else (signal.ITIMER_VIRTUAL, 0.0)
+    timer = signal.ITIMER_PROF if own else signal.ITIMER_VIRTUAL
     if not own:
         bound_memory(memory)
 
@@ -178,12 +181,14 @@ def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEM
     say({})
     while head := requests.read(8):
         seconds, *request = _whole(requests, head)
-        signal.setitimer(timer, seconds + grace)
+        signal.setitimer(timer, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds * CLOCK + GRACE_SECONDS if own else 0)
         try:
             value = answer(*request)
         except MemoryError:
             value = {"limit": f"it takes more than {memory >> 20} MB"}
         signal.setitimer(timer, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         say(value)
 
 

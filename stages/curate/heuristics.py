@@ -63,7 +63,7 @@ class HeuristicsConfig(SeededConfig):
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
     max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a measured document, bytes of UTF-8")
     signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
-    signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum time of a signal of your own for one document, seconds")
+    signal_seconds: float = Field(30.0, gt=0, le=3600, description="CPU seconds that a signal of your own may take for one document")
     signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
 
     @field_validator("signals")

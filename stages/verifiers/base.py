@@ -163,7 +163,9 @@ def is_correct(value: float | None) -> bool:
 class ScoringConfig(StageConfig):
     """Limits of scoring by verifiers."""
 
-    seconds: float = Field(10.0, gt=0, le=600, description="Longest time to score one answer; one that takes longer has no score, seconds")
+    seconds: float = Field(
+        10.0, gt=0, le=600, description="CPU seconds to score one answer; one that takes more, or ten times as long, has no score"
+    )
     memory_mb: int = Field(512, ge=64, le=1 << 20, description="Memory of a program, all its processes together, MiB")
     disk_mb: int = Field(64, ge=1, le=1 << 20, description="Files of a program, MiB")
     processes: int = Field(32, ge=1, le=10_000, description="Maximum number of a program's processes and threads")

@@ -37,7 +37,7 @@ class Code(Verifier):
 
     tests: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Tests: pieces of Python that raise if the program is wrong")
     prefix: str = Field("", description="Code before the answer's: imports, or the beginning of a function that the answer goes on with")
-    seconds: float | None = Field(None, gt=0, description="Time for the program and its tests, at most what the stage allows; null: that")
+    seconds: float | None = Field(None, gt=0, description="CPU seconds of program and tests, at most what the stage allows; null: that")
     partial: bool = Field(False, description="The score is the share of tests that are passed")
 
     @classmethod

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from puna.models.bounded_process import CLOCK
 from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program, sandbox_tester, sandbox_wire
 from puna.storage import PunaError
 
@@ -45,7 +46,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program: wall-clock time, and over all its processes memory, files and number of processes."""
+    """Limits of a program over all its processes: seconds of computing (by the clock `CLOCK` times as many), memory, files, processes."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -58,7 +59,7 @@ class Outcome:
     """The outcome of a program.
 
     results  per test None or its error; None if the program ended before its tests
-    ended    the reason for an early end: time, memory, "signal 9", "exit status 1"; otherwise empty
+    ended    the reason for an early end: time, "time by the clock", memory, "signal 9", "exit status 1"; otherwise empty
     output   the first 64 KiB of printed text
     refused  the reason why it was not run
     """
@@ -92,7 +93,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
         procs = () if memory is None else (memory.procs,)
         job = {
             "mode": how, "readable": readable, "hidden": hidden,
-            "seconds": limits.seconds, "cpu_seconds": int(limits.seconds) + 1, "memory_bytes": limits.memory_mb * MEGABYTE,
+            "seconds": limits.seconds, "clock_seconds": limits.seconds * CLOCK, "memory_bytes": limits.memory_mb * MEGABYTE,
             "disk_bytes": limits.disk_mb * MEGABYTE, "groups": procs,
             "processes": limits.processes + (how != "root"),
         }  # fmt: skip
@@ -100,7 +101,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
         tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
         message = f"{len(head):10d}".encode() + head + tested
         command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
-        verdict, output = _supervised(command, message, limits.seconds + GRACE_SECONDS, procs)
+        verdict, output = _supervised(command, message, limits.seconds * CLOCK + GRACE_SECONDS, procs)
         over = memory is not None and memory.exceeded()
     text = output.decode("utf-8", "replace")
     if over:

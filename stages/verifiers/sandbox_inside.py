@@ -47,7 +47,7 @@ class Job(TypedDict):
     readable: list[str]
     hidden: list[str]
     seconds: float
-    cpu_seconds: int
+    clock_seconds: float
     memory_bytes: int
     disk_bytes: int
     processes: int
@@ -119,9 +119,9 @@ def fork(work: Callable[[], None]) -> int:
 def limit(job: Job) -> None:
     """Limit each process's processor time, memory, file size and open files, and the number of processes."""
     for kind, value in (
-        (resource.RLIMIT_CPU, job["cpu_seconds"]), (resource.RLIMIT_AS, job["memory_bytes"]), (resource.RLIMIT_FSIZE, job["disk_bytes"]),
-        (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_SIGPENDING, OPEN_FILES),
+        (resource.RLIMIT_CPU, int(job["seconds"]) + 1), (resource.RLIMIT_AS, job["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, job["disk_bytes"]), (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_SIGPENDING, OPEN_FILES),
     ):  # fmt: skip
         hard = resource.getrlimit(kind)[1]
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -159,19 +159,26 @@ def confine(job: Job, user: int) -> None:
 
 
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait until the tests end, or time or memory is used up; return the tests' results, or the reason of the end."""
-    end = time.monotonic() + job["seconds"]
+    """Wait for the end of the tests, time or memory; return the tests' results or the reason of the end."""
+    end = time.monotonic() + job["clock_seconds"]
     message = b""
     while True:
         # An end of file: the tester, the only one that can write, is done.
         if select.select([read], [], [], WATCH_SECONDS)[0]:
             piece = os.read(read, 1 << 16)
             message += piece
-            if not piece:
-                break
-        elif time.monotonic() > end:
+            if piece:
+                continue
+            # A busy machine may look too late.
+            if usage_of(job)[1] > job["seconds"]:
+                return {"ended": "time"}
+            break
+        if time.monotonic() > end:
+            return {"ended": "time by the clock"}
+        memory, seconds = usage_of(job)
+        if seconds > job["seconds"]:
             return {"ended": "time"}
-        elif memory_of(job) > job["memory_bytes"]:
+        if memory > job["memory_bytes"]:
             return {"ended": "memory"}
     try:
         verdict: dict[str, object] = json.loads(message)
@@ -189,15 +196,17 @@ def _how(status: int) -> str:
     return f"exit status {os.WEXITSTATUS(status)}" if status else ""
 
 
-def memory_of(job: Job) -> int:
-    """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes and areas may hold."""
-    page, total = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"])
+def usage_of(job: Job) -> tuple[int, float]:
+    """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes and areas may hold; and the
+    seconds that the processes computed, those that ended among them."""
+    page, total, ticks = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"]), 0
     for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as handle:
-            size, resident = map(int, handle.read().split()[:2])
-            total += resident * page + min(size, AREAS) * AREA_BYTES
-    return total
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/stat", "rb") as handle:
+            fields = list(map(int, handle.read().rpartition(b")")[2].split()[1:23]))
+            total += fields[20] * page + min(fields[19] // page, AREAS) * AREA_BYTES
+            ticks += sum(fields[10:14])
+    return total, ticks / os.sysconf("SC_CLK_TCK")
 
 
 def files_in_memory() -> int:

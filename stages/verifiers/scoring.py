@@ -28,7 +28,7 @@ class Child(Apart):
     """A process that scores answers one at a time."""
 
     def score(self, item: Item, seconds: float) -> Score:
-        """Return the score of one answer; None if it takes longer than `seconds`, or ends the process."""
+        """Return the score of one answer; None if it computes longer than `seconds`, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
         reply = self.ask(job, seconds)
         return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(**reply)
@@ -44,7 +44,7 @@ def scored(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
-    """Return scores by `Verifier.score` in separate processes, each killed after `seconds` for an answer."""
+    """Return scores by `Verifier.score` in separate processes, each killed after `scoring.seconds` of computing for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     scores = (score for chunk in tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds) for score in chunk)
     return [checked(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]

@@ -23,7 +23,7 @@ IN_A_ROW = 16  # consecutive documents that exceed a definition's budget, after 
 
 
 class Budget(NamedTuple):
-    """Budget of a definition for one document: wall-clock seconds, and MiB beyond the memory of its process at its start."""
+    """Budget of a definition for one document: seconds of computing, and MiB beyond the memory of its process at its start."""
 
     seconds: float
     memory_mb: int

@@ -220,8 +220,8 @@ def test_replies_of_others_code_and_of_programs(tmp_path: Path, tiny_model: Tiny
     execute(reply_all, ReplyConfig(), {"policy": tiny_model(store)}, store)
     said = [None if reply is None else [(one["role"], one["content"]) for one in reply[1]] for reply in FOUND]
     assert said == [
-        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: no answer within 1 seconds")],
-        [("tool", "Error: ZeroDivisionError: division by zero (answer.py, line 2)\n42\n")], [("tool", "Error: time")], None, None,
+        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: it takes more than 1 s of computing")],
+        [("tool", "42\nError: ZeroDivisionError: division by zero (answer.py, line 2)")], [("tool", "Error: time")], None, None,
     ]  # fmt: skip
 
 

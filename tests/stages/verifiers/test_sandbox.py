@@ -64,6 +64,19 @@ def test_what_does_not_end_well_passes_nothing(way: sandbox.Mode, source: str) -
     assert made.results is None and not made.refused and len(made.output) <= sandbox.OUTPUT_BYTES, made
 
 
+@pytest.mark.parametrize(
+    ("source", "seconds", "ended"),
+    [
+        ("import time\ntime.sleep(1.2)", 1.0, ""), ("while True: pass", 0.3, "time"), ("import time\ntime.sleep(60)", 0.1, "time by the clock"),
+        ("import os, time\nfor _ in range(3):\n  if os.fork() == 0:\n    while True: pass\ntime.sleep(60)", 0.6, "time"),
+        ("import os, time\nfor _ in range(9):\n  if os.fork() == 0:\n    while time.process_time() < 0.2: pass\n    os._exit(0)\n  os.wait()\ntime.sleep(60)", 1.0, "time"),
+    ],
+)  # fmt: skip
+def test_computing_of_all_processes_counts_and_waiting_does_not(way: sandbox.Mode, source: str, seconds: float, ended: str) -> None:
+    made = run(source, ["pass"], Limits(seconds=seconds, memory_mb=256, processes=16), way)
+    assert (made.ended, made.results) == (ended, None if ended else [None])
+
+
 def test_nothing_outlives_the_run(way: sandbox.Mode) -> None:
     """A grandchild in a session of its own, which would live for a minute; programs of tests beside this one end before."""
     mark = f"survivor{os.getpid()}{way}"

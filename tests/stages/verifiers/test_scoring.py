@@ -27,8 +27,7 @@ JOBS: list[tuple[dict[str, Any], str]] = []
 class ScoreAllConfig(StageConfig):
     """The longest time for an answer."""
 
-    # Long, for a busy machine is no reason to leave an answer without a score.
-    seconds: float = Field(60.0, description="Longest time for an answer")
+    seconds: float = Field(10.0, description="Longest computing for an answer")
 
 
 @stage(kind="evaluation", version="1")
@@ -81,12 +80,29 @@ def test_each_answer_by_its_own_verifier_and_failures_have_no_score(tmp_path: Pa
     assert "gave 2.0, not a Score from 0 to 1" in details[5] and metrics["unscored_answers"] == 3 and metrics["unscored_example"].startswith("prompt c: ")
 
 
-def test_an_answer_that_takes_too_long_has_no_score(tmp_path: Path) -> None:
+SLOW = """
+import os, time
+
+def hang(answer):
+    while True: pass
+
+def wait(answer):
+    time.sleep(float(answer))
+    return 1.0
+"""
+
+
+def test_computing_counts_and_waiting_does_not(tmp_path: Path) -> None:
+    """A busy machine lets an answer wait as one that sleeps does: its score stays the same. One that waits for ever ends, too."""
     mine = tmp_path / "my_loops.py"
-    mine.write_text("def hang(answer):\n    while True: pass\n")
+    mine.write_text(SLOW)
     plugins.add(str(mine))
-    (score,), metrics = scored(tmp_path / "store", [(row("a", to_text("python", function="my_loops:hang")), "7")], seconds=1.0)
-    assert score.value is None and "no answer within 1 seconds" in score.detail and metrics["unscored_answers"] == 1
+    hang, wait = (to_text("python", function=f"my_loops:{name}") for name in ("hang", "wait"))
+    (waited, looped), metrics = scored(tmp_path / "store", [(row("a", wait), "1.2"), (row("b", hang), "7")], seconds=0.8)
+    assert waited.value == 1.0
+    assert looped.value is None and "takes more than 0.8 s of computing" in looped.detail and metrics["unscored_answers"] == 1
+    (slept,), _ = scored(tmp_path / "store", [(row("a", wait), "60")], seconds=0.1)
+    assert slept.value is None and "no answer within 1 seconds" in slept.detail
 
 
 @pytest.mark.parametrize(
