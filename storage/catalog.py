@@ -19,7 +19,7 @@ from puna.storage.damage import compare
 from puna.storage.errors import PunaError
 from puna.storage.schemas import KINDS
 from puna.storage.store import Store
-from puna.storage.tables import literal, pattern
+from puna.storage.tables import connect, literal, pattern
 from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST, Views, duck_type, facts
 
 MOST_COMPARED = 4 << 30
@@ -35,7 +35,7 @@ class Catalog:
     """
 
     def __init__(self, store: Store, output: Path | None = None, memory: str | None = None) -> None:
-        self.connection = duckdb.connect()
+        self.connection = connect()
         if memory is not None:
             self.connection.execute(f"set memory_limit = {literal(memory)}")
             self.connection.execute("set temp_directory = ''")

@@ -20,7 +20,7 @@ from puna.storage.errors import PunaError
 from puna.storage.index import Entry
 from puna.storage.schemas import TABLES
 from puna.storage.store import Store, explain_write_errors
-from puna.storage.tables import literal, pattern
+from puna.storage.tables import connect, literal, pattern
 from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 
 FILE = "puna.duckdb"
@@ -42,7 +42,7 @@ def write(store: Store) -> bool:
             file.unlink(missing_ok=True)
             _build(store, file, now)
         else:
-            with duckdb.connect(str(file)) as connection:
+            with connect(str(file)) as connection:
                 for name in RUNS:
                     connection.execute(f"drop table {name}")
                 _tell(connection, store, [], RUNS, now)
@@ -69,7 +69,7 @@ def _before(store: Store, copy: Path) -> tuple[str, str] | None:
     """Return the digests in the present file, read from an unlocked copy of it; None if it cannot be read."""
     try:
         copy.write_bytes(store.files.read(FILE))
-        with duckdb.connect(str(copy), read_only=True) as connection:
+        with connect(str(copy), read_only=True) as connection:
             return connection.execute("select views, runs from about").fetchone()
     except (FileNotFoundError, PunaError, duckdb.Error):
         return None
@@ -77,7 +77,7 @@ def _before(store: Store, copy: Path) -> tuple[str, str] | None:
 
 def _build(store: Store, file: Path, state: tuple[str, str]) -> None:
     entries = [one for one in store.entries() if one["sound"]]
-    with duckdb.connect() as connection:
+    with connect() as connection:
         place = store.files.sql(connection)
         connection.execute(f"attach {literal(str(file))} as puna (block_size 16384)")
         connection.execute("use puna")

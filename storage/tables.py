@@ -160,7 +160,7 @@ def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSche
         pieces = (rows for one in sequence for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
         return Stream(pieces, schema.key[0])
     paths = [str(files.local(one.files["table"][0])) for one in staged]
-    connection = stack.enter_context(duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(temporary / ".sort")}))
+    connection = stack.enter_context(connect(memory_limit="2GB", temp_directory=str(temporary / ".sort")))
     connection.execute("set TimeZone='UTC'")
     connection.execute("set preserve_insertion_order=false")
     query = f"select * from {parquet(paths)} order by {', '.join(schema.key)}"
@@ -221,6 +221,11 @@ def parquet(files: Sequence[str]) -> str:
 def pattern(file: str) -> str:
     """Return the glob pattern that matches only this path."""
     return re.sub(r"[\[*?]", r"[\g<0>]", file)
+
+
+def connect(file: str = ":memory:", read_only: bool = False, **config: str | int) -> duckdb.DuckDBPyConnection:
+    """Open a DuckDB database without its progress bar, which would fill a server's log."""
+    return duckdb.connect(file, read_only=read_only, config=config).execute("set enable_progress_bar = false")
 
 
 def literal(text: str) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,7 +16,7 @@ from puna.stages.conversations import content_of, messages_of, shown
 from puna.storage import Artifact, InputRecord, PunaError, Store
 from puna.storage.parts import Beside, Follower
 from puna.storage.runs import RunLog
-from puna.storage.tables import parquet
+from puna.storage.tables import connect, parquet
 
 PIECE = 1 << 15
 """Maximum number of rows in a piece."""
@@ -174,7 +173,7 @@ def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any,
     """Return DuckDB's results of queries on one side table, which the queries call `found`, in bounded memory."""
     with (
         TemporaryDirectory() as folder,
-        duckdb.connect(config={"memory_limit": "128MB", "threads": 1, "temp_directory": folder}) as connection,
+        connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection,
     ):
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]

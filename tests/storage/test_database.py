@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, catalog, database, runs
+from puna.storage import Artifact, Identity, InputRecord, PunaError, Store, catalog, database, runs, tables
 from tests.storage.test_tables import documents, ids_of, selected, small_shards
 
 IDS = sorted(ids_of(40))
@@ -134,3 +134,13 @@ def test_results_for_python(filled: tuple[Store, Artifact, Artifact]) -> None:
         for statement, said in (("drop view documents", "read-only"), ("select 1; select 2", "one SQL statement"), ("copy signals to 'x.csv'", "read-only")):
             with pytest.raises(PunaError, match=said):
                 opened.sql(statement)
+
+
+def test_no_connection_draws_a_progress_bar(tmp_path: Path) -> None:
+    """A query of more than two seconds would draw one into a server's log."""
+    with catalog.Catalog(Store.open(tmp_path)) as opened, tables.connect() as other:
+        for connection in (opened.connection, other):
+            assert connection.execute("select current_setting('enable_progress_bar')").fetchone() == (False,)
+    root = Path(tables.__file__).parents[1]
+    sources = [file for room in ("flows", "stages", "storage") for file in (root / room).rglob("*.py")]
+    assert [file.name for file in sources if "duckdb.connect(" in file.read_text()] == ["tables.py"]

@@ -23,6 +23,7 @@ from puna.stages.contract import did_you_mean
 from puna.stages.curate.rules.groups import Rule
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
+from puna.storage.tables import connect
 
 Factors = Mapping[str, NDArray[np.float64]]  # signal → factors of its thresholds, float64[n]; NaN: the rule does not judge it
 
@@ -108,7 +109,7 @@ def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, A
 
 
 def _connection() -> duckdb.DuckDBPyConnection:
-    return duckdb.connect(config={"enable_external_access": "false", "threads": "1"})
+    return connect(enable_external_access="false", threads=1)
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
