@@ -61,8 +61,8 @@ class ImportConfig(SeededConfig):
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every file (json: lines or an array); auto: by its name and first bytes"
     )
-    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Longest row, or cell of CSV, that is read, bytes")
-    task: str = Field("", description="Task of rows that name none; empty: the input's name")
+    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Longest row that is read, bytes")
+    task: str = Field("", description="Task of the rows that name none; empty: the input's name")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 

@@ -12,7 +12,7 @@ from puna.stages.contract import External, ExternalFile
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import suffix
 from puna.stages.reading.readers import DATE_COLUMNS
-from puna.stages.reading.rows import COLUMNAR, FORMATS, SIDECARS, Row, batches, read_rows, records
+from puna.stages.reading.rows import FORMATS, SIDECARS, Row, read_rows
 from puna.storage import PunaError
 
 TEXT = ("text", "content", "body", "raw_content", "document", "article", "maintext", "plain_text", "markdown", "passage", "page_content")
@@ -106,8 +106,5 @@ def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
     kind = FORMATS[suffix(file.name)]
     with file.open() as handle:
-        if kind in COLUMNAR:
-            for batch in batches(handle, file.location, kind, rows=1):  # rows may share one long text
-                yield from records(batch.slice(0, ROWS))
-        else:  # lines that are no objects are skipped; `ingest` reports them
-            yield from (row.fields for row in read_rows(handle, file.location, kind, CELL_BYTES) if isinstance(row, Row))
+        # Lines that are no objects are skipped; `ingest` reports them.
+        yield from (row.fields for row in read_rows(handle, file.location, kind, CELL_BYTES) if isinstance(row, Row))

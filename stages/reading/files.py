@@ -21,6 +21,9 @@ COMPRESSED = (".gz", ".zst", ".xz")
 GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 20
+RATIO, FREE_BYTES, RECORD_BYTES = 500, 128 << 20, 200
+"""A file may unpack to `FREE_BYTES`, a larger one to `RATIO` times its size: text that repeats itself much reaches about 100.
+Each record counts as some bytes more, for those without text cost time as well."""
 SLICE_BYTES = 512  # bytes of zstd unpacked at once: four may stand for 128 KiB, which the library does not bound
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # raised by reading a damaged or truncated file
 
@@ -31,11 +34,30 @@ def suffix(name: str) -> str:
     return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
+class Unpacking:
+    """The bytes that a file has unpacked to; PunaError if a file of its size holds no such many."""
+
+    def __init__(self, name: str, handle: BinaryIO) -> None:
+        self._name, self._packed, self._bytes = name, 1 << 60, 0
+        if handle.seekable():
+            place = handle.tell()
+            self._packed = handle.seek(0, io.SEEK_END)
+            handle.seek(place)
+
+    def add(self, size: int, records: int = 0) -> None:
+        self._bytes += size + RECORD_BYTES * records
+        if self._bytes > max(FREE_BYTES, RATIO * self._packed):
+            raise PunaError(
+                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, as no text does but one that is to fill the "
+                "machine. If you trust the file, unpack it yourself and give that, as JSON lines or CSV"
+            )
+
+
 class _Pieces(io.RawIOBase):
     """A stream of decompressed pieces; the data before a fault are not lost."""
 
-    def __init__(self, source: Any, pieces: Iterator[bytes]) -> None:
-        self._source, self._pieces, self._left = source, pieces, memoryview(b"")
+    def __init__(self, source: Any, pieces: Iterator[bytes], unpacking: Unpacking) -> None:
+        self._source, self._pieces, self._left, self._unpacking = source, pieces, memoryview(b""), unpacking
 
     def readable(self) -> bool:
         return True
@@ -43,6 +65,7 @@ class _Pieces(io.RawIOBase):
     def readinto(self, room: Any) -> int:
         while not self._left and (piece := next(self._pieces, None)) is not None:
             self._left = memoryview(piece)
+            self._unpacking.add(len(piece))
         size = min(len(room), len(self._left))
         room[:size], self._left = self._left[:size], self._left[size:]
         return size
@@ -73,15 +96,16 @@ def sliced(data: Iterator[bytes]) -> Iterator[bytes]:
             yield chunk[at : at + SLICE_BYTES]
 
 
-def unpacked(handle: BinaryIO, name: str) -> io.BufferedReader:
-    """Return a reader of the file's bytes, decompressed by its name."""
+def unpacked(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:
+    """Return a reader of the file's bytes, decompressed by its name and counted."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
+    unpacking = unpacking or Unpacking(name, handle)
     if ending in (".gz", ".xz"):
         file: Any = gzip.GzipFile(fileobj=handle) if ending == ".gz" else lzma.LZMAFile(handle)  # noqa: SIM115  closed by what is around it
-        raw = _Pieces(file, iter(partial(file.read1, CHUNK_BYTES), b""))
+        raw = _Pieces(file, iter(partial(file.read1, CHUNK_BYTES), b""), unpacking)
     elif ending == ".zst":
-        raw = _Pieces(handle, zstd_pieces(iter(partial(handle.read, CHUNK_BYTES), b"")))
+        raw = _Pieces(handle, zstd_pieces(iter(partial(handle.read, CHUNK_BYTES), b"")), unpacking)
     return io.BufferedReader(raw, CHUNK_BYTES)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from puna.stages.reading.bodies import gunzipped
+from puna.stages.reading.columns import Unread, batches, open_parquet, records, unpacked_bytes, values
 from puna.stages.reading.dates import moment
-from puna.stages.reading.files import DAMAGE, address, address_of, field_at, suffix, unpacked
+from puna.stages.reading.files import DAMAGE, Unpacking, address, address_of, field_at, suffix, unpacked
 from puna.stages.reading.pages import Page, Rejected
-from puna.stages.reading.rows import Row, Unread, batches, is_text, read_rows, records, values
+from puna.stages.reading.rows import Row, is_text, read_rows
 from puna.storage import PunaError
 
 MEDIA_TYPES = {
@@ -31,7 +32,6 @@ DATE_COLUMNS = (
     "published_at", "publish_date", "date_published", "added", "created", "created_at",
 )  # fmt: skip
 """Fields that usually hold the time of a row, the best first."""
-BATCH_ROWS = 1024
 PACKED_ROOM = 1 << 16  # packed bytes of a page that are read beyond twice its bound
 FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
 """Rules of `Rejected` by the rules of `Fault`; all others are malformed records."""
@@ -89,15 +89,8 @@ def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Col
 
 
 def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
-    """Return the columns to read from a Parquet file; raise PunaError for a missing column or another format."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        names = pq.ParquetFile(handle).schema_arrow.names
-    except (pa.ArrowInvalid, OSError) as error:
-        raise PunaError(f"{name}: not a readable Parquet file ({error})") from error
-    return _chosen(names, name, columns)
+    """Return the columns to read from a Parquet file; raise PunaError for a missing column or a file that is not read."""
+    return _chosen(open_parquet(handle, name)[0].schema_arrow.names, name, columns)
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
@@ -106,17 +99,15 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
     A dictionary-encoded text is held once, and not at all above `max_bytes`.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    column_names = parquet_columns(handle, name, columns)
-    file = pq.ParquetFile(handle)
-    shared = [path for number in range(len(file.schema)) if (path := file.schema.column(number).path) == columns.body]
-    file = pq.ParquetFile(handle, read_dictionary=shared)
-    end = 0
+    (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
+    column_names = _chosen(file.schema_arrow.names, name, columns)
     for group in range(file.num_row_groups):
         number, end = end, end + file.metadata.row_group(group).num_rows
         try:
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=column_names, row_groups=[group]):
+            for batch in file.iter_batches(batch_size=rows, columns=column_names, row_groups=[group]):
+                sizes = [unpacked_bytes(batch[column], max_bytes if column == columns.body else None) for column in batch.schema.names]
+                unpacking.add(sum(sizes), records=batch.num_rows)
                 yield from _of_batch(batch, source, name, number, columns, max_bytes)
                 number += batch.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -146,9 +137,12 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
 
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
     """Yield one page per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
-    rows = (row for batch in batches(handle, name, "dataset") for row in records(batch.select(_chosen(batch.schema.names, name, columns))))
-    for number, row in enumerate(rows):
-        yield _row(row, source, name, number, columns)
+    number, unpacking = 0, Unpacking(name, handle)
+    for batch in batches(handle, name, "dataset"):
+        batch = batch.select(_chosen(batch.schema.names, name, columns))
+        unpacking.add(sum(map(unpacked_bytes, batch.columns)), records=batch.num_rows)
+        yield from (_row(row, source, name, at, columns) for at, row in enumerate(records(batch), number))
+        number += batch.num_rows
 
 
 def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:

@@ -14,16 +14,15 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from puna.stages.reading.files import DAMAGE, suffix, unpacked
+from puna.stages.reading.columns import Unread, batches, records, repeated, unpacked_bytes
+from puna.stages.reading.files import DAMAGE, Unpacking, suffix, unpacked
 from puna.storage import PunaError
 
-BATCH_ROWS = 1024
 CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
 BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16, which no UTF-8 has
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
 LONGEST_TOKEN = 16  # characters that the rest of a number, name or escape may have, behind the place where the decoder stops
-DECODER = json.JSONDecoder()
 FORMATS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
 }  # fmt: skip
@@ -47,16 +46,6 @@ class Fault(NamedTuple):
     reason: str
 
 
-class Unread(NamedTuple):
-    """A value that Python cannot hold: the rule, and a message."""
-
-    rule: str
-    reason: str
-
-
-UNREADABLE = (ValueError, OverflowError, KeyError)  # bytes that are no text; a date out of range; an unknown time zone
-
-
 def format_of(name: str, head: bytes) -> str | None:
     """Return the format by a file's name, else by its first bytes, else None."""
     kind = FORMATS.get(suffix(name))
@@ -69,15 +58,16 @@ def format_of(name: str, head: bytes) -> str | None:
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
     """Yield the records of a file of the format `kind`, in order."""
+    unpacking = Unpacking(name, handle)
     if kind in COLUMNAR:
         number = 0
         for batch in batches(handle, name, kind):
-            yield from _batch(batch, number, max_row_bytes)
+            yield from _batch(batch, number, max_row_bytes, unpacking)
             number += batch.num_rows
     elif kind in ("csv", "tsv"):
-        yield from _checked(_csv(unpacked(handle, name), name, "\t" if kind == "tsv" else "", max_row_bytes))
+        yield from _checked(_csv(unpacked(handle, name, unpacking), name, "\t" if kind == "tsv" else "", max_row_bytes, unpacking))
     else:
-        yield from _checked(_json(unpacked(handle, name), max_row_bytes))
+        yield from _checked(_json(unpacked(handle, name, unpacking), max_row_bytes, unpacking))
 
 
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
@@ -126,9 +116,10 @@ class _Values:
 
     def __init__(self, source: io.BufferedReader) -> None:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self._raw_decode = json.JSONDecoder(object_pairs_hook=self._fields).raw_decode
         self._text, self._at, self._ended = "", 0, False
         self._passed, self._line_start = 0, 0  # characters of the file before the text, and before the line
-        self.line, self.damage = 1, ""
+        self.line, self.damage, self.repeated = 1, "", ""
 
     def head(self) -> str:
         """Return the next character that is not a blank, empty at the end of the file."""
@@ -147,8 +138,9 @@ class _Values:
         """Return the value at the cursor and move past it. Raise _Broken if it is missing or longer than `most` characters."""
         while True:
             error: Exception | None = None
+            self.repeated = ""
             try:
-                value, end = DECODER.raw_decode(self._text, self._at)
+                value, end = self._raw_decode(self._text, self._at)
             except json.JSONDecodeError as failure:
                 error, end = failure, failure.pos
                 left = len(self._text.rstrip()) - end
@@ -177,6 +169,12 @@ class _Values:
         self._go(start.end() if start else len(self._text))
         return self.line - before
 
+    def _fields(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            self.repeated = repeated(name for name, _ in pairs)
+        return fields
+
     def _go(self, at: int) -> None:
         self.line += self._text.count("\n", self._at, at)
         if (last := self._text.rfind("\n", self._at, at)) >= 0:
@@ -204,7 +202,7 @@ class _Values:
         self._text = "".join(pieces)
 
 
-def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault]:
+def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
     """Yield the values of a JSON file: one value, one per line, or one after the other. If the file begins with an array, yield its items.
 
     Commas between values may be missing. After a broken value, reading continues at the next line that begins with a brace or bracket.
@@ -216,6 +214,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault
         return
     arrays, inside, whole, number = first == "[", False, True, 0
     while head := values.head():
+        unpacking.add(0, records=1)
         if arrays and head == ("]" if inside else "["):
             inside = not inside
             values.go()
@@ -225,7 +224,9 @@ def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault
             continue
         number = number + 1 if arrays else max(number + 1, values.line)
         try:
-            yield _object(number, values.next(max_row_bytes))
+            value = values.next(max_row_bytes)
+            twice = Fault(number, values.repeated, "repeated_name", "is there more than once") if values.repeated else None
+            yield twice or _object(number, value)
         except _Broken as error:
             lines, whole = values.skip(), False
             at_end = not values.head()
@@ -240,23 +241,46 @@ def _json(source: io.BufferedReader, max_row_bytes: int) -> Iterator[Row | Fault
         yield Fault(number + 1, "", "truncated_file", "the array does not end")
 
 
-def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int) -> Iterator[Row | Fault]:
+class _Lines:
+    """The lines of a text. csv.Error if those of one record, since `size` was set to 0, have more than `most` characters."""
+
+    def __init__(self, text: io.TextIOWrapper, most: int, unpacking: Unpacking) -> None:
+        self._text, self._most, self._unpacking, self.size = text, most, unpacking, 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        self._unpacking.add(0, records=1)
+        line = rest = self._text.readline(self._most + 1)
+        self.size += len(line)
+        while self.size > self._most and rest and rest[-1] not in "\r\n":
+            rest = self._text.readline(self._most + 1)
+        if self.size > self._most:
+            raise csv.Error(f"is longer than {self._most} bytes")
+        if not line:
+            raise StopIteration
+        return line
+
+
+def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
     """Yield one row per record after the header; every cell is text. `delimiter`: empty to infer it from the header."""
     csv.field_size_limit(max_row_bytes)
     try:
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))
     except DAMAGE as error:
         raise PunaError(f"{name}: its first line, the names of the columns, cannot be read ({error})") from error
-    records = csv.reader(io.TextIOWrapper(source, "utf-8-sig", "surrogateescape", newline=""), delimiter=delimiter, strict=True)
+    lines = _Lines(io.TextIOWrapper(source, "utf-8-sig", "surrogateescape", newline=""), max_row_bytes, unpacking)
+    records = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         names = next(records, [])
     except (csv.Error, *DAMAGE) as error:
         raise PunaError(f"{name}: its first line, the names of the columns, cannot be read ({error})") from error
-    if len(set(names)) < len(names) or (names and not all(names)):
+    if repeated(names) or (names and not all(names)):
         raise PunaError(f"{name}: its first line has to name every column, each once; it holds {', '.join(map(repr, names))}")
     number = 0
     while True:
-        number += 1
+        number, lines.size = number + 1, 0
         try:
             cells = next(records, None)
         except csv.Error as error:
@@ -289,63 +313,19 @@ def delimiter_of(head: bytes) -> str:
     return max(",;\t|", key=names)
 
 
-def batches(handle: BinaryIO, name: str, kind: str, rows: int = BATCH_ROWS) -> Iterator[Any]:
-    """Yield the record batches of a Parquet file, of at most `rows` rows, or of a saved data set's Arrow stream, as it holds them."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        for batch in pq.ParquetFile(handle).iter_batches(batch_size=rows) if kind == "parquet" else pa.ipc.open_stream(handle):
-            yield batch
-            number += batch.num_rows
-    except (pa.ArrowInvalid, OSError) as error:
-        what = "Parquet file" if kind == "parquet" else "Arrow file of a saved data set"
-        raise PunaError(f"{name}, after row {number}: not a readable {what} ({error})") from error
-
-
-def _batch(batch: Any, before: int, most: int) -> Iterator[Row | Fault]:
-    import pyarrow as pa
-
-    size = sum((column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes for column in batch.columns)
+def _batch(batch: Any, before: int, most: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
+    size = sum(map(unpacked_bytes, batch.columns))
     if size > most:
         if batch.num_rows == 1:
             yield Fault(before + 1, "", "row_too_large", f"is longer than {most} bytes")
         else:
             for at in range(batch.num_rows):
-                yield from _batch(batch.slice(at, 1), before + at, most)
+                yield from _batch(batch.slice(at, 1), before + at, most, unpacking)
         return
+    unpacking.add(size, records=batch.num_rows)
     for number, fields in enumerate(records(batch), before + 1):
         wrong = next(((name, value) for name, value in fields.items() if isinstance(value, Unread)), None)
         yield Row(number, fields) if wrong is None else Fault(number, wrong[0], *wrong[1])
-
-
-def records(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of an Arrow batch, as `values` gives them."""
-    columns = [values(column) for column in batch.columns]
-    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def values(column: Any) -> list[Any]:
-    """Return the values of an Arrow array; `Unread` for one that Python cannot hold."""
-    import pyarrow as pa
-
-    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes such, Python has microseconds
-        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
-    try:
-        items: list[Any] = column.to_pylist()
-    except UNREADABLE:
-        items = [_value(one) for one in column]
-    return items
-
-
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return Unread("invalid_utf8", f"holds bytes that are not UTF-8: {error}")
-    except UNREADABLE as error:
-        return Unread("wrong_type", f"holds what cannot be read: {error}")
 
 
 def stream_rows(rows: Any) -> Iterator[Row | Fault]:

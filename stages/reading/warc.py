@@ -12,6 +12,7 @@ from fastwarc.warc import WarcRecord
 
 from puna.stages.reading.bodies import decoded
 from puna.stages.reading.dates import moment
+from puna.stages.reading.files import Unpacking
 from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.warc_frames import MAX_HEADER_BYTES, frames
 
@@ -25,7 +26,8 @@ SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-doma
 
 def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page | Rejected]:
     """Yield every record of the archive `name` as a page, or as a rejection with its reason."""
-    for number, frame in enumerate(frames(handle, max_body_bytes + MAX_HEADER_BYTES)):
+    unpacking = Unpacking(name, handle)
+    for number, frame in enumerate(frames(handle, max_body_bytes + MAX_HEADER_BYTES, unpacking)):
         where, label = f"{name}#{number}", f"{name}, offset {frame.offset}"
         if frame.problem:
             yield Rejected(frame.rule, where, f"{label}: {frame.problem}", frame.value, frame.threshold)
@@ -40,6 +42,7 @@ def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page
             page = _page(record, where, label, max_body_bytes)
         except Exception as error:  # noqa: BLE001 - what nobody foresaw costs this record, not those after it
             page = Rejected("failed", where, f"{label}: {type(error).__name__}: {error}")
+        unpacking.add(len(page.body) if isinstance(page, Page) else 0, records=5)
         yield page
 
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import zstandard
 
 from puna.stages.reading.bodies import unzstd
-from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC
+from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC, Unpacking
 
 CHUNK_BYTES = 1 << 20
 PACKED_BYTES = 1 << 14  # of gzip, unpacked at once: what stands behind a member is copied, and most are small
@@ -26,6 +26,7 @@ MAX_HEADER_BYTES = 1 << 16
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
 ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
 LENGTH = re.compile(rb"^content-length[ \t]*:[ \t]*0*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+LINE_ENDS = re.compile(rb"[\r\n]*")
 HEADER_END = re.compile(rb"\r\n\r\n|\n\n")
 RECORD_START = re.compile(rb"\nWARC/\d\.\d\r?\n")
 HEADER_END_OR_START = re.compile(HEADER_END.pattern + b"|" + RECORD_START.pattern)
@@ -44,19 +45,25 @@ class Frame:
     data: bytes = b""
 
 
-def frames(handle: BinaryIO, max_record_bytes: int) -> Iterator[Frame]:
+def frames(handle: BinaryIO, max_record_bytes: int, unpacking: Unpacking) -> Iterator[Frame]:
     """Yield every record of a WARC file (plain, gzip or zstd; one or many records per member), good or bad, in order."""
     head = handle.read(4)
     handle.seek(0)
     if head[:3] == GZIP_MAGIC:
-        return _frames(_Buffer(_gzip_blocks(handle), members=True), max_record_bytes)
+        return _frames(_Buffer(_counted(_gzip_blocks(handle), unpacking), members=True), max_record_bytes)
     if head in (ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC):
-        return _frames(_Buffer(_zstd_blocks(handle), members=True), max_record_bytes)
+        return _frames(_Buffer(_counted(_zstd_blocks(handle), unpacking), members=True), max_record_bytes)
     return _frames(_Buffer(_plain_blocks(handle), members=False), max_record_bytes)
 
 
 Block = tuple[int, bytes | str]
 """Offset in the file of the bytes (plain) or of their compressed member; and the bytes, or why a stretch of input cannot be read."""
+
+
+def _counted(blocks: Iterator[Block], unpacking: Unpacking) -> Iterator[Block]:
+    for block in blocks:
+        unpacking.add(len(block[1]))
+        yield block
 
 
 def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
@@ -289,10 +296,9 @@ class _Buffer:
     def skip_blank(self) -> bool:
         """Drop line ends between records; True while there is something left (bytes or damage)."""
         while True:
-            blank = 0
-            while blank < len(self._data) and self._data[blank] in b"\r\n":
-                blank += 1
-            self._drop(blank)
+            blank = LINE_ENDS.match(self._data)
+            assert blank is not None
+            self._drop(blank.end())
             if self._data or self.damage is not None:
                 return True
             if not self._more() and self.damage is None:

@@ -29,6 +29,7 @@ from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.reading import warc, warc_frames
 from puna.stages.reading.dates import moment
 from puna.stages.reading.field_detection import sniff
+from puna.stages.reading.files import Unpacking
 from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.readers import Columns, read_parquet
 from puna.stages.reading.warc import media_type, read_warc
@@ -314,7 +315,7 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
 def test_frames_equal_fastwarc_on_a_sound_archive():
     plain = b"".join(page(n) for n in range(20))
     for data in (plain, gzip.compress(plain), b"".join(gzip.compress(page(n)) for n in range(20))):
-        mine = [f.data.split(b"\r\n\r\n", 1)[1] for f in frames(io.BytesIO(data), 1 << 20)]
+        mine = [f.data.split(b"\r\n\r\n", 1)[1] for f in frames(io.BytesIO(data), 1 << 20, Unpacking("x", io.BytesIO(data)))]
         assert mine == [r.reader.read() for r in ArchiveIterator(io.BytesIO(data), parse_http=False)]
 
 
@@ -387,8 +388,10 @@ def test_a_frame_of_zstd_is_unpacked_piece_by_piece():
     """In 20 kB half a gigabyte, of which a record may have a megabyte."""
     bomb = zstandard.compress(page(0) + b"0" * (500 << 20), level=1)
     assert len(bomb) < 60_000 and max(len(data) for _, data in warc_frames._zstd_blocks(io.BytesIO(bomb))) < 2 * warc_frames.OUTPUT_BYTES
-    first, *_ = read_warc(io.BytesIO(bomb), "x", 1 << 20)
-    assert isinstance(first, Page)
+    found = read_warc(io.BytesIO(bomb), "x", 1 << 20)
+    assert isinstance(next(found), Page)
+    with pytest.raises(PunaError, match=r"x: its [\d,]+ bytes unpack to"):
+        list(found)
     lying = b"\x5d\x2a\x4d\x18\xff\xff\xff\xff" + zstandard.compress(page(0))
     (only,) = read_warc(io.BytesIO(lying), "x", 1 << 20)
     assert isinstance(only, Rejected) and "4294967295 bytes are announced" in only.detail

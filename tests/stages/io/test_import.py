@@ -272,6 +272,30 @@ def test_a_row_of_parquet_is_bounded_as_one_of_json() -> None:
     assert [(row.number, len(row.fields["prompt"])) for row in rows if isinstance(row, Row)] == [(1, 3000), (3, 1)]
 
 
+def test_names_that_occur_twice_are_refused(tmp_path: Path) -> None:
+    """A row holds one value of a name: which of two columns it would be, nobody said."""
+    twice = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], ["prompt", "completion", "prompt"])
+    inside = pa.table({"prompt": ["a"], "completion": ["b"], "info": pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["same", "same"])})
+    for name, table, said in (("twice", twice, "'prompt'"), ("inside", inside, "'same'")):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        for ending in ("parquet", "arrow"):
+            with pytest.raises(PunaError, match=rf"{name}\.{ending}.*: several columns have the name {said}"):
+                made(tmp_path, "instructions", tmp_path / f"{name}.{ending}")
+    (tmp_path / "twice.csv").write_text("prompt,completion,prompt\na,b,c\n")
+    with pytest.raises(PunaError, match=r"twice\.csv: its first line has to name every column, each once"):
+        made(tmp_path, "instructions", tmp_path / "twice.csv")
+    rows = ['{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt": "c"}', '{"prompt": "d", "completion": "e", "info": [{"k": 1, "k": 1}]}']
+    for name, text in (("lines.jsonl", "\n".join(rows)), ("array.json", f"[{', '.join(rows)}]")):
+        (tmp_path / name).write_text(text)
+        artifact = made(tmp_path, "instructions", tmp_path / name)
+        dropped = artifact.read("dropped").to_pylist()
+        assert artifact.rows() == 1 and [row["rule"] for row in dropped] == ["repeated_name"] * 2
+        assert sorted(row["detail"].rpartition("row ")[2] for row in dropped) == [
+            "2, field prompt: is there more than once", "3, field k: is there more than once"]  # fmt: skip
+
+
 def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(PunaError, match="there are no rows"):
