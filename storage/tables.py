@@ -223,7 +223,7 @@ def pattern(file: str) -> str:
     return re.sub(r"[\[*?]", r"[\g<0>]", file)
 
 
-def connect(file: str = ":memory:", read_only: bool = False, **config: str | int) -> duckdb.DuckDBPyConnection:
+def connect(file: str = ":memory:", read_only: bool = False, **config: str | bool | int | float | list[str]) -> duckdb.DuckDBPyConnection:
     """Open a DuckDB database without its progress bar, which would fill a server's log."""
     return duckdb.connect(file, read_only=read_only, config=config).execute("set enable_progress_bar = false")
 
