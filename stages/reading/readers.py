@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from puna.stages.reading.bodies import gunzipped
-from puna.stages.reading.columns import Unread, batches, open_parquet, records, unpacked_bytes, values
+from puna.stages.reading.columns import TEXTS, Unread, batches, open_parquet, records, unpacked_bytes, values
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, Unpacking, address, address_of, field_at, suffix, unpacked
 from puna.stages.reading.pages import Page, Rejected
@@ -98,8 +101,6 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
 
     A dictionary-encoded text is held once, and not at all above `max_bytes`.
     """
-    import pyarrow as pa
-
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
     column_names = _chosen(file.schema_arrow.names, name, columns)
     for group in range(file.num_row_groups):
@@ -116,12 +117,9 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
 
 
 def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     place = batch.schema.get_field_index(columns.body)
     kind = batch.schema.field(place).type if place >= 0 else pa.null()
-    if not pa.types.is_dictionary(kind) or kind.value_type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+    if not pa.types.is_dictionary(kind) or kind.value_type not in TEXTS:
         yield from (_row(row, source, name, at, columns) for at, row in enumerate(records(batch), number))
         return
     texts, others = batch.column(place), batch.drop_columns(columns.body)

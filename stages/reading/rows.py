@@ -247,10 +247,10 @@ class _Lines:
     def __init__(self, text: io.TextIOWrapper, most: int, unpacking: Unpacking) -> None:
         self._text, self._most, self._unpacking, self.size = text, most, unpacking, 0
 
-    def __iter__(self) -> _Lines:
-        return self
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._next, "")
 
-    def __next__(self) -> str:
+    def _next(self) -> str:
         self._unpacking.add(0, records=1)
         line = rest = self._text.readline(self._most + 1)
         self.size += len(line)
@@ -258,8 +258,6 @@ class _Lines:
             rest = self._text.readline(self._most + 1)
         if self.size > self._most:
             raise csv.Error(f"is longer than {self._most} bytes")
-        if not line:
-            raise StopIteration
         return line
 
 
