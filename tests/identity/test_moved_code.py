@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from puna.flows.engine.trace import load_stages
+from puna.stages.identity import code
+from puna.storage.manifest import code_version
 from tests.identity.moving import copied, move_rooms, versions
 
 
 def test_of_moved_and_edited_code_only_the_edit_counts(tmp_path: Path) -> None:
     place = copied(tmp_path)
-    before = versions(place)
+    reached = {name: code.symbols(stage) for name, stage in load_stages().items()}  # the copy has this process's source
     move_rooms(place)
     file = place / "kernels/moved_minhash.py"
     text = file.read_text(encoding="utf-8")
@@ -20,6 +23,7 @@ def test_of_moved_and_edited_code_only_the_edit_counts(tmp_path: Path) -> None:
         assert old in text
         file.write_text(text.replace(old, new), encoding="utf-8")  # launch constants: no key holds them
     after = versions(place)
+    before = {name: (code_version(reached[name]), reached[name]) for name in after}
     changed = {name for name, (version, _) in after.items() if version != before[name][0]}
     assert changed == {name for name, (_, symbols) in before.items() if "puna.kernels.minhash.TOP32" in symbols}
     assert "minhash_dedup" in changed and len(before) - len(changed) > 50
