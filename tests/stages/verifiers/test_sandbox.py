@@ -16,7 +16,7 @@ from puna.stages.verifiers.sandbox_inside import FIRST_USER
 from puna.storage import PunaError
 
 QUESTION = Question("q", "t", "", None)
-LIMITS = Limits(seconds=2.0, memory_mb=256, processes=16)
+LIMITS = Limits(seconds=1.0, memory_mb=256, processes=16)
 
 
 @pytest.fixture(scope="module")
