@@ -149,14 +149,14 @@ class Artifact:
         """Return the table as an argument of `run.transform`, whose function gets the rows with the same ids."""
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
-    def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False) -> list[str]:
-        """Return a clause for each damage; empty if the artifact is whole.
+    def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False, seen: set[str] | None = None) -> list[str]:
+        """Return the damage that is found, a clause each; empty when the artifact is whole.
 
-        Damage is a manifest that cannot be read, lies elsewhere or was edited; a file that is missing, unknown, of another size or with
-        another checksum; rows kept by reference whose artifact is gone or has other content. `read`: files, or folders ending in /, whose
-        checksums are compared; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This
-        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose rows
-        it keeps by reference.
+        A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with another checksum;
+        rows kept by reference whose artifact is gone or of other content. `read`: the only files whose checksums are compared, or folders
+        ending in /; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still
+        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose
+        rows it keeps by reference. `seen`: places of such artifacts that were compared already; they keep rows of each other, too.
         """
         try:
             manifest = self.manifest
@@ -181,13 +181,14 @@ class Artifact:
                     damage.append(f"{name} has a wrong checksum")
                 else:
                     good[name] = present[name].version
+        seen = set() if seen is None else seen
         for source in () if own else manifest.sources:
-            damage += self._lost(source.kind, source.key, source.digest, read, quick)
+            damage += self._lost(source.kind, source.key, source.digest, read, quick, seen)
         if not damage and before | good != before:
             self.remember(before | good)
         return damage
 
-    def _lost(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool) -> list[str]:
+    def _lost(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool, seen: set[str]) -> list[str]:
         source = Artifact(kind, key, self.files)
         if self.files.stat(f"{source.place}/{NAME}") is None:
             return [f"it keeps rows of {source.id}, which is not in the store"]
@@ -196,7 +197,10 @@ class Artifact:
                 return [f"it keeps rows of {source.id}, which has other content now"]
         except PunaError as error:
             return [str(error)]
-        return [f"it keeps rows of {source.id}: {what}" for what in source.damage(read, quick=quick)]
+        if source.place in seen:
+            return []
+        seen.add(source.place)
+        return [f"it keeps rows of {source.id}: {what}" for what in source.damage(read, quick=quick, seen=seen)]
 
     def _checked(self) -> dict[str, str]:
         try:

@@ -6,7 +6,6 @@ It is trained on one thread from seeded weights, so that equal lines give equal 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 import struct
 import time
@@ -130,14 +129,15 @@ def write(model: Model, file: Path) -> None:
 
 def read(file: Path) -> Model | None:
     """Return the model of a file; None if it is compressed, uses subwords or a loss other than softmax, or is damaged."""
-    data, at, names, matrices = file.read_bytes(), HEAD.size, [], []
+    data, matrices = file.read_bytes(), []
     try:
         magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
         if (magic, version, loss, kind, longest, cut) != (MAGIC, VERSION, SOFTMAX, SUPERVISED, 0, -1):
             return None
-        for match in itertools.islice(NAME.finditer(data, at), size):
-            names.append(match[1])
-            at = match.end()
+        at = len(data) - 2 * SHAPE.size - 4 * dimension * (words + buckets + labels)
+        names = NAME.findall(data, HEAD.size, max(0, at))
+        if len(names) != size or HEAD.size + sum(map(len, names)) + AFTER_NAME.size * size != at:
+            return None
         for rows in (words + buckets, labels):
             if SHAPE.unpack_from(data, at) != (0, rows, dimension):
                 return None
