@@ -7,7 +7,6 @@ folds. Lines in a fixed order give the same model every time (`puna.models.class
 from __future__ import annotations
 
 import functools
-import heapq
 import os
 import re
 from collections import Counter
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.kernels.text.words import spaced
 from puna.models.classifiers.fasttext import Model, Settings, fit, write
 from puna.stages.contract import Figure, SeededConfig, StageRun
 from puna.stages.draws import folds, uniform
@@ -212,8 +212,6 @@ def _prepare(
     part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> tuple[str, int, Counter[tuple[str, str, int]]]:
     """Return the file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
-    from puna.kernels.text.words import spaced
-
     file = Path(scratch) / f"examples-{part.start}-{part.stop}.arrow"
     table = part.read()
     table = table.filter(pc.invert(pc.is_in(table["source"], pa.array(exempt, pa.string()))))
@@ -273,7 +271,7 @@ def read_table(file: str | Path) -> pa.Table:
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
-    """Yield the labelled documents inside or outside the job's fold, file by file; `chosen`: only documents with these ids."""
+    """Yield the labelled documents of the job's fold (`inside`) or of the others, file by file. `chosen`: the only ids to yield."""
     for file in files:
         table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
@@ -282,26 +280,25 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
 
 
 def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
-    """Return the lines that a model learns from, in a random order that only ids decide, and the number of each line's class."""
-    candidates: dict[str, list[tuple[float, str]]] = {name: [] for name in job.classes}
+    """Return the lines that a model learns from, in a random order that only ids decide, and the place of each one's class."""
+    by_draw = [("draw", "ascending"), ("id", "ascending")]
+    candidates: dict[str, list[pa.Table]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
-        for name, draw, identity in zip(*(rows[column].to_pylist() for column in (job.name, "draw", "id")), strict=True):
-            candidates[name].append((draw, identity))
-        for name, results in candidates.items():
-            if len(results) > 2 * job.quota[name][0]:
-                candidates[name] = heapq.nsmallest(job.quota[name][0], results)
+        for name, tables in candidates.items():
+            tables.append(rows.filter(pc.equal(rows[job.name], name)).select(["draw", "id", job.name]))
+            if sum(map(len, tables)) > 2 * job.quota[name][0]:
+                tables[:] = [pa.concat_tables(tables).sort_by(by_draw).slice(0, job.quota[name][0])]
     order = []
-    for name, results in candidates.items():
+    for name, tables in candidates.items():
         count, copies = job.quota[name]
-        for draw, identity in heapq.nsmallest(count, results):
-            # Each copy of a document has its own place in the order.
-            order += [((draw + copy * GOLDEN) % 1.0, identity, name) for copy in range(copies)]
-    ids = pa.array({identity for _, identity, _ in order}, pa.string())
-    lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=ids))
-    order.sort()
-    at = pc.index_in(pa.array([identity for _, identity, _ in order], pa.string()), lines["id"])
-    places = {name: place for place, name in enumerate(job.classes)}
-    return lines["line"].cast(pa.large_string()).take(at), np.array([places[name] for *_, name in order], np.int32)
+        own = pa.concat_tables(tables).sort_by(by_draw).slice(0, count)
+        # Each copy of a document has its own place in the order.
+        order += [own.set_column(0, "draw", pa.array((own["draw"].to_numpy() + copy * GOLDEN) % 1.0)) for copy in range(copies)]
+    chosen = pa.concat_tables(order).sort_by([*by_draw, (job.name, "ascending")])
+    lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen["id"].combine_chunks()))
+    at = pc.index_in(chosen["id"], lines["id"])
+    places = pc.index_in(chosen[job.name], pa.array(job.classes))
+    return lines["line"].cast(pa.large_string()).take(at), places.to_numpy()
 
 
 def label_of(name: str) -> str:
