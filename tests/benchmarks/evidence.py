@@ -23,7 +23,8 @@ of offence against neither, beside that of the length in words. No set at hand h
 `extraction`, only where it is named (it trains four models, half an hour of one core, and needs lightgbm): F1 of words beside trafilatura's.
 `f1_unseen_sites` is that of `curation_extract.py --unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` whose
 sites no rule and no weight of the shipped extractor has seen.
-`--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows.
+`--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows, and below them one row for
+each shipped recipe: its rules' digest and all that they drop together. `tests/flows/test_rule_evidence.py` compares them.
 """
 
 from __future__ import annotations
@@ -36,22 +37,26 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
-for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
+if __name__ == "__main__":
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
 sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 import curation_articles  # noqa: E402
 
 from puna.flows.cli.rules import WORD, Annotations, Evidence, Page, columns_of, evidence  # noqa: E402
 from puna.flows.engine.recipe import shipped_recipes  # noqa: E402
+from puna.flows.engine.trace import fields, flow_named, load  # noqa: E402
 from puna.stages.curate.extract import ExtractConfig  # noqa: E402
+from puna.stages.curate.rules.groups import active_rules  # noqa: E402
+from puna.stages.curate.select import SelectConfig  # noqa: E402
 from puna.storage import Store  # noqa: E402
 
 TYPES = {"articles": "article", "documentation": "documentation", "forums": "forum"}
@@ -63,6 +68,7 @@ LINGUA = (
     "nn fa pl pt pa ro ru sr sn sk sl so st es sw sv tl ta te th ts tn tr uk ur vi cy xh yo zu"
 )
 TABLE = ROOT / "flows/report/rule_evidence.tsv"
+ALL_RULES = "all rules of"
 
 
 def pages(folder: Path) -> Iterator[Page]:
@@ -117,13 +123,40 @@ def rules(folder: Path, write: bool) -> dict[str, float]:
         figures[f"junk_caught_{name}"] = sum(row.first["type=junk"].bad for row in result.rows) / whole
     worst = {f"good_words_lost_{plural}": max(figures[f"good_words_lost_{plural}_{name}"] for name in results) for plural in TYPES}
     if write:
-        TABLE.write_text(table(results["clean"]), encoding="utf-8")
+        TABLE.write_text(table(results), encoding="utf-8")
     return worst | figures
 
 
-def table(result: Evidence) -> str:
-    """Return the rows as tab-separated text: shares of words by rule, alone and as the first that fires; of junk what it catches."""
-    rows = columns_of(result, "type")
+def _selections(recipe: str, changes: Sequence[str]) -> Iterator[tuple[str, SelectConfig]]:
+    """Yield the selections of a recipe by step."""
+    loaded, steps = load(recipe, list(changes), "curate"), fields(flow_named("curate"))
+    for step in ("select", "select_model"):
+        for config in loaded.configs(steps[step]):
+            assert isinstance(config, SelectConfig)
+            yield step, config
+
+
+def conditions(recipe: str) -> dict[str, str]:
+    """Return the conditions of a recipe's rules on signals, as the table names them."""
+    rules = [(step, rule) for step, config in _selections(recipe, ()) for rule in active_rules(config)]
+    return {f"{step}.{rule.name}": f"{rule.drop.signal} {rule.drop.when} {rule.threshold}" for step, rule in rules}
+
+
+def digest(recipe: str, changes: Sequence[str] = ()) -> str:
+    """Return a digest of a recipe's rules: thresholds, documents that they judge, lines, expressions in SQL, and the model of quality."""
+    rules = [(step, *active_rules(config), config.sql, config.lines, config.per_language) for step, config in _selections(recipe, changes)]
+    trains = bool(load(recipe, list(changes), "curate").configs(fields(flow_named("curate"))["train_quality"]))
+    return hashlib.sha256(repr((rules, trains)).encode()).hexdigest()[:16]
+
+
+def table(results: Mapping[str, Evidence]) -> str:
+    """Return tab-separated text: for each rule of `clean` the shares of words that it drops, alone and as the first that fires.
+
+    Then for each recipe its digest, and the shares of all its rules together.
+    """
+    result = results["clean"]
+    rows = columns_of(result, "type")[:-1]
+    rows += [columns_of(own, "type")[-1] | {"rule": f"{ALL_RULES} {name}", "drops": digest(name)} for name, own in results.items()]
     types = [group.partition("=")[2] for group in result.whole if group.startswith("type=") and result.whole[group].good]
     names = ["rule", "drops", "pages", "good_lost", "bad_caught", "first_good_lost", "first_bad_caught", *types]
     lines = ["\t".join(names)]
