@@ -264,6 +264,27 @@ def restored(
     return {"digest": digest.hexdigest()}
 
 
+def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int, **compute: Any) -> list[int]:
+    """Return the largest number of a pipeline's passes whose result a rank kept, and how often it computed a layer in a step."""
+    alive, counts, computed = list[weakref.ref[Tensor]](), list[int](), itertools.count()
+
+    def forward(run: Callable[..., Any], *given: Any) -> Any:
+        passed = run(*given)
+        alive.append(weakref.ref(passed[1]))
+        counts.append(sum(one() is not None for one in alive))
+        return passed
+
+    def block(run: Callable[..., Any], *given: Any) -> Any:
+        next(computed)
+        return run(*given)
+
+    mesh = Mesh(Layout(**layout), members)
+    trainer = Trainer(network("plain", num_hidden_layers=layers), o.LanguageModeling(), train_config(mesh.layout, **compute), mesh=mesh)
+    with _wrapped(Pipelined, "_forward", forward), _wrapped(Block, "forward", block), trainer:
+        trainer.step(1, micro_batches("pretrain", 1, micro), seed=1)
+    return [max(counts), next(computed)]
+
+
 def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
     """Return the error of each rank of a training of which one cannot write, and the steps of the complete states."""
     with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=OSError("no space left")) if dist.get_rank() else contextlib.nullcontext():
@@ -595,6 +616,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
-    "read_ratio": read_ratio, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
+    "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
     "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip
