@@ -20,7 +20,8 @@ LOCAL = {
     "distributed.worker.memory.target": False, "distributed.worker.memory.spill": False, "distributed.worker.daemon": False,
     "distributed.scheduler.http.routes": ["distributed.http.health"], "distributed.worker.http.routes": ["distributed.http.health"],
 }  # fmt: skip
-JOIN_SECONDS = 60
+JOIN_SECONDS, GONE_SECONDS = 60, 600
+"""Seconds that a cluster without workers is waited for: before the first part, and during one."""
 LOOK_SECONDS = 5.0
 
 
@@ -39,6 +40,7 @@ class DaskCluster(PartExecutor):
         except ImportError as error:
             raise PunaError("--executor dask: Dask is not installed; pip install 'puna[dask]'") from error
         self._local: Any = None
+        self._workers = workers
         if address:
             target: Any = f"tcp://{probed('dask', address)}"
         else:
@@ -102,7 +104,7 @@ class DaskCluster(PartExecutor):
         from distributed.scheduler import KilledWorker
 
         try:
-            answer: Answer = await future.result()
+            answer = await self._answer(future)
         except KilledWorker as error:
             part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask has counted these itself
             self._lost(part, str(error).partition("Inspecting")[0].strip())
@@ -114,6 +116,8 @@ class DaskCluster(PartExecutor):
                 self._lost(part, "its worker ended each time before the result arrived")
             else:
                 self._failed(part, PunaError(self._gone))
+        except PunaError as error:
+            self._failed(part, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for this part
             self._failed(part, PunaError(f"Dask could not compute a part ({type(error).__name__}: {error})"))
         else:
@@ -122,6 +126,22 @@ class DaskCluster(PartExecutor):
             with self._begun_lock:
                 self._begun.pop(key, None)
             future.release()
+
+    async def _answer(self, future: Any) -> Answer:
+        """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`.
+
+        A worker that dies while it starts is not started again by Dask: those of this machine are replaced here.
+        """
+        result, seen = asyncio.ensure_future(future.result()), time.monotonic()
+        while not (await asyncio.wait({result}, timeout=LOOK_SECONDS))[0]:
+            if self._local is not None:
+                self._local.scale(self._workers)
+            if await self._client.nthreads():
+                seen = time.monotonic()
+            elif time.monotonic() - seen > GONE_SECONDS:
+                raise PunaError(f"the Dask cluster {self._where} has had no worker for {GONE_SECONDS} s; what is finished is kept: run again")
+        answer: Answer = result.result()
+        return answer
 
     async def _attempted(self, event: tuple[float, Any]) -> None:
         key = event[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -270,6 +271,21 @@ def test_nobody_else_of_this_machine_uses_the_local_dask(dask: Executor) -> None
     port = dask._local.scheduler_address.rpartition(":")[2]
     with pytest.raises(OSError):
         Client(f"tcp://127.0.0.1:{port}", timeout=2, set_as_default=False)
+
+
+def test_dask_workers_that_died_while_they_started(dask: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask then has no worker, and starts none."""
+    from puna.stages.executors import dask_cluster
+
+    monkeypatch.setattr(dask_cluster, "LOOK_SECONDS", 0.2)
+    assert isinstance(dask, dask_cluster.DaskCluster)
+    nannies = list(dask._local.workers.values())
+
+    async def close() -> None:
+        await asyncio.gather(*(nanny.close(timeout=0.1) for nanny in nannies))
+
+    dask._local.sync(close)
+    assert dask.submit(late, 1, 2).result(timeout=60) == 2
 
 
 def test_dask_workers_have_no_device(dask: Executor) -> None:
