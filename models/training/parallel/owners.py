@@ -74,7 +74,7 @@ class Owners:
             self._exchange(wave, own, whole, back=True)
 
     def _exchange(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor, back: bool = False) -> None:
-        """Write the ranks' pieces of this rank's matrix of a wave into `whole`, each piece's first copy; `back`: all pieces from it."""
+        """Write the ranks' pieces of this rank's matrix of a wave into `whole`, the first copy of each; `back`: write all from it."""
         here, name = self._ranks[self._index], wave[self._index]
         held = [pieces[other] if other in here and (back or here[other][1]) else self._none for other in wave]
         parts = [whole[rank[name][0]] if name in rank and (back or rank[name][1]) else self._none for rank in self._ranks]
