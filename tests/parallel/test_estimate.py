@@ -70,7 +70,7 @@ def test_the_state_is_cut_and_whole_weights_are_counted_between_steps() -> None:
     tiny = Work(rows=64, length=64, micro_tokens=64)
     one, cut = (estimate(CONFIG, tiny, Layout(shard=size), SHEET, whole=False) for size in (1, 8))
     element, layer = 2, (parameters(CONFIG).layers + parameters(CONFIG).norms) / 16
-    gathered = 2 * element * max(layer, parameters(CONFIG).embedding)
+    gathered = element * (4 * layer + 2 * (parameters(CONFIG).embedding + parameters(CONFIG).head))
     assert one.bytes - (cut.bytes - gathered) == pytest.approx(7 / 8 * state_bytes(CONFIG, "bf16"), rel=1e-6)
     between = (4 + 2 + 8) / 8 + 4
     assert estimate(CONFIG, tiny, Layout(shard=8), SHEET).bytes == pytest.approx(between * parameters(CONFIG).total)

@@ -152,8 +152,8 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
     else:
         rows = activations * layers * min(micro, stages)
     needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
-    if layout.shard > 1:
-        needed += 2 * element * max(body / layers, counts.embedding) / layout.tensor
+    if layout.shard > 1:  # this layer and the next one, this one's gradient and what is scattered of it; what is outside of the layers
+        needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if not whole or layout.axes <= {"data"}:
         return needed
     resting = work.moments + (4 if work.precision == "fp32" else 6)
