@@ -238,7 +238,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         if shape_of(config).reward_pooling != "last":
-            raise ValueError("the reward is a mean over the answer's tokens, and transformers is not told where an answer begins")
+            raise ValueError("its reward is a mean over an answer, and transformers is not told where one begins; train with pooling=last")
         self.num_labels = config.num_labels
         self.model = PunaModel(config)
         self.score = Linear(config.hidden_size, config.num_labels)
