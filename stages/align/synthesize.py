@@ -215,8 +215,8 @@ class Check:
         if self._scorer is None:
             return [agreed([text.text for text in some], self._config.min_agreement) for some in found]
         each = iter(self._scorer.scores([(text.after(row), text.text) for row, some in zip(rows, found, strict=True) for text in some]))
-        fits = [[text.called or not self._config.tools for text in some] for some in found]
-        return [[score if fit else Score(0.0, NO_CALL) for fit, score in zip(some, each, strict=False)] for some in fits]
+        pairs = [[(text, next(each)) for text in some] for some in found]
+        return [[score if text.called or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]
 
     def report(self) -> None:
         """Report answers that could not be checked."""

@@ -130,7 +130,7 @@ class DaskCluster(PartExecutor):
     async def _answer(self, future: Any) -> Answer:
         """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`.
 
-        A worker that dies while it starts is not started again by Dask: those of this machine are replaced here.
+        Dask forgets workers that are away longer than its `lost-worker-timeout`: those of this machine are replaced here.
         """
         result, seen = asyncio.ensure_future(future.result()), time.monotonic()
         while not (await asyncio.wait({result}, timeout=LOOK_SECONDS))[0]:
@@ -139,7 +139,7 @@ class DaskCluster(PartExecutor):
             if await self._client.nthreads():
                 seen = time.monotonic()
             elif time.monotonic() - seen > GONE_SECONDS:
-                raise PunaError(f"the Dask cluster {self._where} has had no worker for {GONE_SECONDS} s; what is finished is kept: run again")
+                raise PunaError(f"the Dask cluster {self._where} had no worker for {GONE_SECONDS} s; what is finished is kept: run again")
         answer: Answer = result.result()
         return answer
 
