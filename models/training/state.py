@@ -179,7 +179,8 @@ def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"
     temporary = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left in folder.glob(".step-*"):  # of writers that were killed, or had no room
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     _write(tensors, temporary / TENSORS)
     checksums = {TENSORS: file_checksum(temporary / TENSORS), RECORD: checksum(text.encode())}
@@ -193,8 +194,9 @@ def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[
 def publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name; then remove older and incomplete ones."""
     flush(temporary)
-    if final.exists():
-        shutil.rmtree(final)
+    if final.exists():  # until the new one is in its place, the old one is found under another name
+        shutil.rmtree(before := final.with_name(f"{final.name}.before"), ignore_errors=True)
+        os.replace(final, before)
     os.replace(temporary, final)
     flush(final.parent)
     for path in final.parent.iterdir():
@@ -226,6 +228,9 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
             tensors = (path / TENSORS).read_bytes()
             if checksums[TENSORS] == checksum(tensors):
                 return load(tensors), json.loads(text)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+                raise  # the disk does not answer now: what it holds may be right
         except DAMAGE:
             pass
         warnings.warn(f"{path}: the state of the training is damaged; it is removed, and the training begins anew", stacklevel=2)
