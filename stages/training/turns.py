@@ -118,7 +118,7 @@ class Job(NamedTuple):
         job = {"verifier": to_json(self.verifier), "question": tuple(self.question), "turns": self.turns}
         reply = replied(job) if isinstance(self.verifier, BoundedVerifier) else _child().ask(job, config.seconds)
         text = f"{self.verifier.name}: {reply}" if isinstance(reply, str) else reply["reply"]
-        return [] if text is None else [{"role": "user", "content": str(text)[:DETAIL]}]
+        return [] if text is None else [{"role": "user", "content": str(text)[:DETAIL].encode("utf-8", "replace").decode()}]
 
 
 def replied(job: dict[str, Any]) -> dict[str, Any]:

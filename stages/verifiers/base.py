@@ -139,7 +139,7 @@ def checked(score: Score, name: str) -> Score:
         steps = [(0, -1.0)]
     if sorted(steps, key=itemgetter(0)) != steps or not all(0 <= reward <= 1 for _, reward in steps):
         return Score(None, f"{name} gave steps {score.steps!r}, not rising ends with rewards from 0 to 1"[:DETAIL])
-    return Score(None if value is None else float(value), str(score.detail)[:DETAIL], steps)
+    return Score(None if value is None else float(value), str(score.detail)[:DETAIL].encode("utf-8", "replace").decode(), steps)
 
 
 def reference_of(verifier: Verifier, answer: str | None, question: Question) -> str:

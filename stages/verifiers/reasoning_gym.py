@@ -42,7 +42,10 @@ def check_formula(text: str) -> None:
     tree = _parsed(text)
     if tree is None:
         raise Refused("is no formula")
-    _bits(tree.body)
+    try:
+        _bits(tree.body)
+    except RecursionError as error:
+        raise Refused("is nested too deeply") from error
 
 
 def check_literal(text: str) -> None:

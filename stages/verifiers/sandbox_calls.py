@@ -13,7 +13,8 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SYS_MMAP, SYS_CLONE, SYS_CLONE3 = {"x86_64": 9, "aarch64": 222}, {"x86_64": 56, "aarch64": 220}, 435
 SYS_SOCKET, SYS_SETSOCKOPT, SYS_FCNTL = {"x86_64": 41, "aarch64": 198}, {"x86_64": 54, "aarch64": 208}, {"x86_64": 72, "aarch64": 25}
-SO_SNDBUF, SO_RCVBUF, AF_INET, F_SETPIPE_SZ = 7, 8, 2, 1031
+SYS_SIGACTION = {"x86_64": 13, "aarch64": 134}
+SO_SNDBUF, SO_RCVBUF, AF_INET, F_SETPIPE_SZ, SIGCHLD = 7, 8, 2, 1031, 17
 REFUSED_CALLS = {
     # shmget, semget, msgget, mount, mq_open, add_key, keyctl, unshare, perf_event_open, setns, memfd_create, bpf, userfaultfd,
     # ptrace, process_vm_readv, process_vm_writev, splice, tee, vmsplice, inotify_init,
@@ -39,7 +40,8 @@ def refuse_calls() -> None:
     """Refuse system calls that hold memory outside every process (shared mappings, memfds, queues, pages in pipes) and tracing.
 
     Raise OSError if the kernel takes no filter. Shared mappings are refused whole: their pages stay after the process dropped them.
-    Only local sockets are allowed: sockets of virtual machines (vsock) know no namespace and reach the host.
+    Only local sockets are allowed: sockets of virtual machines (vsock) know no namespace and reach the host. Nobody may ignore the end
+    of children: the kernel would forget the seconds that they computed.
     """
     machine = os.uname().machine
     if machine not in AUDIT_ARCH:
@@ -53,7 +55,7 @@ def refuse_calls() -> None:
     steps += [(equal, 0, 1, SYS_CLONE3), (answer, 0, 0, absent)]  # its flags cannot be read here; libraries then call clone
     for numbers, position, test, values in (
         (SYS_MMAP, 3, has_bit, (1,)), (SYS_CLONE, 0, has_bit, (NEW_NAMESPACES,)), (SYS_FCNTL, 1, equal, (F_SETPIPE_SZ,)),
-        (SYS_SETSOCKOPT, 2, equal, (SO_SNDBUF, SO_RCVBUF)), (SYS_SOCKET, 0, at_least, (AF_INET,)),
+        (SYS_SETSOCKOPT, 2, equal, (SO_SNDBUF, SO_RCVBUF)), (SYS_SOCKET, 0, at_least, (AF_INET,)), (SYS_SIGACTION, 0, equal, (SIGCHLD,)),
     ):  # fmt: skip
         steps += [(equal, 0, 2 + 2 * len(values), numbers[machine]), (load, 0, 0, 16 + 8 * position)]
         for value in values:

@@ -66,11 +66,12 @@ def main(job: Job) -> None:
 
 def report(job: Job, value: dict[str, object]) -> None:
     with contextlib.suppress(OSError):
-        os.write(job["report"], json.dumps(value).encode()[: 1 << 16] + b"\n")
+        os.write(job["report"], json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")[: 1 << 16] + b"\n")
 
 
 def supervise(job: Job) -> None:
     """Make the namespaces, start the first process in them and wait for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be ignored from the beginning
     job["user"] = FIRST_USER + 4 * os.getpid()  # and the next two: nobody else has them, so their processes can be counted and killed
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
@@ -217,5 +218,5 @@ def files_in_memory() -> int:
 
 def kernel_holds(socket_bytes: int) -> int:
     """Return the bytes of the program's locks of files and of its local sockets: two buffers each, as the last message may fill one."""
-    with open("/proc/net/unix") as sockets, open("/proc/locks") as locks:
+    with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # a program chooses the sockets' names
         return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

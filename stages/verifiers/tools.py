@@ -69,7 +69,7 @@ def calculate(expression: str, config: ScoringConfig) -> str:
         check_formula(formula)  # only operators between numbers are left to evaluate, and names, of which there are none
         value = eval(formula, {"__builtins__": {}})
         return str(value) if isinstance(value, int) else f"{value:.12g}"
-    except (ArithmeticError, ValueError, NameError) as error:
+    except (ArithmeticError, ValueError, NameError, RecursionError, MemoryError) as error:
         return f"Error: {error}"
 
 
