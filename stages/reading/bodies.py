@@ -19,6 +19,7 @@ TRAILER = 8  # bytes of checksum and length behind a member of gzip
 PACKED_BYTES = 1 << 12  # of gzip, unpacked at once: what stands behind a member is copied, and a body may be many small ones
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
+MOST_ENCODINGS = 4  # of a body: servers send one, and chunked
 HEAD_BYTES = 10  # of a chunk, at most, but for what may be said beside its size
 HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
 NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # but for UTF-16, which says what it is
@@ -29,7 +30,10 @@ def decoded(body: bytes, encodings: str, limit: int) -> bytes:
 
     ValueError: the body is damaged, cut off, larger than `limit` bytes, or in an unknown encoding.
     """
-    for encoding in reversed([e.strip() for e in encodings.split(",") if e.strip()]):
+    several = [e.strip() for e in encodings.split(",") if e.strip()]
+    if len(several) > MOST_ENCODINGS:
+        raise ValueError(f"{len(several)} encodings, one in the other; at most {MOST_ENCODINGS} are undone")
+    for encoding in reversed(several):
         if encoding == "identity" or body[:1024].lstrip()[:1] == b"<":
             continue
         if encoding not in DECODERS:

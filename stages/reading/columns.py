@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from puna.stages.reading.declared import page_bytes, stream_bytes
 from puna.stages.reading.files import Unpacking
 from puna.storage import PunaError
 
@@ -54,15 +55,19 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
     try:
         file = pq.ParquetFile(handle)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        Unpacking(name, handle).add(sum(group.total_byte_size for group in groups))
-        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+        unpacking, row_bytes, chunks = Unpacking(name, handle), 0, []
+        for group in groups:  # the footer may declare less than the pages hold
+            several = [group.column(number) for number in range(group.num_columns)]
+            sizes = [max(page_bytes(handle, one), one.total_uncompressed_size) for one in several]
+            unpacking.add(sum(sizes))
+            row_bytes = max(row_bytes, sum(sizes) // max(group.num_rows, 1))
+            chunks += several
         views = "_view" in str(file.schema_arrow)  # what a file of pyarrow or Polars may say of its texts
         shared = {one.path_in_schema for one in chunks if one.physical_type == "BYTE_ARRAY" and (views or one.has_dictionary_page)}
         file = pq.ParquetFile(handle, read_dictionary=sorted(shared))
         check_fields(file.schema_arrow, name)
         return file, min(BATCH_ROWS, max(1, BATCH_BYTES // max(row_bytes, 1)))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
         raise PunaError(f"{name}: not a readable Parquet file ({error})") from error
 
 
@@ -74,6 +79,7 @@ def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
             file, rows = open_parquet(handle, name)
             several = file.iter_batches(batch_size=rows)
         else:
+            Unpacking(name, handle).add(stream_bytes(handle))
             several = pa.ipc.open_stream(handle)
             check_fields(several.schema, name)
         for batch in several:

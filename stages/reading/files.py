@@ -24,6 +24,7 @@ CHUNK_BYTES = 1 << 20
 RATIO, FREE_BYTES, RECORD_BYTES = 500, 128 << 20, 200
 """A file may unpack to `FREE_BYTES`, a larger one to `RATIO` times its size: text that repeats itself much reaches about 100.
 Each record counts as some bytes more, for those without text cost time as well."""
+WINDOW_BYTES = 1 << 31  # of zstd --long=31, as published dumps are packed
 SLICE_BYTES = 512  # bytes of zstd unpacked at once: four may stand for 128 KiB, which the library does not bound
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # raised by reading a damaged or truncated file
 
@@ -75,13 +76,14 @@ class _Pieces(io.RawIOBase):
         super().close()
 
 
-def zstd_pieces(data: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the content of zstd frames in pieces; EOFError: the data end inside a frame."""
+def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
+    """Yield the content of zstd frames in pieces; EOFError: the data end inside a frame. `window`: most bytes of its window (0: 128 MB);
+    memory is taken as it fills."""
     engine = None
     for packed in sliced(data):
         left = packed
         while left:
-            engine = engine or zstandard.ZstdDecompressor().decompressobj()
+            engine = engine or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
             yield engine.decompress(left)
             left = engine.unused_data if engine.eof else b""
             engine = None if engine.eof else engine
@@ -105,7 +107,7 @@ def unpacked(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) ->
         file: Any = gzip.GzipFile(fileobj=handle) if ending == ".gz" else lzma.LZMAFile(handle)  # noqa: SIM115  closed by what is around it
         raw = _Pieces(file, iter(partial(file.read1, CHUNK_BYTES), b""), unpacking)
     elif ending == ".zst":
-        raw = _Pieces(handle, zstd_pieces(iter(partial(handle.read, CHUNK_BYTES), b"")), unpacking)
+        raw = _Pieces(handle, zstd_pieces(iter(partial(handle.read, CHUNK_BYTES), b""), WINDOW_BYTES), unpacking)
     return io.BufferedReader(raw, CHUNK_BYTES)
 
 

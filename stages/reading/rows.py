@@ -22,6 +22,7 @@ CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
 BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16, which no UTF-8 has
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
+BROKEN_RECORDS = 10  # records that a broken one counts as: a line of brackets costs as much time as many
 LONGEST_TOKEN = 16  # characters that the rest of a number, name or escape may have, behind the place where the decoder stops
 FORMATS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
@@ -73,7 +74,11 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
     """Yield rows; a row whose text is not valid Unicode (it holds surrogates) becomes a fault."""
     for row in rows:
-        wrong = _broken(row.fields) if isinstance(row, Row) else None
+        try:
+            wrong = _broken(row.fields) if isinstance(row, Row) else None
+        except RecursionError:
+            yield Fault(row.number, "", "invalid_json", "is nested too deeply")
+            continue
         if wrong is None:
             yield row
         else:
@@ -228,6 +233,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
             twice = Fault(number, values.repeated, "repeated_name", "is there more than once") if values.repeated else None
             yield twice or _object(number, value)
         except _Broken as error:
+            unpacking.add(0, records=BROKEN_RECORDS)
             lines, whole = values.skip(), False
             at_end = not values.head()
             if at_end and values.damage:

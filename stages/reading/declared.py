@@ -1,0 +1,152 @@
+"""What the pages of a Parquet file and the messages of an Arrow stream say of themselves, read before anything is unpacked.
+
+A Parquet file's footer may declare less than its pages unpack to, and a packed Arrow message unpacks at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, BinaryIO
+
+HEAD_BYTES = (1 << 9, 1 << 16, 1 << 24)  # of a page's header: what most have, all but a few, and the most that Arrow reads
+DEPTH = 64  # most structs in one another, as Thrift has it
+
+
+def page_bytes(handle: BinaryIO, column: Any) -> int:
+    """Return the bytes that the pages of a Parquet column chunk unpack to, by their own headers, up to the first damaged one."""
+    at = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        at = min(at, column.dictionary_page_offset)
+    end, size = at + column.total_compressed_size, 0
+    while at < end:
+        for most in HEAD_BYTES:
+            handle.seek(at)
+            data = handle.read(most)
+            try:
+                packed, unpacked, length = _page(data)
+                break
+            except IndexError:
+                if len(data) == most < HEAD_BYTES[-1]:
+                    continue
+                return size  # Arrow's reader ends here, too
+            except ValueError:
+                return size
+        size += unpacked
+        at += length + packed
+    return size
+
+
+def _page(data: bytes) -> tuple[int, int, int]:
+    """Return a page's size packed and unpacked, and the length of its header (Thrift's compact protocol)."""
+    numbers: dict[int, int] = {}
+    at, field = 0, 0
+    while kind := data[at]:
+        at, field = at + 1, field + (kind >> 4)
+        if not kind >> 4:
+            field, at = _varint(data, at)
+            field = (field >> 1) ^ -(field & 1)
+        if kind & 15 == 5:
+            value, at = _varint(data, at)
+            numbers[field] = (value >> 1) ^ -(value & 1)
+        else:
+            at = _skipped(data, at, kind & 15, 0)
+    packed, unpacked = numbers.get(3, -1), numbers.get(2, -1)
+    if packed < 0 or unpacked < 0:
+        raise ValueError("a page has no size")
+    return packed, unpacked, at + 1
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
+    """Return the place after a value of a Thrift type."""
+    if depth > DEPTH:
+        raise ValueError("structs lie too deep in one another")
+    if kind in (1, 2):
+        return at
+    if kind in (3, 7):
+        return at + (1 if kind == 3 else 8)
+    if kind in (4, 5, 6):
+        return _varint(data, at)[1]
+    if kind == 8:
+        size, at = _varint(data, at)
+        return at + size
+    if kind == 12:
+        while head := data[at]:
+            at += 1
+            if not head >> 4:
+                at = _varint(data, at)[1]
+            at = _skipped(data, at, head & 15, depth + 1)
+        return at + 1
+    if kind in (9, 10):
+        head, at = data[at], at + 1
+        count, at = _varint(data, at) if head >> 4 == 15 else (head >> 4, at)
+        kinds = (head & 15,)
+    elif kind == 11:
+        count, at = _varint(data, at)
+        kinds, at = ((data[at] >> 4, data[at] & 15), at + 1) if count else ((), at)
+    else:
+        raise ValueError(f"a page's header has the type {kind}")
+    if count > len(data):
+        raise IndexError(count)
+    for _ in range(count):
+        for one in kinds:
+            at = at + 1 if one in (1, 2) else _skipped(data, at, one, depth + 1)
+    return at
+
+
+def stream_bytes(handle: BinaryIO) -> int:
+    """Return the bytes that the packed messages of an Arrow stream unpack to, by what stands before each packed buffer."""
+    place, total = handle.tell(), 0
+    try:
+        while len(head := handle.read(4)) == 4 and (size := struct.unpack("<i", head)[0]):
+            size = struct.unpack("<i", handle.read(4))[0] if size == -1 else size
+            if size <= 0:
+                break
+            buffers, length = _message(handle.read(size))
+            body = handle.tell()
+            for offset, packed in buffers:
+                handle.seek(body + offset)
+                total += max(0, struct.unpack("<q", handle.read(8))[0]) if packed >= 8 else 0
+            if length < 0:
+                break
+            handle.seek(body + length)
+    except (struct.error, IndexError, ValueError, OverflowError, OSError):
+        pass  # Arrow's reader names what is wrong, at the same place
+    finally:
+        handle.seek(place)
+    return total
+
+
+def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
+    """Return the packed buffers (place in the body, bytes) of a message, which is a FlatBuffer, and the length of its body."""
+
+    def field(table: int, number: int) -> int:
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        known = 4 + 2 * number < struct.unpack_from("<H", data, vtable)[0]
+        offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if known else 0
+        return table + offset if offset else 0
+
+    def at(place: int) -> int:
+        return int(place + struct.unpack_from("<I", data, place)[0])
+
+    message = at(0)
+    kind, header, body = field(message, 1), field(message, 2), field(message, 3)
+    which, batch = data[kind] if kind else 0, at(header) if header else 0
+    if which == 2 and (inner := field(batch, 1)):  # of a dictionary
+        batch = at(inner)
+    length = struct.unpack_from("<q", data, body)[0] if body else 0
+    if which not in (2, 3) or not batch or not field(batch, 3) or not (several := field(batch, 2)):
+        return [], length
+    start = at(several)
+    count = struct.unpack_from("<I", data, start)[0]
+    return [struct.unpack_from("<qq", data, start + 4 + 16 * n) for n in range(count)], length
