@@ -28,7 +28,7 @@ from puna.stages.io.layouts import Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.files import Job, address_of, jobs_of, suffix
 from puna.stages.reading.pages import repetitions
-from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, read_rows, stream_rows
+from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, is_text, read_rows, stream_rows
 from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.python_code import PythonFunction
 from puna.stages.verifiers.registry import from_text
@@ -230,7 +230,7 @@ def _example(kind: str, plan: Plan, row: dict[str, Any]) -> str | None:
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "replace").decode()
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
@@ -256,6 +256,8 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         if isinstance(row, Row):
             left.update(column for column, value in row.fields.items() if column not in fields and value not in EMPTY)
         values = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
+        if isinstance(values, dict) and not is_text(values):  # JSON inside of a text may hold what the text itself does not
+            values = Fault(row.number, "", "invalid_utf8", "holds halves of surrogate pairs, which are no Unicode text")
         if isinstance(values, Fault):
             fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
             if config.bad_rows == "refuse":
@@ -335,7 +337,7 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
     """Raise Refused for an invalid verifier, or one that names code outside the allowed modules: rows are untrusted."""
     try:
         todo = [from_text(text)]
-    except PunaError as error:
+    except (PunaError, RecursionError) as error:
         raise Refused(field, "names_code" if '"function"' in text else "no_verifier", str(error)) from error
     while todo:
         verifier = todo.pop()
