@@ -42,9 +42,8 @@ def is_artifact(text: str) -> bool:
     """True if a text names an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) rather than files."""
     kind, slash, key = text.partition("/")
     digits = key if slash else kind
-    if ALIAS.fullmatch(text):
-        return not Path(text).exists()
-    return (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")
+    is_key = (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")
+    return bool(ALIAS.fullmatch(text) or is_key) and not Path(text).exists()
 
 
 def alias_of(name: str) -> str:

@@ -115,6 +115,8 @@ def noised(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
         return embedded + torch.empty_like(embedded).uniform_(-bound, bound) if torch.is_grad_enabled() else embedded
 
     hook = model.model.embed_tokens.register_forward_hook(add) if alpha else None
-    yield
-    if hook is not None:
-        hook.remove()
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()

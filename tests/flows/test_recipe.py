@@ -517,6 +517,14 @@ def test_what_is_a_file(text: str) -> None:
     assert not is_artifact(text)
 
 
+def test_a_folder_whose_name_could_be_a_key_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2024", "documents/2024", "a@b"):
+        assert is_artifact(name) and not Path(name).exists()
+        Path(name).mkdir(parents=True)
+        assert not is_artifact(name)
+
+
 def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None:
     page = tmp_path / "news.jsonl"
     page.write_text('{"text": "x"}\n')
