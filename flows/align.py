@@ -1,4 +1,4 @@
-"""The flow `align`: a base model, imported or Puna's own, to an aligned model in rounds."""
+"""The flow `align`: from a base model (imported or Puna's own) to an aligned model, in rounds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def align(
 ) -> Output:  # fmt: skip
     """Align a model by supervised finetuning on gold answers, then in rounds; optionally with your own instructions and preferences.
 
-    A later round must pass its `gate` against the round before. The first refused round ends the flow, and the policy stays. `teacher`: a
-    better model with the same tokenizer, for the step `distill` before the rounds.
+    From round 2 on, a round must pass its `gate` against the previous round. The first refused round ends the flow; the previous round's
+    policy stays. `teacher`: a better model with the same tokenizer, for the step `distill` before the rounds.
     """
-    rounds = setting("rounds", 2, minimum=0, maximum=20, description="Rounds of alignment")
-    compared = switch("controls", True, description="Train and measure the control arms of each round, too")
+    rounds = setting("rounds", 2, minimum=0, maximum=20, description="Number of alignment rounds")
+    compared = switch("controls", True, description="Also train and evaluate each round's control arms")
     if rounds:
         learned_from(judged or [])
     tasks = step(prompts)

@@ -1,4 +1,4 @@
-"""The flow `curate`: raw pages to clean documents."""
+"""The flow `curate`: from raw pages to clean documents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BY_MODELS = SelectConfig.model_validate(
     {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
     | {"code_reasoning": {}, "quality": {}}
 )
-"""The rules of `select_model`, after all classifiers: only those on their scores, since the others were applied before."""
+"""The configuration of `select_model`: only rules on classifier scores, since `select` already applied the other rules."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def curate(
 ) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 
-    `documents`: extracted already, for example imported. Documents that contain `evaluations` or the recipe's `prompts` are removed.
-    `classifiers` replace the ones that would be trained.
+    `documents`: already extracted text, for example imported. Documents that contain `evaluations` or the recipe's `prompts` are removed.
+    `classifiers`: trained classifiers, used instead of training new ones.
     """
     models = _by_purpose(classifiers or [])
     held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]
@@ -84,7 +84,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """Return the flow's input documents: first extracted from pages, then given as documents."""
+    """Return the flow's input documents as one output: those extracted from pages, then those given as documents."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
@@ -100,7 +100,7 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
-    """Return the classifiers by the step that applies each. Raise PunaError for an unknown or repeated purpose."""
+    """Return purpose → classifier; a purpose is the name of the step that applies it. Raise PunaError if it is unknown or repeated."""
     by_purpose: dict[str, Output] = {}
     for output in classifiers:
         for item in output.items:
@@ -115,8 +115,8 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train the classifier that the step `purpose` applies, if the recipe has it; publish it for the next crawl as PURPOSE_classifier.
+    """Train the classifier for the step `purpose`, unless the recipe leaves it out; publish it for the next crawl as PURPOSE_classifier.
 
-    `off`: train only if the recipe names the training, since the step has its own model.
+    `off`: train only if the recipe names the training, since the step has a default model.
     """
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

@@ -1,4 +1,4 @@
-"""`experiments`: small runs that choose the mixture."""
+"""The flow `experiments`: small runs that choose the mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipeline`: raw pages to an aligned model."""
+"""The flow `pipeline`: from raw pages to an aligned model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pipeline(
     inputs: list[Files] | None = None, documents: list[Sourced] | None = None,
     classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
 ) -> Output:  # fmt: skip
-    """Turn raw pages or documents into an aligned model; `classifiers` replace the ones that would be trained."""
+    """Turn raw pages or documents into an aligned model; `classifiers` are used instead of training new ones."""
     curated = curate(inputs, documents, classifiers=classifiers)
     weights = experiments(curated.documents, curated.domains)
     model = pretrain(curated.documents, curated.domains, weights)

@@ -1,4 +1,4 @@
-"""The flow `pretrain`: clean documents to a base model."""
+"""The flow `pretrain`: from clean documents to a base model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pretrain(
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:
-    """Return the model size that small runs choose; None if the recipe sets its own."""
+    """Return the model size that small runs choose; None unless the recipe sets `train_chosen_size`."""
     size: Output | None = None
     if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
         surface = publish("law", step(law, ladders=[rungs]))

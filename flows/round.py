@@ -31,12 +31,12 @@ def round(
     """Run one more round of alignment: unused prompts, a candidate, and a gate, which alone moves `policy@latest`.
 
     The round continues from `policy@latest` or, if there is none, from any model given as `policy`. `pretrained`: the model that the reward
-    model starts from; by default the one that the lineage begins with. `pool`: your own prompts, with held-out ones to evaluate on; by
-    default the recipe's generators make them. `tasks`: folders of task files with their data, on which the candidate may not get worse. If
-    there is nothing new, the flow says so and ends.
+    model starts from; by default the first model of the lineage. `pool`: your own prompts, with held-out prompts for evaluation; by default
+    the recipe's generators make the prompts. `tasks`: folders of task files with their data, on which the candidate may not get worse. If
+    there are no new prompts or preferences, the flow says so and ends.
     """
     learned_from(judged or [])
-    rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Rounds that one run of the flow `round` makes")
+    rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Number of rounds in one run of the flow `round`")
     with current_walk().alone("round") as mine:
         if not mine:
             return tell("a round is at work in this store: this run leaves it to that one")
@@ -49,7 +49,7 @@ def _round(
     model: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output],
     tasks: Sequence[Output],
 ) -> bool:  # fmt: skip
-    """Make the next round, or finish an interrupted one; return whether another may follow."""
+    """Make the next round, or finish an interrupted round; return True if another round may follow."""
     store = current_walk().store()
     history = History.of(store, model.items[0]) if store and model.items and isinstance(model.items[0], Artifact) else History()
     if store and (open_ := unsettled(store, history.rounds)):
@@ -104,7 +104,7 @@ def _round(
 
 
 def _carry_out(store: Store, finished: Round) -> None:
-    """Move the aliases as the verdict says, and report it; a plan leaves them unchanged."""
+    """Carry out a round's verdict by moving the aliases, and report it; a plan changes nothing."""
     if current_walk().performs:
         tell(settle(store, finished))
 
@@ -114,7 +114,7 @@ def _as_output(artifact: Artifact) -> Output:
 
 
 def _all(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """Return the artifacts used before and those given now, each content once."""
+    """Return the earlier and the new artifacts, leaving out new artifacts with the content of an earlier artifact."""
     digests = {item.data_digest for item in earlier}
     new = [o for o in new_outputs if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
     return (*map(_as_output, earlier), *new)
@@ -137,7 +137,7 @@ def _more(config: NewPromptsConfig) -> int:
 
 
 def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig:
-    """Return the generators' configuration with enough training prompts to hold `more` unused ones of each task; without references."""
+    """Return the generators' configuration with enough training prompts to hold `more` unused prompts of each task, and no references."""
     most = max((used[task.name or task.task] for task in config.tasks), default=0)
     return config.model_copy(update={"train": max(config.skip + config.train, most) + more, "skip": 0, "references": False})
 

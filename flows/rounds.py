@@ -1,4 +1,4 @@
-"""One round of alignment: its steps, the control arms beside them, and its output for the next one."""
+"""One round of alignment: its steps, its control arms, and its output for the next round."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from puna.storage import Artifact, PunaError
 ITERATIONS = 3
 """Number of parts in which an arm is sampled and finetuned, each with an equal share of checks and updates."""
 AGAIN = Step("sft_again", "sft_again", sft, off=True)
-"""A round's finetuning on its own right answers."""
+"""The step that finetunes a round's policy on the policy's own right answers."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
-"""The prompts on which the weights of the average are searched."""
+"""The configuration of the prompts on which the weights of the average are searched."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def controls(
     The arms of `_equal` replace the round's last training. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
     many updates as the round. They train on demonstrations, alone or with chosen answers, with synthetic answers, or with one more answer
     per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With `sample_instead` it also learns from pairs
-    of the finetuned model's own answers, and another arm is finetuned on those that verifiers accept. One arm omits the last training.
+    of the finetuned model's own answers, and another arm is finetuned on those accepted by verifiers. One arm omits the last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replaced("more_steps", _last_updates())
@@ -199,7 +199,7 @@ def controls(
     arms = _equal(number, made, gold, tasks, heldout, arm) if trains else []
     if not switch("ablations", True, description="Also run control arms with smaller budgets, which show the gain of parts of the round"):
         return arms
-    # Made now, since two arms that may run in parallel learn from it.
+    # Computed now, since two arms that may run in parallel learn from this output.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
     arms += [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
@@ -214,8 +214,8 @@ def _equal(
     """Return the arms that replace the round's last training with an equal budget, where the recipe names `sft_equal`.
 
     The policy after DPO is finetuned by `_taught` on the right answers with the highest reward, or trained by RL where the recipe names
-    `grpo_equal`. `more_controls` adds finetuning on all distinct right answers; on ranked ones in `ITERATIONS` parts; on half of these,
-    then half of RL, unless the round is so. Where the recipe names `evaluate_best`, the first also answers held-out prompts by best of n.
+    `grpo_equal`. `more_controls` adds finetuning on all distinct right answers; on ranked answers in `ITERATIONS` parts; on half as many,
+    then RL of half the length, unless the round itself does both. With `evaluate_best`, the first also answers by best of n.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
@@ -231,7 +231,7 @@ def _equal(
             arm(name, trained)
 
     def finetuned() -> None:
-        # In turn, since both learn from the same samples.
+        # One after the other, since both arms learn from the same samples.
         if reward:
             arm("ranked", lessons("ranked", model=start, ranked=True, samples="equal"))
         if more or not reward:
@@ -308,7 +308,7 @@ def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
 
 
 def new_prompts(number: int) -> Output:
-    """Return new training prompts for round `number`: the slice after those of the first finetuning, of development and of earlier rounds.
+    """Return new training prompts for round `number`: the slice after the prompts of the first finetuning, development and earlier rounds.
 
     The seed and the held-out share stay the same, so no held-out question becomes a training question. The prompts have no gold answers:
     a round learns from demonstrations and preferences, not from references that its controls do not get.
@@ -318,7 +318,7 @@ def new_prompts(number: int) -> Output:
 
 
 def development_prompts() -> Output | None:
-    """Return prompts for the search of an average's weights, from between the first finetuning's and the rounds'; None if not needed."""
+    """Return the prompts on which an average's weights are searched, which no training uses; None if the recipe averages nothing."""
     if not _development():
         return None
     pool = _slice("development_pool", 0, _set_aside())
@@ -326,7 +326,7 @@ def development_prompts() -> Output | None:
 
 
 def _slice(label: str, first: int, count: int) -> Output:
-    """Return `count` training prompts of each task, `first` places after those of the first finetuning."""
+    """Return `count` training prompts of each task, from `first` places after the prompts of the first finetuning on."""
 
     def of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + first
@@ -336,7 +336,7 @@ def _slice(label: str, first: int, count: int) -> Output:
 
 
 def _set_aside() -> int:
-    """Return the number of prompts of each task that no round learns from."""
+    """Return the number of prompts of each task that are reserved for development."""
     return prompts_taken(_development())
 
 

@@ -14,15 +14,15 @@ from puna.stages.evaluation.evaluate import evaluate
 from puna.storage import Artifact
 
 RATES = {"harmful": "violations", "borderline": "false refusals"}
-"""The mistake in each task of `refusal_prompts`."""
+"""Task of `refusal_prompts` → name of the mistake in it."""
 
 
 @flow
 def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Output, Kind("preferences")]]) -> Output:
     """Train a model by DPO on preferences between refusals and other answers, and measure both mistakes beside control arms.
 
-    Violations are answers to harmful held-out prompts, false refusals are refusals of borderline ones. An answer that was cut off counts as
-    a mistake. Arms: the given model; the given model and the policy with a system message, if the recipe names `told`; the given model
+    Violations are answers to harmful held-out prompts, false refusals are refusals of borderline prompts. A cut-off answer counts as a
+    mistake. Arms: the given model; the given model and the policy with a system message, if the recipe names `told`; the given model
     finetuned on the better answers, if the recipe names `sft`.
     """
     tasks = step(refusal_prompts, preferences=judged)

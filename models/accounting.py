@@ -1,8 +1,8 @@
-"""The cost of a model, from its configuration: parameters, floating-point operations, memory.
+"""The cost of a model, from its configuration: parameters, FLOPs, memory.
 
-A multiply-add counts as two operations. The backward pass of a matrix product costs twice its forward
-pass, which gives the usual 6 operations per parameter and token; attention's products with the keys and values are added, counted exactly
-for a document mask. Norms, rotations and the softmax are left out: together they stay far below a percent of the arithmetic.
+A multiply-add counts as two FLOPs. The backward pass of a matrix product costs twice its forward pass, which gives the usual
+6 FLOPs per parameter and token; attention's products with the keys and values are added, counted exactly for a document mask. Norms,
+rotations and the softmax are left out: together they take far less than one percent of the FLOPs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
 
 
 def _pair_flops(config: ModelConfig) -> int:
-    """Return the operations of one query-key pair in all heads of a layer: a score and a value's share."""
+    """Return the FLOPs of one query-key pair in all heads of a layer: a score, and the weighted value."""
     return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
-    """Return the operations of one forward pass over documents of these lengths (tokens), packed in any way."""
+    """Return the FLOPs of one forward pass over documents of these lengths (tokens), packed in any way."""
     lengths = list(lengths)
     pairs = sum(count * seen_keys(lengths, window) for window, count in Counter(config.windows).items())
     return 2 * matrix_parameters(config) * sum(lengths) + _pair_flops(config) * pairs
 
 
 def forest_flops(config: ModelConfig, forest: Forest) -> int:
-    """Return the operations of one forward pass over a forest, all its tokens through the output layer."""
+    """Return the FLOPs of one forward pass over a forest, with all its tokens through the output layer."""
     keys = forest.mask.depths + 1
     pairs = sum(
         count * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for window, count in Counter(config.windows).items()
@@ -55,7 +55,7 @@ def forest_flops(config: ModelConfig, forest: Forest) -> int:
 
 
 def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
-    """Return the operations of forward and backward over documents of these lengths (tokens)."""
+    """Return the FLOPs of a forward and a backward pass over documents of these lengths (tokens)."""
     return 3 * forward_flops(config, lengths)
 
 
@@ -93,7 +93,7 @@ def _layer_elements(config: ModelConfig) -> int:
 def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False) -> int:
     """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
-    With activation checkpointing it keeps each layer's input, and everything of the one layer that is computed again. The output layer
+    With activation checkpointing, these are each layer's input, and all elements of the one layer that is computed again. The output layer
     works in chunks and keeps its inputs' gradient instead of logits.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -106,16 +106,16 @@ def peak_bytes(
     config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False, accumulated: bool = False,
     moments: int = 8,
 ) -> int:  # fmt: skip
-    """Return the largest memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
+    """Return the peak memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
     It is the sum of weights and moments, gradients of earlier micro-batches if `accumulated`, and the largest of four stages of the step:
 
-    1. the output layer: what the forward pass kept, that layer's inputs and their gradient, its weights' gradient,
-       and either a chunk of logits or that gradient scaled;
-    2. the backward pass of SwiGLU in the last layer: its product is done with, three gradients of its size and
-       that of the layer's output are there, and the gradients of the output layer and of the down projection;
-    3. the same in the first layer: nothing else is kept any more, but all other layers' gradients are there;
-    4. the end: all gradients, the one that the embedding adds to a tied output layer's, and the embedding's inputs.
+    1. the output layer: the activations that the forward pass kept, this layer's inputs and their gradient, the gradient of
+       its weights, and either a chunk of logits or a scaled copy of the weights' gradient;
+    2. the backward pass of SwiGLU in the last layer: its product is freed; three gradients of the product's size, the gradient
+       of the layer's output, and the weight gradients of the output layer and of the down projection exist;
+    3. the same in the first layer: no other layer's activations are kept, but the gradients of all other layers exist;
+    4. the end: all gradients, the embedding's part of the gradient of a tied output layer, and the embedding's inputs.
     """
     element, counts = ELEMENT_BYTES[precision], parameters(config)
     width, layers, inner = config.hidden_size, config.num_hidden_layers, config.intermediate_size
@@ -123,7 +123,7 @@ def peak_bytes(
     if config.moe is not None:
         inner = config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
         down = config.moe.num_experts * width * config.moe.moe_intermediate_size
-    # In bf16 beside fp32 weights; each micro-batch's gradients are in the type that the model computes in.
+    # bf16 weights are beside fp32 weights; a micro-batch's gradients have the type that the model computes in.
     resting = (moments + (4 if precision == "fp32" else 6)) * counts.total + (4 * counts.total if accumulated else 0)
     limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
     chunk = min(limit, element * tokens * config.vocab_size)
@@ -138,12 +138,12 @@ def peak_bytes(
     beside = vocabulary if config.tie_word_embeddings or not fresh else 0
     end = element * (fresh * counts.total + beside + 2 * tokens * width)
     if precision == "bf16" and not accumulated:
-        end = max(end, 4 * counts.total)  # the gradients in fp32, which those in bf16 make way for
+        end = max(end, 4 * counts.total)  # the fp32 gradients, which replace the bf16 gradients
     return resting + max(output, last, first, end)
 
 
 def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
-    """Return the keys and values of `tokens` tokens during generation, or the latents that they are computed from, in bytes."""
+    """Return the bytes of the keys and values of `tokens` tokens during generation (MLA: of the latents that replace them)."""
     width = config.num_key_value_heads * (config.head_dim + config.value_dim)
     if config.mla is not None:
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
@@ -171,7 +171,7 @@ def optimizer_bytes(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one training step, by what they are spent on."""
+    """Seconds of one training step for matrix products, attention and memory traffic."""
 
     matrices: float
     attention: float
@@ -197,8 +197,8 @@ def step_time(
 
 
 def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
-    """Return the operations of a training step per byte that it must move: elementwise work, the update, and each matrix read for the
-    forward and the backward pass and its gradient written. Below a machine's `ops_per_byte` memory sets the pace."""
+    """Return the FLOPs of a training step per byte that it must move: for elementwise work, the update, and each matrix, read for the
+    forward and the backward pass, with its gradient written. Below a machine's `ops_per_byte`, the step is memory-bound."""
     lengths = list(lengths)
     matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
     moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices
@@ -207,7 +207,7 @@ def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """Minimum seconds of one step of generation: of its operations, and of the bytes that it reads, which may overlap."""
+    """Minimum seconds of one step of generation: for its FLOPs, and for the bytes that it reads; the two may overlap."""
 
     operations: float
     memory: float
@@ -218,8 +218,8 @@ class DecodeTime:
 
 
 def decode_time(config: ModelConfig, answers: int, context: int, machine: Machine, precision: Precision = "fp32") -> DecodeTime:
-    """Return the least time (the roofline of Williams et al. 2009) of a step that draws a token of each answer, the `context`-th of its
-    sequence. Weights (of all experts) and each sequence's keys and values are read once; kernel launches are not counted."""
+    """Return the minimum time (the roofline of Williams et al. 2009) of a step that draws one token of each answer, token number `context`
+    of its sequence. Weights (of all experts) and each sequence's keys and values are read once; kernel launches are not counted."""
     counts, matrices = parameters(config), 2 * matrix_parameters(config)
     attention = forward_flops(config, [context]) - forward_flops(config, [context - 1]) - matrices
     weights = ELEMENT_BYTES[precision] * (counts.total - (0 if config.tie_word_embeddings else counts.embedding))

@@ -1,7 +1,7 @@
 """Processes that run untrusted programs within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
 
 A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since an untrusted program
-may have written them. A user's own programs run so, too, with the user's environment.
+may have written them. A user's own programs run in the same way, with the user's environment.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-SECONDS = 1.0  # seconds of computing that one request may take
-PATIENCE = 30.0  # seconds to wait for an answer, whatever else the machine does
-CLOCK = 10.0  # seconds by the clock for each that a user's program may compute: it may wait, and the machine may be busy
-START_SECONDS = 120.0  # seconds that a process may take to load what it needs
-GRACE_SECONDS = 5.0  # seconds after which a user's program whose parent is gone ends by itself
+SECONDS = 1.0  # maximum CPU seconds of one request
+PATIENCE = 30.0  # maximum seconds to wait for an answer
+CLOCK = 10.0  # seconds of wall time per CPU second of a user's program: it may wait, and the machine may be busy
+START_SECONDS = 120.0  # maximum seconds for a process to start
+GRACE_SECONDS = 5.0  # seconds beyond its wall time after which a user's program without a parent ends itself
 MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
-CHARACTERS = 1 << 25  # most bytes of an answer
-PROGRAMS = 64  # most programs that a process remembers
+CHARACTERS = 1 << 25  # maximum bytes of an answer
+PROGRAMS = 64  # maximum programs that a process remembers
 
 
 class LimitError(RuntimeError):
@@ -38,9 +38,9 @@ class LimitError(RuntimeError):
 
 
 class Process:
-    """A process that answers requests one at a time. It starts with the first request, and again after one that ended it, or when
-    what it is started with has changed: the path of modules, and its `arguments`. `module`: its function `serve` is what the process
-    runs. `own`: it runs the user's own code, which has this process's environment, and `CLOCK` times its seconds by the clock."""
+    """A process that answers requests one at a time. It starts at the first request, and again if it has ended, if `sys.path` or
+    `arguments` have changed, or if it remembers `PROGRAMS` programs. `module`: the process runs this module's function `serve`.
+    `own`: the process runs the user's own code, with this process's environment and `CLOCK` seconds of wall time per CPU second."""
 
     def __init__(self, module: str, own: bool = False, arguments: Callable[[], list[str]] = list) -> None:
         self._module, self._own, self._arguments = module, own, arguments
@@ -53,10 +53,10 @@ class Process:
         self._popen: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
         self._command: list[str] = []
-        self.known: set[bytes] = set()  # what the running process remembers
+        self.known: set[bytes] = set()  # keys that the running process remembers
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return the answer to a request that computes at most `seconds`. `more` is sent along if the process does not know `key` yet.
+        """Return the answer to a request of at most `seconds` CPU seconds. `more` is sent along if the process does not know `key` yet.
         Raise LimitError if the request takes too much time or memory."""
         patience = seconds * CLOCK if self._own else PATIENCE
         with self._lock:

@@ -20,7 +20,7 @@ SIZES = (
 )  # fmt: skip
 """Fields of a configuration that are the length of some tensor's side, or the number of layers."""
 ADAPTER_BYTES = 1 << 20  # maximum bytes of an adapter's configuration
-ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # kinds of adapters whose numbers are all in their file
+ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # adapter types whose parameters are all in their file
 STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations of LoRA that do not change the model's own weights
 PATTERNS = 1 << 11  # maximum patterns by which an adapter chooses modules
 
@@ -39,7 +39,7 @@ def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size in a configuration that is not a whole number, or for more layers than any model has."""
+    """Raise ValueError for a size in a configuration that is not a whole number, or for more than `LAYERS` layers."""
     for name in SIZES:
         value = raw.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -71,8 +71,8 @@ def weight_names(index: Path) -> Sequence[str]:
 
 
 def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
-    """Raise ValueError for an adapter's configuration that is of an unknown kind, repeats layers, or has patterns that take too long.
-    `modules`: the names of the model's modules, which the patterns are matched with."""
+    """Raise ValueError for an adapter's configuration that cannot be merged, repeats layers, or has invalid or slow patterns.
+    `modules`: names of the model's modules, against which the patterns are matched."""
     if (kind := raw.get("peft_type")) not in ADAPTERS:
         raise ValueError(f"peft_type = {kind!r} cannot be merged (only {', '.join(ADAPTERS)})")
     if (start := raw.get("init_lora_weights")) not in STARTS:
@@ -96,7 +96,7 @@ _process = Process(__name__)
 
 
 def serve() -> None:
-    """Match the patterns on standard input with names of modules, as PEFT does (`bounded_process.py`)."""
+    """Serve `check_adapter`: match patterns against module names as PEFT does, within limits; answer only with errors."""
 
     def answer(key: bytes, context: Any, request: Any) -> dict[str, Any]:
         patterns, modules = request

@@ -13,19 +13,19 @@ from puna.models.settings import Settings
 class RopeScaling(Settings):
     """Stretched rotary frequencies for contexts longer than the first training's.
 
-    linear: every frequency is divided by `factor` (Chen et al. 2023). llama3: only wavelengths longer than
-    `original_max_position_embeddings / low_freq_factor` tokens are; those shorter than `.../ high_freq_factor`
-    stay, and between the two the change is gradual (Llama 3.1). yarn: pairs of elements that turn more than `beta_fast` times
-    over the original context stay, those that turn less than `beta_slow` times are divided, and between the two the change is
-    linear in the pair's number; queries and keys grow by 0.1 ln(factor) + 1 (Peng et al. 2023).
+    linear: every frequency is divided by `factor` (Chen et al. 2023). llama3: frequencies with a wavelength above
+    `original_max_position_embeddings / low_freq_factor` tokens are divided, frequencies with a wavelength below
+    `.../ high_freq_factor` stay, and between the two the change is gradual (Llama 3.1). yarn: frequencies of more than `beta_fast`
+    turns over the original context stay, frequencies of fewer than `beta_slow` turns are divided, and between the two the change is
+    linear in the frequency's index; queries and keys are multiplied by 0.1 ln(factor) + 1 (Peng et al. 2023).
     """
 
     rope_type: Literal["linear", "llama3", "yarn"] = Field(description="linear: all frequencies alike; llama3, yarn: long wavelengths only")
     factor: float = Field(ge=1, description="Divisor of the frequencies")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above the original context over this are divided in full")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context over this stay")
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above the original context / this are stretched in full")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context / this stay")
     beta_fast: float = Field(32.0, gt=0, description="yarn: turns over the original context above which frequencies stay")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: turns over the original context below which they are divided in full")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: turns over the original context below which frequencies are divided in full")
     original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn: context of the first training, tokens")
 
     @model_validator(mode="after")
@@ -44,7 +44,7 @@ class RopeScaling(Settings):
 
     @property
     def growth(self) -> float:
-        """Return the factor of the rotated queries and keys."""
+        """Return the factor by which rotated queries and keys are multiplied."""
         return 0.1 * math.log(self.factor) + 1 if self.rope_type == "yarn" else 1.0
 
     def stretched(self, frequencies: list[float], theta: float) -> list[float]:
@@ -69,8 +69,8 @@ class RopeScaling(Settings):
 class Moe(Settings):
     """A mixture of experts in place of each feed-forward block.
 
-    Each token goes to the `num_experts_per_tok` experts of highest router probability, weighted by those
-    probabilities, which are made to sum to one where `norm_topk_prob`.
+    Each token goes to the `num_experts_per_tok` experts of highest router probability, weighted by these
+    probabilities, which are scaled to add up to 1 if `norm_topk_prob`.
     """
 
     num_experts: int = Field(ge=1, description="Experts per layer")
@@ -101,16 +101,16 @@ class Mla(Settings):
 
 
 class ModelShape(Settings):
-    """Sizes of the decoder, and which of the family's variations it has. Widths are in elements."""
+    """Sizes of the decoder, and its variations of a plain Llama. Widths are in elements."""
 
     hidden_size: int = Field(ge=1, description="Width of the model")
     intermediate_size: int = Field(ge=1, description="Width of the feed-forward blocks")
     num_hidden_layers: int = Field(ge=1, description="Layers")
     num_attention_heads: int = Field(ge=1, description="Query heads")
     num_key_value_heads: int = Field(ge=1, description="Key-value heads, shared evenly by the query heads (MHA, GQA or MQA)")
-    head_dim: int = Field(0, ge=0, description="Width of a query or key head; 0: hidden_size / num_attention_heads, or as mla has it")
+    head_dim: int = Field(0, ge=0, description="Width of a query or key head; 0: hidden_size / num_attention_heads, or with mla its widths")
     rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary position frequencies")
-    rope_scaling: RopeScaling | None = Field(None, description="Stretching of those frequencies for a longer context; null: none")
+    rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies for a longer context; null: none")
     rms_norm_eps: float = Field(1e-5, gt=0, lt=1, description="Added to the mean square in RMSNorm")
     tie_word_embeddings: bool = Field(False, description="The output layer shares the embedding's matrix")
     initializer_range: float = Field(0.02, gt=0, le=1, description="Standard deviation of the initial weights")
@@ -118,12 +118,12 @@ class ModelShape(Settings):
         False, description="Start with layers that add nothing and equally likely tokens: o_proj, down_proj and untied output layer are 0"
     )
     sliding_window: int | None = Field(None, ge=1, description="Tokens that a query sees, itself included; null: all before it")
-    sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with that window, counted from 0; null: all")
+    sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with the sliding window, counted from 0; null: all")
     qkv_bias: bool = Field(False, description="Biases of the query, key and value projections")
     o_bias: bool = Field(False, description="Bias of the attention's output projection")
     qk_norm: bool = Field(False, description="RMSNorm on each query and key head before rotation")
     final_logit_softcapping: float | None = Field(None, gt=0, description="Bound c of the logits: c tanh(logit / c) (Gemma 2: 30)")
-    parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input and add up (PaLM)")
+    parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input; their outputs are added (PaLM)")
     moe: Moe | None = Field(None, description="Mixture of experts in place of the feed-forward blocks; null: none")
     mla: Mla | None = Field(None, description="Multi-head latent attention; null: none")
 
@@ -181,7 +181,7 @@ class ModelConfig(ModelShape):
 
     vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")
-    reward_pooling: Literal["last", "mean"] = Field("last", description="Where a reward is read: an answer's last token, or all its tokens")
+    reward_pooling: Literal["last", "mean"] = Field("last", description="Where a reward is read: last token of an answer, or mean over all")
     model_type: str = Field("", description="Layout of a checkpoint; empty: the first family that can hold the model")
 
     @model_validator(mode="after")

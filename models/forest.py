@@ -18,8 +18,8 @@ from puna.kernels.attention import ForestMask
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Tokens [T] int64, subtree ends [T] int32 and position ids [T] int64, depth first. `end[k]` is one past the last token below k, itself
-    included. Intervals nest; where given ones do not, `mask` raises ValueError and says where."""
+    """Tokens [T] int64, subtree ends [T] int32 and position ids [T] int64, depth first. `end[k]` is one past the last token of k's
+    subtree. The intervals k .. end[k] must nest; if they do not, `mask` raises ValueError and says where."""
 
     tokens: Tensor
     end: Tensor
@@ -30,7 +30,7 @@ class Forest:
 
     @staticmethod
     def pack(documents: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """Return documents side by side; none sees another. Raise ValueError for an empty document."""
+        """Return a forest of documents side by side; none sees another. Raise ValueError for an empty document, or for no documents."""
         parts = [_ids(document) for document in documents]
         _refuse_empty(parts, "document")
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
@@ -41,7 +41,7 @@ class Forest:
 
     @staticmethod
     def branch(prompt: Sequence[int] | Tensor, answers: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """Return a prompt with its answers as branches; each sees the prompt and itself.
+        """Return a forest of a prompt and its answers. An answer sees the prompt and itself. Raise ValueError if one of them is empty.
 
         Answer i starts at `len(prompt) + sum(len(a) for a in answers[:i])`.
         """
@@ -59,7 +59,7 @@ class Forest:
 
     @staticmethod
     def concatenate(forests: Sequence[Forest]) -> Forest:
-        """Return forests side by side in one row; tokens move right by the lengths of the forests before."""
+        """Return one forest with `forests` side by side; a forest starts at the sum of the lengths of the forests before it."""
         if not forests:
             raise ValueError("Forest.concatenate needs at least one forest")
         ends, offset = [], 0
@@ -79,7 +79,7 @@ class Forest:
 
     @cached_property
     def parents(self) -> Tensor:
-        """Return [T] int64, the token before each token on its own path; -1 at the first token of a tree.
+        """Return [T] int64: the index of the token before each token on its path from the root; -1 at the first token of a tree.
 
         With `children = (forest.parents >= 0).nonzero()[:, 0]`, the pairs
         `(forest.parents[children], forest.tokens[children])` are all next-token predictions: the inputs of

@@ -39,7 +39,7 @@ GPUS = {
     "L4": DataSheet(121e12, 0.3e12, 24e9, 32e9, 12.5e9),
     "RTX 4090": DataSheet(165e12, 1.0e12, 24e9, 32e9, 12.5e9),
 }
-"""Data sheets by a part of the GPU's name."""
+"""Data sheets by substrings of the GPU's name."""
 
 
 def data_sheet(name: str) -> DataSheet:
@@ -55,7 +55,7 @@ class Machine:
     """Rates of one device.
 
     matrix_flops     operations per second of the matrix products of a training step
-    attention_flops  operations per second of attention, forward and backward, as the model counts them
+    attention_flops  operations per second of attention, forward and backward, as counted by `accounting.py`
     bandwidth        bytes per second that elementwise work reads and writes, measured on SwiGLU
     """
 
@@ -65,13 +65,13 @@ class Machine:
 
     @property
     def ops_per_byte(self) -> float:
-        """Arithmetic intensity at which matrix products and memory take equally long."""
+        """Return the arithmetic intensity at which matrix products and memory traffic take equally long."""
         return self.matrix_flops / self.bandwidth
 
     @staticmethod
     def of(sheet: DataSheet) -> Machine:
-        """Return the rates of a GPU in bf16. Good kernels reach these shares of the data sheet: 0.75 of the matrix rate, 0.5 in attention,
-        0.85 of the bandwidth."""
+        """Return the rates of a GPU in bf16: 0.75 of the data sheet's matrix rate, 0.5 of it in attention, and 0.85 of the bandwidth, which
+        good kernels reach."""
         return Machine(0.75 * sheet.flops, 0.5 * sheet.flops, 0.85 * sheet.bandwidth)
 
     @staticmethod
@@ -81,7 +81,7 @@ class Machine:
 
 
 def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, seconds: float = 0.15) -> float:
-    """Return the shortest time of one call, in seconds."""
+    """Return the seconds of the fastest call, after one untimed call; call at least `tries` times, for at least `seconds` in all."""
     function()
     best, start, count = float("inf"), clock(), 0
     while count < tries or clock() - start < seconds:
@@ -146,7 +146,7 @@ def generation_room(device: torch.device, sequences: int | None, step_tokens: in
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a model may take by default: nine tenths of a GPU's free memory, four fifths of the host's."""
+    """Return the bytes that a model may take by default: nine tenths of a GPU's free memory, or four fifths of the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * 9 // 10
     try:
@@ -159,6 +159,6 @@ def free_memory(device: torch.device) -> int:
 
 @cache
 def bf16_pays() -> bool:
-    """True if this CPU multiplies much faster in bf16 than in fp32, as with AVX-512 bf16; with AVX2 it takes 180 times as long."""
+    """True if this CPU multiplies much faster in bf16 than in fp32, as with AVX-512 bf16; with AVX2, bf16 takes 180 times as long."""
     fast, full = (matrix_rate(256, 0.1, dtype) for dtype in (torch.bfloat16, torch.float32))
     return fast > 1.25 * full

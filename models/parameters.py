@@ -24,12 +24,12 @@ class Parameters:
 
     @property
     def layers(self) -> int:
-        """Parameters of the layers' matrices, without embedding and output layer."""
+        """Return the number of parameters of attention and feed-forward blocks, without norms, embedding and output layer."""
         return self.attention + self.feed_forward
 
 
 def parameters(config: ModelConfig) -> Parameters:
-    """Return the parameters of the language model with this configuration; all experts are counted."""
+    """Return the numbers of parameters of the language model with this configuration; all experts are counted."""
     width, layers = config.hidden_size, config.num_hidden_layers
     vocabulary = config.vocab_size * width
     experts = 1 if config.moe is None else config.moe.num_experts
@@ -64,7 +64,7 @@ def _attention_biases(config: ModelConfig) -> int:
 
 
 def _feed_forward_matrices(config: ModelConfig) -> int:
-    """Return the parameters of the dense block's matrices, or of one expert's."""
+    """Return the number of parameters in the matrices of a layer's feed-forward block, or of one expert."""
     inner = config.intermediate_size if config.moe is None else config.moe.moe_intermediate_size
     return 3 * config.hidden_size * inner
 
@@ -74,7 +74,7 @@ def _router(config: ModelConfig) -> int:
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Return the parameters that multiply each token: the layers' matrices with `top_k` experts, and the output layer, tied or not."""
+    """Return the number of parameters that multiply a token: the layers' matrices with `top_k` experts, and the (tied) output layer."""
     top_k = 1 if config.moe is None else config.moe.num_experts_per_tok
     layer = _attention_matrices(config) + top_k * _feed_forward_matrices(config) + _router(config)
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size

@@ -84,7 +84,7 @@ class ServingSettings(Settings):
 
 
 def without_vllm(engine: str, field: str) -> list[str]:
-    """Return a complaint about a field that names an engine which is not installed."""
+    """Return a list with a complaint if `engine` is vllm and vLLM is not installed. `field`: the setting's name."""
     missing = engine == "vllm" and find_spec("vllm") is None
     return [f"{field}: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
 
@@ -95,7 +95,7 @@ def guesses(speculate: int, draft: object) -> int:
 
 
 def prepared(model: Transformer, weights: Weights) -> Transformer:
-    """Return the model, quantised in place to `weights`; raise ValueError if it cannot be quantised so."""
+    """Return the model, quantised in place to `weights`; raise ValueError if that is not possible."""
     from puna.models.formats.quantised import quantise
 
     return model if weights == "same" else quantise(model, weights)
@@ -105,8 +105,8 @@ def engine_of(
     model: Transformer, tokenizer: Tokenizer | None, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return the engine of a model, and of its draft if there is one; both are quantised in place. `limits`: its arguments. `held`:
-    the group in which this model is one rank's part. Raise ValueError if the draft has another tokenizer."""
+    """Return the engine of a model, and of its draft if there is one; both are quantised in place. `limits`: arguments of `Engine`.
+    `held`: the parallel group of which this model is one rank's part. Raise ValueError if the draft has another tokenizer."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine

@@ -15,7 +15,7 @@ NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extr
 
 
 class Settings(BaseModel):
-    """The base of settings: frozen; unknown names are errors. A partial group takes its other values from its field's default."""
+    """The base of settings: frozen; unknown names are errors. A group with only some values takes the others from its field's default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
 
@@ -74,7 +74,7 @@ def did_you_mean(wrong: str, names: Iterable[str]) -> str:
 
 
 def problems(error: ValidationError) -> str:
-    """Return an error as one line: `field: problem (got value)`, field by field."""
+    """Return a validation error as one line, with `field: problem (got value)` for each field."""
     messages = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))

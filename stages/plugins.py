@@ -1,7 +1,7 @@
 """Code from outside Puna: stages, signals, rules, verifiers, losses and flows of other packages and of a user's files.
 
-A package offers them by entry points in one of the `GROUPS`; each names a module, whose import runs declarations
-(`@stage`, …), or one object. A user's own file is named on the command line, `--module mine.py`, and may declare anything.
+A package offers them by entry points in one of the `GROUPS`. An entry point names an object, or a module whose import runs
+declarations (`@stage`, …). A user's own file is named on the command line, `--module mine.py`, and may declare anything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def offers(group: str) -> dict[str, object]:
 
 
 def broken() -> list[str]:
-    """Return one sentence for each plugin that could not be imported: name, package, error."""
+    """Return one sentence for each plugin that could not be loaded: name, package, reason."""
     return list(_broken.values())
 
 
@@ -74,7 +74,7 @@ def _load(entry: EntryPoint) -> None:
 def add(text: str) -> ModuleType:
     """Import the Python file or dotted module that `--module` names; raise PunaError if that fails.
 
-    A file's folder is appended to `sys.path`, so that it can import its neighbours; its module is named after it.
+    A file's folder is appended to `sys.path`, so that the file can import its neighbours; the module is named after the file.
     """
     name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
     if file:
@@ -89,14 +89,14 @@ def add(text: str) -> ModuleType:
 
 
 def added() -> dict[str, str]:
-    """Return the added modules in order: name → file, empty for a dotted module. Workers add the same ones."""
+    """Return the modules that `add` imported, in order: name → file ("" for a dotted module). Workers import them, too."""
     return dict(_modules)
 
 
 def is_allowed(module: str) -> bool:
     """True if data may name functions of a module: a person added it, or an installed package offers plugins from it.
 
-    Puna's own modules are not allowed: its verifiers have names.
+    Puna's own modules are not allowed: data refer to Puna's verifiers by name.
     """
     if module.split(".")[0] == "puna":
         return False

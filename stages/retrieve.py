@@ -1,4 +1,4 @@
-"""Passages of documents for a question, by BM25 (Robertson and Zaragoza 2009) over one reading of the documents.
+"""Passages of documents for a question, ranked by BM25 (Robertson and Zaragoza 2009) in one pass over the documents.
 
 With N documents, n of them with a word, f times in a document of length l words (mean L), a document's score is the sum over the
 question's words of log(1 + (N - n + 1/2) / (n + 1/2)) f (k + 1) / (f + k (1 - b + b l / L)), k = 1.2, b = 0.75.
@@ -29,7 +29,7 @@ class Passage(NamedTuple):
 
 
 def passages(questions: Sequence[str], documents: Artifact, most: int, words: int = 150) -> list[list[Passage]]:
-    """Return the `most` best documents for each question (score above 0), cut to the best `words` neighbouring words."""
+    """Return at most `most` documents for each question (score above 0), the best first, cut to the best `words` consecutive words."""
     queries = [set(_words(question)) for question in questions]
     terms = set().union(*queries)
     frequency, hits, lengths, total = Counter[str](), [], [], 0
@@ -65,7 +65,7 @@ def _words(text: str) -> list[str]:
 
 
 def _around(text: str, weight: dict[str, float], words: int) -> str:
-    """Return the run of `words` words with the highest weight (the first, if several have it), as written in the text."""
+    """Return the `words` consecutive words with the highest total weight (the first such run), as written in the text."""
     places = [(match.start(), match.end(), weight.get(match.group().lower(), 0.0)) for match in WORD.finditer(text)]
     if len(places) <= words:
         return text.strip()

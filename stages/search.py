@@ -1,7 +1,7 @@
-"""Answers by search: several tries of a model, and a choice among them. The cost of a search is counted in tokens.
+"""Answers by search: a model gives n answers to a prompt, and one of them is chosen. The cost of a search is counted in tokens.
 
-- `best`: the answer of n that a score puts highest (Cobbe et al. 2021: by a verifier; without one, by the model's own likelihood);
-- `majority`: the most frequent final answer of n (self-consistency, Wang et al. 2022).
+- `best`: the answer with the highest score, by a verifier (Cobbe et al. 2021) or, without one, by the model's own likelihood;
+- `majority`: an answer with the most frequent final answer (self-consistency, Wang et al. 2022).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Values = Callable[[Sequence[tuple[int, str]]], Sequence[float | None]]
 class SearchConfig(StageConfig):
     """Settings of the search for an answer."""
 
-    method: Method = Field("best", description="best: the answer of n with the highest score; majority: the most frequent final one of n")
+    method: Method = Field("best", description="best: the answer with the highest score of n; majority: the most frequent final answer")
     n: int = Field(8, ge=2, description="Answers to each prompt")
     verifier: dict[str, JsonValue] | None = Field(
-        None, description="Verifier {name: …, …} of answers for best; null: mean log-probability of a token"
+        None, description="Verifier {name: …, …} that scores answers for `best`; null: the mean log-probability of an answer's tokens"
     )
 
 
@@ -49,14 +49,14 @@ class Choice:
 
 
 def likelihood(answer: Completion) -> float:
-    """Return the mean log-prob of a token, a score that needs no verifier."""
+    """Return the mean log-prob of an answer's tokens, a score that needs no verifier."""
     return sum(answer.logprobs) / len(answer.logprobs)
 
 
 def search(
     engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Choice]:
-    """Return the best answer to each prompt, the first of equals. `values` scores (prompt number, text); None is worse than any score."""
+    """Return the chosen answer to each prompt, the first of equals. `values` scores (prompt number, text); None ranks below all scores."""
     tokenizer = engine.tokenizer
     rows = engine.generate(prompts, replace(params, n=config.n))
 

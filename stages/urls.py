@@ -73,7 +73,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def names(host: str) -> list[str]:
-    """Return the host and the domains above it, down to the registrable one: `a.b.co.uk` gives a.b.co.uk, b.co.uk."""
+    """Return the host and the domains above it, down to the registrable domain: `a.b.co.uk` gives a.b.co.uk, b.co.uk."""
     shortest = _registrable(host)
     if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # numbers: an IP address
         return [host]

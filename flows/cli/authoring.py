@@ -19,12 +19,12 @@ from puna.storage.store import located
 
 app = typer.Typer()
 TEMPLATES = Path(__file__).with_name("new_project")
-"""The files of a project, each with `.txt` after its name; PROJECT stands for the project's name."""
+"""The folder of a new project's template files (FILE.txt). In paths and texts, PROJECT stands for the project's name."""
 
 
 @app.command()
 def stages(modules: ModuleOption = None) -> None:
-    """List the flows and stages with their inputs and outputs."""
+    """List the flows with their inputs, and the stages with their inputs and output."""
     from puna.flows.engine.declare import described, first_sentence
     from puna.flows.engine.trace import load_flows, load_stages
 
@@ -39,7 +39,7 @@ def stages(modules: ModuleOption = None) -> None:
 
 @app.command()
 def fields(name: NameArgument, modules: ModuleOption = None) -> None:
-    """Print the configuration of a stage or the recipe of a flow as JSON schema: every field with its default and meaning."""
+    """Print the configuration of a stage or the recipe of a flow as a JSON schema: every field with its default and meaning."""
     from puna.flows.engine.declare import Flow
     from puna.flows.engine.launch import chosen
     from puna.flows.engine.trace import schema
@@ -51,7 +51,7 @@ def fields(name: NameArgument, modules: ModuleOption = None) -> None:
 
 @app.command("demo-pages")
 def demo_pages(
-    folder: Annotated[Path | None, typer.Argument(help="Where the WARC files go (default: sample in the store)")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder for the WARC files (default: sample in the store)")] = None,
     store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Fetch the sample of real pages: a few thousand documents, as WARC files."""
@@ -67,16 +67,16 @@ def demo_pages(
 
 
 @app.command()
-def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="Folder to make; its name is the package's")]) -> None:
-    """Start a project of your own: a stage, a signal with a rule, a verifier, a recipe and their test."""
+def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="New folder; its name becomes the package's name")]) -> None:
+    """Start a project of your own: a stage, a signal with a rule, a verifier, a recipe, and a test of them."""
     for file in write_project(folder):
         typer.echo(str(file))
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write a project to a new folder, whose name is the package's; return the files.
+    """Write a project to a new folder and return its files, sorted. The folder's name becomes the package's name.
 
-    Raise PunaError if Python cannot import the name, or the folder exists.
+    Raise PunaError if the name is not a lower-case Python identifier, or the folder exists or cannot be written.
     """
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":

@@ -1,4 +1,4 @@
-"""The command `puna clean`: your own pages to clean documents in plain files, with a report."""
+"""The command `puna clean`: it turns your own pages into clean documents in plain files, with a report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECIPE = "clean"
 
 @dataclass
 class Choices:
-    """Changes to the recipe that suit the inputs, and sentences that explain each of them."""
+    """Changes to the recipe that suit the inputs (`changes`), and the lines that tell the user about inputs and changes (`said`)."""
 
     changes: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Cleaned:
     """The files that `puna clean` writes, and their counts.
 
     `pages`: the number of kept and dropped pages. `rules`: pages dropped by each rule (`step.rule`), the largest count first. `no_page`:
-    records of the inputs that hold no page, by rule; `files_without_page` names the files that hold nothing else.
+    records of the inputs that hold no page, by rule. `files_without_page`: a sentence that names the files without any page.
     """
 
     documents: Path
@@ -111,7 +111,7 @@ def clean(
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
-    """Return the choices of fields, languages and topics that the first pages and documents suggest. `named`: the user's changes."""
+    """Return the recipe changes that a look at some pages and documents suggests, with messages. `named`: changes by the user."""
     choices = Choices()
     values = load(recipe, list(named), "curate", RECIPE).values
     reading = values.get("ingest") or {}
@@ -178,7 +178,7 @@ def _choose_topics(texts: list[str], choices: Choices) -> None:
 
 
 def _target(output: Path) -> tuple[str, Path]:
-    """Return the format and the file of the documents."""
+    """Return the format and the path of the file for the clean documents. Raise PunaError if `output` cannot be used."""
     if output.suffix in ENDINGS and not output.is_dir():
         return ENDINGS[output.suffix], output
     if output.suffix and not output.is_dir():
@@ -189,7 +189,7 @@ def _target(output: Path) -> tuple[str, Path]:
 
 
 def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
-    """Yield the documents with their language and, if known, topic."""
+    """Yield batches of the documents, with columns for language and topic if the run has these signals."""
     signals = []
     for artifact in (outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")):
         names = artifact.manifest.tables["signals"].columns
@@ -205,7 +205,7 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
 
 
 def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
-    """Yield every dropped row, with the step, the rule and, for pages, source and address."""
+    """Yield every dropped row with its step, rule, detail, source and URL; source and URL are null if no page has the row's id."""
     tables = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in tables], pa.string())
     pieces = (part.read() for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS))
@@ -217,7 +217,7 @@ def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBat
 
 
 def _beside(table: pa.Table, rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return the table with columns joined by id from `rows`, null where `rows` lacks the id."""
+    """Return the table with the columns `names` of `rows`, joined by id; null where `rows` lacks the id."""
     place = pc.index_in(table["id"], value_set=rows["id"].combine_chunks())
     for name in names:
         table = table.append_column(name, rows[name].take(place))
@@ -246,7 +246,7 @@ def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically."""
+    """Replace a file atomically: call `write` with a temporary path, then rename it. Raise PunaError if that fails."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         write(temporary)

@@ -33,23 +33,23 @@ def evaluate(
     model: ModelArgument,
     tasks: Annotated[
         list[str],
-        typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of them and data; prompts"),
+        typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of task files, or prompts"),
     ],
     harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="First questions of each task")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of questions per task, from the first on")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question (default: the task file's)")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template (default: plain text)")] = False,
     options: Annotated[
         Literal["task", "letters", "best"], typer.Option(help="Multiple choice: options as in the task, as letters, or the better of both")
     ] = "task",
-    answers: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each question, for pass@k and majority")] = None,
+    answers: Annotated[int | None, typer.Option("--n", min=1, help="Number of answers per question, for pass@k and majority")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=10, help="Sampling temperature (default: the task file's)")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to prompts, tokens; a task file has its own")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer to prompts; task files set their own")] = 256,
     judges: Annotated[list[str] | None, typer.Option("--judge", metavar="MODEL", help="Model for verifiers that need a judge")] = None,
     contaminated: Annotated[
         bool, typer.Option("--contamination/--no-contamination", help="Look the questions up in the model's training data")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the results in lm-evaluation-harness's JSON")] = None,
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
@@ -59,7 +59,7 @@ def evaluate(
 ) -> None:
     """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
 
-    If the store knows the model's training data, also show the share of questions found in it and the scores without them.
+    If the store knows the model's training data, also show the share of questions found in that data and the scores without them.
     """
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
@@ -99,7 +99,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Return task files, folders and prompts as inputs of the stage, and the names of the harness's built-in tasks."""
+    """Return the named task files, folders and prompts as stage inputs, and the names of the harness's built-in tasks."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -123,7 +123,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with its data files, from its folder or, as the harness does, from the working directory."""
+    """Return a task file with its data files. They are searched for in its folder, then, like in the harness, in the working directory."""
     from puna.stages.evaluation.task_file import read_task
 
     (own,) = External.resolve(str(path))
@@ -141,7 +141,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Run the stage on a model, imported first if it is a path. `own`: the harness's built-in tasks; None runs Puna's own stage."""
+    """Evaluate a model; import it first if it is a path. `own`: built-in tasks for the harness; None: run the stage `benchmark`."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -215,14 +215,14 @@ def predict(
     hours: Annotated[float | None, typer.Option(help="Budget in hours of this CPU, or of --gpu")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU of --hours (H100, H200, A100, …), in bf16")] = None,
     law: Annotated[str, typer.Option(metavar="ID", help="Scaling law, fitted by the stage `law` to a ladder")] = "law@latest",
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a row (default: the ladder's)")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per row (default: the ladder's)")] = None,
     outcomes: Annotated[bool, typer.Option("--outcomes", help="Show earlier forecasts beside the losses measured later")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Forecast the loss of a training budget with its 95 % interval, and the model shape and tokens that reach it.
+    """Forecast the loss of a training budget with its 95 % interval, and the model shape and number of tokens that reach this loss.
 
-    The forecast is stored with a recipe that trains it. --outcomes shows each forecast beside the loss of a pretraining of that size on
-    the same tokens.
+    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the measured loss of a pretraining
+    run of that size on the same tokens.
     """
     opened = Store.existing(store, project)
     if outcomes:

@@ -1,4 +1,4 @@
-"""The commands `puna import` and `puna export`: outside models and data to named artifacts, and back to plain files."""
+"""The commands `puna import` and `puna export`: external models and data to named artifacts, and artifacts to plain files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def import_(
     kind: Annotated[
         str, typer.Argument(metavar="KIND", help="What the files hold: model, documents, instructions, prompts, preferences, classifier")
     ],
-    paths: Annotated[list[str], typer.Argument(metavar="PATH|URI…", help="Files or folders, [NAME=]URI each; hf://… for the hub")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH|URI…", help="Files or folders, as [NAME=]URI; hf://… for the hub")],
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set: NAME@latest")] = None,
     columns: Annotated[
         list[str] | None, typer.Option("--columns", metavar="FIELD=COLUMN", help="Column of the rows that holds a field: prompt=question")
@@ -73,7 +73,7 @@ def import_(
 
 
 def mapped(texts: list[str]) -> dict[str, str]:
-    """Return the column of each field, parsed from texts `FIELD=COLUMN[,FIELD=COLUMN]`."""
+    """Return field → column, parsed from texts `FIELD=COLUMN[,FIELD=COLUMN]`. Raise PunaError for any other text."""
     columns: dict[str, str] = {}
     for text in texts:
         for pair in text.split(","):
@@ -126,7 +126,7 @@ def export(
 
 
 def _export_signatures(documents: Artifact, folder: Path) -> Path:
-    """Write the signatures of a near-duplicate index for datasketch."""
+    """Write the MinHash signatures in the documents' near-duplicate index as Parquet, for datasketch; return the file."""
     import pyarrow.parquet as pq
 
     from puna.stages.curate.minhash.index import signature_table

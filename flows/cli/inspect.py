@@ -54,7 +54,7 @@ HTML = (".html", ".htm", ".xhtml")
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
-    """Print rows as a table, or one JSON object each."""
+    """Print the first MOST_ROWS rows as a table, or all rows as JSON lines."""
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row, default=_text))
@@ -114,7 +114,7 @@ def list_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List artifacts, oldest first, with their aliases in all projects, or in the one named."""
+    """List artifacts, oldest first, with their aliases in all projects, or in the project that --project names."""
     opened = Store.existing(store, project)
     if runs:
         logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
@@ -148,8 +148,8 @@ def list_(
 
 
 def leads(processes: int, modules: list[str] | None = None) -> bool:
-    """True in rank 0, which carries the command out. If several `processes` are asked for and not yet started, start them and exit with
-    their status. The other ranks follow rank 0 until it ends, then return False."""
+    """True in rank 0, which runs the command. The other ranks join rank 0 in each training stage until rank 0 ends, then return False.
+    If `processes` > 1 and they are not yet started, start them and exit with their status."""
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
     ranks.join()
@@ -188,7 +188,7 @@ def show(
         typer.echo(f"suspect: {suspect}; a run that needs it makes it anew")
     usage = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {
-        # A field as `--set` names it.
+        # Fields have the names that `--set` takes.
         "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
         "inputs": [(i.name, i.key if i.kind == "external" else f"{i.kind}/{i.key[:12]} {i.stage}") for i in m.inputs],
         "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
@@ -207,7 +207,7 @@ def show(
 def lineage(
     name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
 ) -> None:  # fmt: skip
-    """Show what an artifact was made from, back to the files that came from outside."""
+    """Show an artifact's inputs and their inputs, back to the files outside the store."""
     opened = Store.existing(store, project)
     rows: list[dict[str, Any]] = []
     ids: set[str] = set()
@@ -263,7 +263,7 @@ def why(
     document: Annotated[str, typer.Argument(help="A document's id (or its first digits), or its URL")], store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Show each stage that kept, changed or dropped a document, and the rule."""
+    """Show each stage that kept, changed or dropped a document; for a drop, also the rule."""
     rows = fate(Store.existing(store), document)
     if as_json:
         return print_rows(rows, True)
@@ -274,12 +274,12 @@ def why(
 @app.command()
 def near(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text, a page (.html), or - for standard input")],
-    documents: Annotated[str | None, typer.Argument(metavar="[ID]", help="Documents to look through; the newest by default")] = None,
-    least: Annotated[float, typer.Option(min=0, max=1, help="Least share of word runs in common, of either or of both")] = 0.1,
-    most: Annotated[int, typer.Option(min=1, help="Documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
+    documents: Annotated[str | None, typer.Argument(metavar="[ID]", help="Documents to search (default: the newest)")] = None,
+    least: Annotated[float, typer.Option(min=0, max=1, help="Minimum share of common word runs: in both texts together, or in one")] = 0.1,
+    most: Annotated[int, typer.Option(min=1, help="Maximum number of documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """List the documents that resemble a text, with shared word runs as shares of both, of the text, and of the document."""
+    """List the documents that resemble a text, with the share of common word runs in both together, in the text, and in the document."""
     from puna.stages.curate.minhash.index import described, resembling
 
     opened = Store.existing(store, project)
@@ -361,9 +361,9 @@ def verify(
 
 @app.command()
 def gc(
-    keep_runs: Annotated[int, typer.Option(min=0, help="Number of newest runs whose artifacts stay")] = 5,
-    work_days: Annotated[float, typer.Option(min=0, help="Days that unfinished work stays")] = 7.0,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list")] = False,
+    keep_runs: Annotated[int, typer.Option(min=0, help="Number of newest runs whose artifacts are kept")] = 5,
+    work_days: Annotated[float, typer.Option(min=0, help="Days for which unfinished work is kept")] = 7.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only list")] = False,
     store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; artifacts in use stay."""

@@ -1,4 +1,4 @@
-"""Engines for the models that commands name."""
+"""Functions that load the engine of a model named on the command line."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def load_engine(
     work: Callable[[Tokenizer, int], Work] | None = None,
     draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return the engine of a model: an artifact's name, a folder or a file.
+    """Return the engine of a model, which is named by artifact, folder or file. Raise PunaError if it cannot be loaded.
 
-    `store`: opens the store. `work`: returns the expected workload for a tokenizer and the longest context. The plan of offloaded layers is
-    printed on standard error.
+    `store`: a function that opens the store. `work`: returns the expected workload for a tokenizer and the longest context. If layers are
+    offloaded, the plan is printed on standard error.
     """
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
@@ -65,7 +65,7 @@ def _offloaded(
 
 
 def serving_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option per field of `ServingSettings` in place of `serving`, except vLLM's fields and the layout."""
+    """Return a command whose parameter `serving` is replaced by an option per field of `ServingSettings`; vLLM and layout have none."""
     fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory", "layout")}
 
     def run(**values: Any) -> None:

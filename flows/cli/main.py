@@ -1,4 +1,4 @@
-"""The command line: `puna …`."""
+"""The program `puna`, with the commands run, plan, clean, accept and report; the other modules here add theirs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from puna.flows.engine.plan import Expected
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw web pages to an aligned language model."
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="From raw web pages to an aligned language model."
 )
 for group in (inspect, sql, exchange, rules, model, authoring, evaluate, serving):
     app.add_typer(group.app)
@@ -49,7 +49,7 @@ ColumnsOption = Annotated[
 ]
 InputOption = Annotated[
     list[str] | None,
-    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts of a single stage; NAME: of the input"),
+    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts for a single stage; NAME: the input's name"),
 ]
 WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")]
 
@@ -60,7 +60,7 @@ def run(
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, workers: WorkersOption = None,
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
-    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Of a stage: alias to set, NAME@latest")] = None,
+    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set for a stage's artifact: NAME@latest")] = None,
     processes: ProcessesOption = 1, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Run a flow or a single stage; existing artifacts are reused."""
@@ -152,7 +152,7 @@ def _readable(name: str, value: Any) -> str:
 @app.command()
 def clean(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, or documents of the store: [NAME=]URI|ARTIFACT each")
+        list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, or documents of the store, as [NAME=]URI|ARTIFACT")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
@@ -163,7 +163,7 @@ def clean(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Clean pages of your own: WARC, HTML, text, Parquet, JSON, CSV, or documents of the store, to clean documents and a report."""
+    """Turn your own pages (WARC, HTML, text, Parquet, JSON, CSV) or documents of the store into clean documents, with a report."""
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.cli.clean import clean as run_clean
@@ -228,7 +228,7 @@ def accept(
 def report(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="A run; `puna list --runs` shows them, `latest` is the newest")] = "latest",
     output: Annotated[Path | None, typer.Option(help="HTML file to write (default: runs/RUN.html in the store)")] = None,
-    compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run to compare it with, in place of its own page")] = None,
+    compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run: write a comparison with it instead")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write one self-contained HTML page about a run, or a comparison of two."""
@@ -238,7 +238,7 @@ def report(
 
 
 def main() -> None:
-    """Run the command line. A PunaError ends it as one clear message, without a traceback."""
+    """Run the command line. Print a PunaError as one message, without a traceback, and exit with status 1."""
     try:
         app()
     except PunaError as error:

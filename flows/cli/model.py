@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SERVED_AT_ONCE = 128
-"""Prompt tokens per step of the server on a CPU: a prompt of 3,000 tokens holds up other answers for 1 s, not 12 s as in one step."""
+"""Prompt tokens per step of the server on a CPU. A prompt of 3,000 tokens then delays other answers by 1 s; in one step, by 12 s."""
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]
-TopOption = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability (default: the model's)")]
+TopOption = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this total probability (default: the model's)")]
 SERVING = ServingSettings()
 CHAT = {"temperature": 0.7, "top_p": 0.95}
 """Default sampling of `chat`, if neither the model nor the command sets it."""
-TokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the draws")]
-DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller model with the same tokenizer that guesses ahead")]
-DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; the model itself in int8 helps a single prompt")]
+TokensOption = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling")]
+DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller draft model with the same tokenizer")]
+DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; the model as its own int8 draft helps one prompt")]
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters from options. An option of None has the model's own value, or else that of `default`."""
+    """Return sampling parameters. An option that is None takes the model's own value, else its value in `default`."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -69,7 +69,7 @@ def chat(
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
-    """Chat with a model. /new begins a new conversation, Ctrl-C ends an answer, Ctrl-D the chat."""
+    """Chat with a model. /new begins a new conversation, Ctrl-C ends an answer, Ctrl-D ends the chat."""
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
@@ -103,7 +103,7 @@ def _talk(context: int, max_tokens: int) -> Work:
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer as it is drawn; return its text, complete or cut off."""
+    """Print an answer while it is generated; return its text. Ctrl-C cuts it off."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None
@@ -133,14 +133,14 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
 @serving_options
 def generate(
     model: ModelArgument,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts; none: JSON lines on standard input")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each")] = 1,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on from the text as it is, without the chat template")] = False,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT…", help="Texts (default: JSON lines on standard input)")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers per prompt")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the plain text, without the chat template")] = False,
     temperature: TemperatureOption = None, top_p: TopOption = None, max_tokens: TokensOption = 128, seed: SeedOption = 0,
     schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema of each answer", exists=True, dir_okay=False)] = None,
     search: Annotated[str | None, typer.Option(metavar="METHOD", help="best (by --verifier or likelihood) or majority, of --n")] = None,
-    verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Scores for best: {"name": "json_schema", …}')] = None,
-    documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents; passages that fit a prompt precede it")] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Verifier for best: {"name": "json_schema", …}')] = None,
+    documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents; passages that match a prompt precede it")] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
@@ -175,7 +175,7 @@ def generate(
 
 
 def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searching: SearchConfig | None, requests: list[Any]) -> Answers:
-    """Return each prompt's answers with their cost: all draws, or the one that the search chose."""
+    """Return each prompt's answers with their cost: all samples, or only the answer that the search chose."""
     if searching is None:
         return [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
     answers = searched(engine, ids, params, searching, _values(searching, requests))
@@ -183,7 +183,7 @@ def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searc
 
 
 def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool) -> None:
-    """Print answers; after a search, also the number of drawn tokens, on standard error."""
+    """Print answers; after a search, also print the number of generated tokens on standard error, except with `as_json`."""
     for prompt, ids, row in rows:
         for answer, cost in row:
             text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -214,7 +214,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _searching(method: str | None, n: int, verifier: str | None, temperature: float | None) -> SearchConfig | None:
-    """Return the configuration of --search, None without it. Raise PunaError if options contradict each other."""
+    """Return the configuration of --search; None without --search. Raise PunaError if options contradict each other."""
     if method is None:
         if verifier is not None:
             raise PunaError("--verifier chooses among answers: give --search best, too")
@@ -231,7 +231,7 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
 
 
 def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
-    """Return a function that scores answers by the verifier. An answer that cannot be scored ends the command."""
+    """Return a function that scores answers with the verifier; None without a verifier. Check first that it can judge every prompt."""
     if config.verifier is None:
         return None
     verifier = from_text(json.dumps(config.verifier))
@@ -242,7 +242,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
 
 
 def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """Return the prompts, with passages that fit the last message put before it."""
+    """Return the prompts as messages. In each prompt's last message, matching passages of the documents precede its text."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
@@ -268,7 +268,7 @@ def _mask(engine: Engine, file: Path) -> Mask:
 
 
 def _parsed(number: int, line: bytes) -> Any:
-    """Return a prompt of standard input: text, or messages."""
+    """Return the prompt in a line of standard input: a text, or a list of messages. Raise PunaError for any other line."""
     try:
         prompt = json.loads(line)
     except ValueError as error:
@@ -302,17 +302,17 @@ def api(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --key")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on")] = 8000,
-    key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must bring; none: anybody may ask")] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name in requests (default: as given)")] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Most requests that wait or run; further ones are refused")] = 256,
-    seconds: Annotated[float, typer.Option(min=1, help="Longest time for one request, seconds")] = 600,
-    sequences: Annotated[int | None, typer.Option(min=1, help="Answers computed at once (default: 64, on a GPU 256)")] = None,
+    key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must send (default: no key)")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests (default: MODEL)")] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting and running requests; further requests are refused")] = 256,
+    seconds: Annotated[float, typer.Option(min=1, help="Maximum seconds for one request")] = 600,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Maximum answers computed at once (default: 64, on a GPU 256)")] = None,
     step_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per step of the engine (default: 128; GPU 8192)")] = None,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:  # fmt: skip
-    """Serve a model over HTTP as OpenAI's clients expect it: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
     import uvicorn
 
     from puna.flows.cli.openai import Limits, application

@@ -1,4 +1,4 @@
-"""Stages, flows and questions from a notebook or a script: `puna.open`, `puna.run`, `puna.run_flow`, `puna.connect`."""
+"""The functions for notebooks and scripts: `puna.open`, `puna.run`, `puna.run_flow`, `puna.connect`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Input = Item | str | Path
 
 
 def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
-    """Open the store in a folder; create it if it does not exist. `project`: the default project of aliases."""
+    """Open the store in a folder; create it if it does not exist. `project`: the project whose aliases are used."""
     return Store.open(path, project)
 
 
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
-    """Return a read-only connection: `connect(store).sql("from newest.documents")` gives a lazy relation of DuckDB.
+    """Return a read-only SQL connection to a store. `connect(store).sql("from newest.documents")` returns a lazy DuckDB relation.
 
-    `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return its rows.
+    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows.
     """
     return Catalog(store if isinstance(store, Store) else Store.existing(store))
 
 
 def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:
-    """Return the artifact of a stage: from the store if it exists, else computed.
+    """Return a stage's artifact on the given inputs: from the store if it exists, else computed.
 
-    `stage`: declared with `@stage`, or a name. `inputs`: artifacts, their ids or aliases, files; each goes to the input of its kind,
-    `NAME=ID` to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if any is wrong.
+    `stage`: a function declared with `@stage`, or its name. `inputs`: artifacts, ids, aliases or files, assigned by kind; `NAME=ID` assigns
+    to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if a name, an input or a setting is wrong.
     """
     target = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(target, Stage)
@@ -53,7 +53,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
 def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
-    """Run a flow and return its artifacts by step. `recipe`: a name or a YAML file; `changes`: `step.field=value`, as for `--set`."""
+    """Run a flow; return step → artifact. `recipe`: a name or a YAML file. `changes`: texts `step.field=value`, see `--set`."""
     target = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
     assert isinstance(target, Flow)
     if FLOWS.get(target.name) is not target:

@@ -30,15 +30,15 @@ from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 PROMPT_TOKENS = 1 << 16
-"""Maximum total of prompt tokens in one request."""
+"""Maximum total of prompt tokens in a request with several prompts."""
 STOP_TEXTS = 64
-"""Maximum number of stop texts: each is searched for at each token."""
-CLIENT_GONE = 499  # nginx's status for it; nobody receives the response
+"""Maximum number of stop texts. After every token, the server searches for all of them."""
+CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody receives the response
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a server: requests at once, seconds of one request, bytes of its body."""
+    """Limits of a server. `queue`: waiting and running requests, also answers per request; `seconds` per request; `body`: bytes."""
 
     queue: int = 256
     seconds: float = 600.0
@@ -46,7 +46,7 @@ class Limits:
 
 
 class Answerer:
-    """Request handlers of one model; `speculate` as in SamplingParams, for answers without a response format."""
+    """The request handlers of one model. `speculate`: see SamplingParams; it applies to answers without a response format."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
@@ -56,7 +56,7 @@ class Answerer:
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
-        """Return completions of the prompts, or the prompts' log-probs."""
+        """Return completions of the prompts; with `echo`, also the prompts and, if requested, their log-probs."""
         n = len(body.prompt)
         if n * body.n > self.most:
             raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
@@ -87,7 +87,7 @@ class Answerer:
             raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Return the next turn of a conversation."""
+        """Return answers to a conversation."""
         turns, top = [message.turn() for message in body.messages], self._alternatives(body, "top_logprobs")
         try:
             ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not hold up others
@@ -124,7 +124,7 @@ class Answerer:
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 
     async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
-        """Draw the answers to all prompts, then compute requested log-probs. If one prompt fails, its whole request ends."""
+        """Generate the answers to all prompts, then compute requested log-probs. If one prompt fails, the whole request fails."""
         if longest:
             drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
             try:
@@ -148,7 +148,7 @@ class Answerer:
                 reply.add(event)
 
     async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
-        """Replace the log-probs of drawn tokens by the log-probs of the scoring pass that gives the alternatives; both agree to
+        """Score the answers to get each token's `top` alternatives. The tokens' own log-probs are replaced, too: they differ only by
         rounding."""
         answers = [(reply, number) for reply in replies for number in reply.drawn]
         sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
@@ -209,7 +209,7 @@ def _refusal(field: str, message: str) -> ApiError:
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """Yield a stream of events; `usage`: the last event reports the token counts."""
+    """Yield an answer as server-sent events, ending in [DONE]. `usage`: the event before [DONE] reports the token counts."""
     try:
         yield reply.line(first)
         async for event in events:
@@ -228,7 +228,7 @@ def _error_response(error: ApiError, headers: Mapping[str, str] | None = None) -
 
 
 def _tell_errors(app: FastAPI) -> None:
-    """Register handlers that return every error in OpenAI's shape."""
+    """Register handlers that return every error in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def told(_: Request, error: ApiError) -> Response:
@@ -255,7 +255,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """Return the server of one model; `speculate` as in SamplingParams, for answers without a response format."""
+    """Return the server of one model. `speculate`: see SamplingParams; it applies to answers without a response format."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
@@ -301,7 +301,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 
 
 def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | None) -> None:
-    """Refuse requests without the key, and those beyond the queue."""
+    """Add a middleware that refuses requests without the key, and POST requests when `limits.queue` requests are active."""
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:

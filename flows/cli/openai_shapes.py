@@ -1,4 +1,4 @@
-"""Requests, errors and answers in the shape of OpenAI's API, whole or as a stream of events."""
+"""Requests, errors and answers in the format of OpenAI's API, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 
 class ApiError(Exception):
-    """An error in OpenAI's shape."""
+    """An error with its HTTP status, and its body in OpenAI's format."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         message = message.encode("utf-8", "backslashreplace").decode()  # it may repeat halves of surrogate pairs
@@ -43,7 +43,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """Text, any JSON object, or JSON of a schema."""
+    """The format of an answer: text, any JSON object, or JSON that follows a schema."""
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
@@ -123,7 +123,7 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
 
     def turn(self) -> dict[str, Any]:
-        """Return the message as a chat template takes it."""
+        """Return the message as a dict for the chat template: text parts joined, null fields removed."""
         content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
         return {name: value for name, value in {**self.model_dump(), "content": content}.items() if value is not None}
 
@@ -140,7 +140,7 @@ class ChatRequest(Sampled):
 
     @property
     def alternatives(self) -> int | None:
-        """Return the number of likeliest tokens to report at each position; None without log-probs. ApiError if logprobs is missing."""
+        """Return the number of likeliest tokens to report at each position; None without log-probs. Raise ApiError without logprobs."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "invalid_request_error", "top_logprobs: it needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -164,10 +164,10 @@ class Offsets:
 
 
 class Reply:
-    """The answers to one prompt in OpenAI's shape, as a whole or in chunks."""
+    """The answers to one prompt in OpenAI's format, as a whole or in chunks."""
 
     def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """`scored`: the tokenizer that spells tokens, if log-probs are asked for."""
+        """`scored`: the tokenizer that decodes the tokens, if log-probs are requested; else None."""
         self.kind, self.texts, self.scored, self.ids = kind, texts, scored, ids
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -175,7 +175,7 @@ class Reply:
         self.scores: dict[int, list[Score]] = {number: [] for number in texts}
         self.drawn: dict[int, list[int]] = {number: [] for number in texts}
         self.reasons = dict.fromkeys(texts, "length")
-        self.prompt: tuple[str, list[Score]] | None = None  # with echo: its text and scores, which come before each answer's
+        self.prompt: tuple[str, list[Score]] | None = None  # with echo: the prompt's text and scores, which precede each answer
         self.offsets: dict[int, Offsets] = {}
         if scored is not None and not kind.startswith("chat"):
             prompt = Offsets(scored)
@@ -196,7 +196,7 @@ class Reply:
         return new
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
-        """Return the log-probs of an answer from its token `start` on; with echo the prompt's before them."""
+        """Return an answer's log-probs from token `start` on; with echo, the prompt's tokens precede. None if not requested."""
         if self.scored is None:
             return None
         tokens, scores = self.drawn[number], self.scores[number]
@@ -217,13 +217,13 @@ class Reply:
         }
 
     def _spelled(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return a token of a chat with its log-prob and bytes; a special token has no bytes."""
+        """Return a chat token's text, log-prob and bytes; a special token has no bytes."""
         assert self.scored is not None
         spelling = self.scored.token_bytes(token)
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return the log-probs of the likeliest tokens and of the token itself, by text; of tokens with the same text, the likeliest."""
+        """Return text → log-prob of the likeliest tokens and of the token itself. If tokens share a text, the likeliest counts."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}
@@ -245,7 +245,7 @@ class Reply:
         return choices
 
     def line(self, event: Event) -> str:
-        """Return a token as a chunk of a stream."""
+        """Add a token and return it as a chunk of a stream."""
         first = not self.drawn[event.number]
         text = self.add(event)
         if self.kind.startswith("chat"):
@@ -259,7 +259,7 @@ class Reply:
         return self._chunk(choices=[choice])
 
     def last(self) -> str:
-        """Return the usage as the last event of a stream."""
+        """Return the token usage as the event before a stream's [DONE]."""
         return self._chunk(choices=[], usage=self.usage())
 
     def _chunk(self, **fields: Any) -> str:
@@ -268,7 +268,7 @@ class Reply:
 
 
 def whole(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Return the answers to all prompts of a request, prompt by prompt."""
+    """Return the response to a request: the answers to all its prompts, in order, and the token usage."""
     choices = [choice for number, reply in enumerate(replies) for choice in reply.choices(number * len(reply.texts))]
     usages = [reply.usage() for reply in replies]
     usage = {name: sum(one[name] for one in usages) for name in usages[0]}

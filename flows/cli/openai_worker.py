@@ -17,7 +17,7 @@ from puna.models.generation.score import Score, Scoring
 
 
 class Worker:
-    """The thread that runs the engine."""
+    """The thread that runs the engine, and the methods by which the event loop submits requests to it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -36,7 +36,7 @@ class Worker:
         self._thread.join()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """Yield the request's tokens as they come. Raise ApiError if the engine refuses it or its time is up."""
+        """Submit a request and yield its events, one per token. Raise ApiError if the engine refuses or fails, or after `seconds`."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         submitted: list[Asked] = []
@@ -74,7 +74,7 @@ class Worker:
             self._orders.put(end)
 
     async def score(self, prompts: list[list[int]], top: int, temperature: float, seconds: float) -> list[list[Score]]:
-        """Return the score of each prompt's tokens, computed pass by pass between the engine's steps."""
+        """Return the scores of each prompt's tokens, computed pass by pass between the engine's steps. Raise ApiError after `seconds`."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[list[Score]]] = loop.create_future()
         scoring = Scoring(self.engine, prompts, top, temperature)
@@ -98,7 +98,7 @@ class Worker:
         self._scorings = deque(one for one in self._scorings if one[0] is not scoring)
 
     def _score(self) -> None:
-        """Compute one pass of the oldest scoring request."""
+        """Compute one pass of the first scoring request in the queue; if it is not finished, append it again."""
         scoring, tell = self._scorings.popleft()
         try:
             if scoring.step():

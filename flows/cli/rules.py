@@ -31,7 +31,7 @@ from puna.storage import Artifact, PunaError, Store
 WORD = re.compile(r"\w+")
 WHEN = datetime(2024, 1, 1, tzinfo=UTC)
 MOST_BYTES = 1 << 26
-"""Maximum size of a row."""
+"""Maximum bytes of a row."""
 ALL = "all"
 LINES = "select.lines"
 
@@ -40,7 +40,7 @@ Mask = NDArray[np.bool_]
 
 
 class Page(NamedTuple):
-    """An annotated page. `truth`: the good part of its text; None if `good` tells whether all of it is good."""
+    """An annotated page. `truth`: the good part of its text. If it is None, `good` judges the whole text."""
 
     body: str
     html: bool
@@ -125,7 +125,7 @@ class Annotations:
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
 
     def groups(self, languages: Sequence[str]) -> dict[str, Mask]:
-        """Return the groups of pages, bool[page] each: all, by type, by the annotated or else the identified language."""
+        """Return name → bool[page] for groups of pages: all, by type, and by language (annotated, else identified)."""
         result = {ALL: np.ones(len(self.pages), np.bool_)}
         labels = iter(languages)
         codes = [next(labels) if readable else "" for readable in self.readable]
@@ -169,7 +169,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Apply every rule of a recipe's selections to the pages, alone and in order, except rules on classifiers that the recipe trains."""
+    """Return the drops of every rule in a recipe's selections, alone and in order, without rules on classifiers that the recipe trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)
@@ -203,7 +203,7 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
 
 
 def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> tuple[pa.Table, dict[str, Artifact]]:
-    """Return the documents' signals by the recipe's steps, beside id and source, and the artifacts that hold them, by step."""
+    """Return a table of the documents' id, source and signals from the recipe's steps; and step → the artifact of its signals."""
     artifacts: dict[str, Artifact] = {}
     signals = pages.documents.read(columns=["id", "source"])
     for name in ("language", "heuristics", "quality"):
@@ -237,7 +237,7 @@ def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig
 
 
 def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -> list[RuleRow]:
-    """Return the row of the line rules: words removed from documents that the selection keeps."""
+    """Return a list with the line rules' row, if they removed words from documents that the selection keeps; else an empty list."""
     changed = set(selected.read("removed_lines", ["id"])["id"].to_pylist())
     good, bad = np.zeros_like(pages.good), np.zeros_like(pages.bad)
     for row in selected.read(columns=["id", "text"]).to_pylist():
@@ -272,7 +272,7 @@ def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
 
 
 def summary(result: Evidence) -> dict[str, float]:
-    """Return the share of good words lost to all rules together, of all pages and by group."""
+    """Return the share of good words that all rules together drop, over all pages and by group of pages."""
     return {"good_words_lost" if group == ALL else f"good_words_lost {group}": result.lost(group) for group in result.whole}
 
 
@@ -281,14 +281,14 @@ def rules(
     on: Annotated[Path, typer.Option("--on", metavar="FILE", help="Annotated pages: Parquet, JSON lines or CSV (see below)")],
     recipe: Annotated[str, typer.Option("--recipe", help="Recipe whose rules are judged: a name or a YAML file")] = "clean",
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
-    by: Annotated[str, typer.Option("--by", help="Groups of pages that get a column each: type or language")] = "type",
+    by: Annotated[str, typer.Option("--by", help="Groups of pages to show as columns: type or language")] = "type",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows, summary, rules that could not be judged")] = False,
 ) -> None:
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
 
     A row of FILE has `html` or `text`; `truth` (the good part of its text, empty if there is none) or `good` (true or false, of the whole
-    page); and, if known, `type` and `language`. `pages` are those that a rule drops. Shares are of words, for each rule alone and as the
-    first that fires (`first_…`). The column of a type or language is the share of its good words that this rule loses by itself.
+    page); and, if known, `type` and `language`. `pages` counts the pages that a rule drops. Shares are of words, for each rule alone and,
+    in `first_…`, for pages where no earlier rule fires. A type's or language's column is the share of its good words that the rule drops.
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")

@@ -15,10 +15,10 @@ from puna.storage import PunaError, Store
 
 app = typer.Typer()
 HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port")]
 AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="Login that browsers must give")]
 UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by URL (http, s3, hf, …)")]
-LimitOption = Annotated[int, typer.Option(min=1, help="Most runs at once; each uses every core")]
+LimitOption = Annotated[int, typer.Option(min=1, help="Maximum number of parallel runs; a run uses every core")]
 
 
 @app.command()
@@ -26,7 +26,7 @@ def up(
     store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4200, auth: AuthOption = "",
     limit: LimitOption = 2, urls: UrlsOption = False,
 ) -> None:  # fmt: skip
-    """Start Prefect with its UI, all flows and stages, and Puna's own pages: one process, one address."""
+    """Start Prefect with its UI, all flows and stages, and Puna's own pages: one command, one address."""
     from puna.flows.web import serve as serving
 
     serving.up(store, host, port, limit, auth, urls)
@@ -54,7 +54,7 @@ def serve(
     limit: LimitOption = 2,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
-    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and run those that it requests."""
+    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and start the runs that the server requests."""
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
     schedules: dict[str, str] = {}
@@ -80,10 +80,10 @@ def serve(
 @app.command()
 def annotate(
     answers: Annotated[str, typer.Argument(metavar="ANSWERS", help="Answers to judge: ID or NAME@VERSION; `puna run sample` makes some")],
-    pairs: Annotated[int, typer.Option(min=1, help="Most pairs per prompt")] = 1, host: HostOption = "127.0.0.1", port: PortOption = 8765,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs per prompt")] = 1, host: HostOption = "127.0.0.1", port: PortOption = 8765,
     auth: AuthOption = "", store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
-    """Judge pairs of answers in a browser, keyboard first; several people can, each under their name. Ctrl-C ends it and saves."""
+    """Judge pairs of answers in a browser, by keyboard; several people can judge, each under a name. Ctrl-C ends it and saves."""
     from puna.flows.server.guard import check_auth
     from puna.flows.web import serve as serving
     from puna.flows.web.annotate import Desk, prompts_of

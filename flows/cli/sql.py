@@ -20,7 +20,7 @@ from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST
 app = typer.Typer()
 LEAVING = (".exit", ".quit", "exit", "quit")
 HISTORY = 2000
-"""Number of statements in the history."""
+"""Maximum number of lines in the history."""
 
 
 @app.command()
@@ -51,7 +51,7 @@ def sql(
 
 
 def write_result(store: Store, text: str, output: Path) -> int:
-    """Write the result of a query to a file, whole or not at all; return its rows."""
+    """Write the result of a query to a file atomically; return the number of rows. Raise PunaError if the file cannot be written."""
     target = output.expanduser().absolute()
     if target.resolve().is_relative_to(store.root.resolve()):
         raise PunaError(f"--output {output}: lies in the store, where only stages write; name a file elsewhere")
@@ -71,7 +71,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
 
 
 def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
-    """Print a statement's result; warn about bytes without a checksum test and, on a terminal, about tables of several artifacts."""
+    """Print a statement's result; warn about unverified bytes and, on a terminal, about tables that hold several artifacts."""
     table = catalog.run(opened, text)
     print_rows(table.to_pylist(), as_json, table.schema.names)
     if opened.uncompared:
@@ -107,7 +107,7 @@ def _prompt(store: Store, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _typing(opened: catalog.Catalog) -> Iterator[None]:
-    """Turn on Tab completion and a history of statements, if Python has readline."""
+    """Within the context, turn on Tab completion and a history of statements, if Python has readline."""
     try:
         import readline
     except ImportError:
@@ -150,7 +150,7 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
 
 
 def _statements(interactive: bool) -> Iterator[str]:
-    """Yield each statement, up to a line that ends with `;`, `.exit` or the end of input. Ctrl-C discards an unfinished statement."""
+    """Yield statements until `.exit` or the end of input. A line that ends with `;` ends a statement; Ctrl-C discards unfinished lines."""
     pending: list[str] = []
     while True:
         try:

@@ -12,7 +12,7 @@ from puna.flows.demo.warc import Member, Page
 SITE = "https://boto3.amazonaws.com/v1/documentation/api/latest/reference/services/"
 DEPTH = 2  # levels of nested structures that a page spells out
 
-# Every service has an overview page; these also have a page for each operation.
+# Every service has an overview page; the services below also have a page for each operation.
 DETAILED = (
     *("autoscaling", "batch", "cloudfront", "cloudwatch", "cognito-idp", "comprehend", "dynamodb", "ecs"),
     *("forecast", "gamelift", "glacier", "iam", "kinesis", "kms", "lambda", "organizations", "personalize"),
@@ -29,7 +29,7 @@ def wanted(path: str) -> bool:
 
 
 def reference(members: list[Member]) -> Iterator[Page]:
-    """Yield the overview of each service in its newest version, and the operations of the DETAILED ones."""
+    """Yield an overview page of each service in its newest version, and, for services in DETAILED, a page per operation."""
     newest: dict[str, Member] = {}
     for member in sorted(members, key=lambda member: member.path):  # the path holds the version's date
         if match := _DESCRIPTION.match(member.path):
@@ -88,7 +88,7 @@ def _operation(model: dict[str, Any], name: str) -> str:
 
 
 def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ...]) -> str:
-    """Return a definition list of a structure's members; '' at `depth` 0, in a cycle, or if it has none."""
+    """Return an HTML definition list of a structure's members; empty at `depth` 0, in a cycle, or without members."""
     shape = shapes[name]
     if shape["type"] in ("list", "map"):
         inner = shape["member"] if shape["type"] == "list" else shape["value"]

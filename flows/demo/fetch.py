@@ -45,7 +45,7 @@ def default_cache() -> Path:
 
 
 def cached_path(cache: Path, package: Package) -> Path:
-    """Return the place of a package's verified file in the cache."""
+    """Return the path of a package's verified file in the cache."""
     return cache / f"{package.sha256[:16]}-{package.filename}"
 
 
@@ -56,7 +56,7 @@ def file_sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, so that two processes do not write the same file."""
+    """Hold an exclusive lock on a folder, created if missing, so that two processes do not write the same file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / ".lock").open("w")
@@ -68,9 +68,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def fetch(package: Package, cache: Path, received: Received) -> Path:
-    """Return the verified file of a package, from the cache or from the first address that gives it.
+    """Return the verified file of a package, from the cache or from the first index or folder that provides it.
 
-    `received` is called with the bytes downloaded so far. Raise PunaError if no address gives the pinned file.
+    `received` is called with the number of bytes downloaded so far. Raise PunaError if no index or folder provides the pinned file.
     """
     import httpx
 
@@ -99,9 +99,9 @@ def fetch(package: Package, cache: Path, received: Received) -> Path:
 
 
 def pip_settings() -> dict[str, str]:
-    """Return pip's settings as `pip download` sees them, its default index among them."""
+    """Return the settings that `pip download` uses, including its default index."""
     values: dict[str, str] = {}
-    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, "download": {}, ":env:": {}}  # the later wins
+    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, "download": {}, ":env:": {}}  # later sections override earlier ones
     for section, name, value in re.findall(r"(?m)^(:env:|[\w-]+)\.([\w-]+)=(.*)$", _pip("config", "list")):
         if section in sections:
             sections[section][name.replace("_", "-")] = str(ast.literal_eval(value))
@@ -133,7 +133,7 @@ def pages(settings: dict[str, str], project: str) -> list[str]:
 
 
 def links(place: str, settings: dict[str, str]) -> list[str]:
-    """Return the addresses of files that a folder or a page of an index lists."""
+    """Return the URLs of the files in a folder, or of the links on an index page."""
     local = local_path(place)
     if local is not None and local.is_dir() and not (local / "index.html").is_file():
         return [file.as_uri() for file in sorted(local.iterdir())]
@@ -148,7 +148,7 @@ def links(place: str, settings: dict[str, str]) -> list[str]:
 
 
 def local_path(address: str) -> Path | None:
-    """Return the path of a file address or of a plain path, None for an address on the network."""
+    """Return the local path of a file URL or a plain path; None for any other URL."""
     if urlsplit(address).scheme == "file":
         return Path(url2pathname(urlsplit(address).path))
     return None if "://" in address else Path(address).expanduser().absolute()
@@ -164,7 +164,7 @@ def _client(settings: dict[str, str], address: str) -> httpx.Client:
 
 
 def _download(url: str, package: Package, path: Path, settings: dict[str, str], received: Received) -> None:
-    """Write the file of an address to `path` once it is whole and has the pinned digest."""
+    """Download a URL, or copy a local file, to `path`, which appears only when complete. Raise ValueError if the digest differs."""
     import httpx
 
     partial, local = path.with_name(f".{path.name}.partial"), local_path(url)
@@ -194,9 +194,9 @@ def _download(url: str, package: Package, path: Path, settings: dict[str, str], 
 
 
 def read_archive(archive: Path, wanted: Callable[[str], bool]) -> list[Member]:
-    """Return the regular files of an sdist (without its top folder) or a wheel whose path is wanted, sorted by path.
+    """Return the files of an sdist or wheel whose path is wanted, sorted by path. An sdist's paths leave out its top folder.
 
-    The archive's digest is pinned, so its unpacked size is known.
+    The unpacked size needs no limit, since the archive's digest is pinned.
     """
     members = []
     if archive.suffix == ".whl":

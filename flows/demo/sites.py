@@ -19,14 +19,14 @@ MAX_CODE = 64_000  # bytes; generated tables and the longest modules stay out
 
 
 def documentation(members: list[Member], folder: str, site: str) -> Iterator[Page]:
-    """Yield the HTML pages below a folder of an archive, under the address `site`."""
+    """Yield the HTML pages below a folder of an archive, with URLs below `site`."""
     for member in members:
         if member.path.startswith(folder) and member.path.endswith(".html"):
             yield html_page(site + quote(member.path.removeprefix(folder)), member)
 
 
 def source_code(members: list[Member], site: str) -> Iterator[Page]:
-    """Yield the Python files of MIN_CODE to MAX_CODE bytes, under the address of the repository's raw files."""
+    """Yield the Python files of MIN_CODE to MAX_CODE bytes, with URLs below `site`, the address of the repository's raw files."""
     for member in members:
         if member.path.endswith(".py") and MIN_CODE <= len(member.body) <= MAX_CODE:
             content_type = f"text/x-python; charset={charset(member.body)}"
@@ -34,9 +34,9 @@ def source_code(members: list[Member], site: str) -> Iterator[Page]:
 
 
 def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
-    """Yield web pages saved as test data, under the address they came from.
+    """Yield web pages saved as test data, with their original URL.
 
-    The address comes from the package's tests, else from the page itself, else from the file's name, which starts with the host.
+    The URL comes from the package's tests, else from the page itself, else from the file's name, which starts with the host.
     """
     addresses = _test_addresses(members)
     for member in members:
@@ -53,7 +53,7 @@ def html_page(url: str, member: Member) -> Page:
 
 
 def charset(body: bytes) -> str:
-    """Return the charset that the bytes decode in: UTF-8 when valid, else as detected (saved pages were recoded)."""
+    """Return the charset of the bytes: UTF-8 if they are valid UTF-8, else the detected charset. A saved page's own label may be wrong."""
     try:
         body.decode("utf-8")
     except UnicodeDecodeError:
@@ -62,7 +62,7 @@ def charset(body: bytes) -> str:
 
 
 def _test_addresses(members: list[Member]) -> dict[str, str]:
-    """Return file name → address, from the tests' own table of pages and from metadata files beside the pages."""
+    """Return file name → URL, from the tests' table of pages and from the metadata files."""
     result: dict[str, str] = {}
     for member in members:
         if member.path == "tests/unit_tests.py":
@@ -73,7 +73,7 @@ def _test_addresses(members: list[Member]) -> dict[str, str]:
 
 
 def _mock_pages(member: Member) -> dict[str, str]:
-    """Return file → address of the literal MOCK_PAGES of a test module, which is parsed, not run."""
+    """Return file → URL from the literal MOCK_PAGES in a test module, which is parsed, not run."""
     for statement in ast.parse(member.body).body:
         if isinstance(statement, ast.Assign) and "MOCK_PAGES" in [getattr(target, "id", None) for target in statement.targets]:
             pages: dict[str, str] = ast.literal_eval(statement.value)
@@ -100,7 +100,7 @@ def _is_whole(url: str) -> bool:
 
 
 def _address_of_name(name: str) -> str:
-    """Return https://heise.de/lithium for heise.de.lithium.html; a name without a host gets a reserved one."""
+    """Return the URL in a file name: https://heise.de/lithium for heise.de.lithium.html. A name without a host gets a reserved host."""
     stem = name.removesuffix(".html")
     match = re.match(r"((?:[\w-]+\.)+(?:com|org|net|info|blog|me|co\.uk|gv\.at|[a-z]{2}))(?:\.(.+))?$", stem)
     if match is None:
@@ -109,21 +109,21 @@ def _address_of_name(name: str) -> str:
 
 
 def _normal(url: str) -> str:
-    """Return an address as a crawler requests it: with a path, percent-encoded, without a fragment."""
+    """Return a URL in the form that a crawler requests: with a path, percent-encoded, without a fragment."""
     parts = urlsplit(url)
     path = quote(unquote(parts.path) or "/", safe="/:@!$&'()*+,;=~-._")
     query = "?" + quote(parts.query, safe="/?:@!$&'()*+,;=~-._%") if parts.query else ""
     return f"{parts.scheme}://{parts.netloc}{path}{query}"
 
 
-LONG = 600  # bytes of UTF-8; every extract from this length on is taken
-SHORT_SHARE = 16  # one in this many shorter extracts is taken
+LONG = 600  # bytes of UTF-8; every extract of at least this length is selected
+SHORT_SHARE = 16  # one of this many shorter extracts is selected
 
 _LANGUAGES = {"en-us": "en", "fr-fr": "fr", "es-es": "es"}
 
 
 def articles(members: list[Member]) -> Iterator[Page]:
-    """Yield one HTML page for each extract taken: title, short description, paragraphs, topic."""
+    """Yield an HTML page for each selected Wikipedia extract: title, short description, paragraphs, topic."""
     for member in members:
         extracts: dict[str, dict[str, str]] = json.loads(member.body)
         for _, entry in sorted(extracts.items()):
@@ -132,7 +132,7 @@ def articles(members: list[Member]) -> Iterator[Page]:
 
 
 def language_of(path: str) -> str | None:
-    """Return the language of a wheel's member with extracts; None for other members."""
+    """Return the language of the extracts in a file of the wheel; None if the file holds no extracts."""
     name = path.rsplit("/", 1)[-1]
     return next((short for long, short in _LANGUAGES.items() if name == f"summaries_{long}.json"), None)
 

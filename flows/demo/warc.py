@@ -1,4 +1,4 @@
-"""Pages and their WARC 1.1 files, as crawlers write them: one gzip member per record, deterministic bytes."""
+"""Pages and their WARC 1.1 files, which have one gzip member per record, like a crawler's, and deterministic bytes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Page:
 def write_warc(path: Path, pages: Sequence[Page], description: dict[str, str]) -> None:
     """Write pages as response records after a warcinfo record; `path` appears only when complete.
 
-    The same pages give the same bytes: record ids derive from the content, gzip members carry no time, and
-    the warcinfo record bears the date of the newest page.
+    The same pages give the same bytes: record ids derive from the content, and gzip members carry no time.
+    The warcinfo record has the date of the newest page.
     """
     newest = max((page.fetched_at for page in pages), default=datetime(1970, 1, 1, tzinfo=UTC))
     fields = "".join(f"{name}: {value}\r\n" for name, value in description.items()).encode()

@@ -1,1 +1,1 @@
-"""Flows as programs: declared, traced, planned, performed."""
+"""The engine of flows: it declares, traces, plans and performs them."""

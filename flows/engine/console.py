@@ -24,7 +24,7 @@ from puna.storage.explain import Change
 
 EVERY_SECONDS = 15.0
 OURS = (" | Flow run ", " | Task run ")
-"""Markers of lines that Prefect wrote, which its server already has."""
+"""Markers of Prefect's own log lines, which its server already has."""
 LAST_SECONDS = 1.0
 BITS = {
     "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "with the page's",
@@ -33,7 +33,7 @@ BITS = {
 
 
 class Console:
-    """A listener of stages: a progress bar on a terminal, else lines. `json`: messages go to standard error, JSON to standard output."""
+    """A display of stages: a progress bar on a terminal, else lines. `json`: messages go to standard error, JSON to standard output."""
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
@@ -68,7 +68,7 @@ class Console:
         self._step, self._said = step, time.monotonic()
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """Show that the current stage is at `done` of `total`."""
+        """Show the progress of the stage that started last: `done` of `total`."""
         if self._bar is not None and self._step in self._tasks:
             self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
@@ -96,7 +96,7 @@ class Console:
 
 
 def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
-    """Print the funnel, the evaluations and the reward models of a run."""
+    """Print a run's closing tables (funnel, evaluations, control arms, reward models), and the number of its artifacts."""
     artifacts = [(step, outcome.artifact) for step, outcome in outcomes]
     evaluations = [(step, _measured(artifact)) for step, artifact in artifacts if artifact.kind == "evaluation"]
     rounds = arms.rounds((step, artifact) for step, artifact in artifacts if artifact.kind == "evaluation")
@@ -148,7 +148,7 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Return the share of right answers to held-out prompts: a line per task, a column per evaluation."""
+    """Return a table of accuracy on held-out prompts: a row per task, a column per evaluation."""
     results = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     tests = [(step, rows) for step, rows in results if any(metric == "accuracy" for _, metric in rows)]
     tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
@@ -203,15 +203,15 @@ def fail(message: str) -> None:
 
 
 def in_short(changes: Sequence[Change]) -> str:
-    """Return the first three changes, and the number of the others."""
+    """Return the first three changes as text, with the number of further changes."""
     return "; ".join(str(change) for change in changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
 
 
 @contextlib.contextmanager
 def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
-    """Call `tell` with each line that this process or a child writes to standard error, and pass the line on.
+    """Within the context, call `tell` with each line that this process or a child writes to standard error, and pass the line on.
 
-    After the context, lines of a child that still runs are passed on but no longer given to `tell`.
+    Prefect's own lines are only passed on; so are, after the context, lines of a child that still runs.
     """
     sys.stderr.flush()
     before = os.dup(2)

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 CPU_FLOPS = 1e20
 """Maximum operations in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
 LARGE, LARGE_BYTES = "H100", 80e9
-"""GPU of plans that are too large for a CPU, and its bytes of memory, half of which may hold the state."""
+"""The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of it."""
 MODEL = "times are computed, ± 9 % in the median of 27 runs, published or measured on one H200; in long contexts off by up to 60 %"
 LONGEST = 90 * 86_400
 """Maximum seconds of a plan for GPUs."""
 LOOKED_AT = 256
-"""Number of prompts whose tokens are counted."""
+"""Maximum number of prompts whose tokens are counted."""
 
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
-    """Return the flow or stage of a request, and its planned steps. Raise PunaError as a run would."""
+    """Return the flow or stage of a request, and its planned steps. Raise PunaError if the request is invalid."""
     target = chosen(request.what)
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
@@ -57,7 +57,7 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
     """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time.
 
-    Each answer counts with `max_tokens` tokens. The time leaves out kernel launches, sampling and exchanges within a layout. Bytes are per
+    Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication within a layout. Bytes are per
     process.
     """
     config: Any
@@ -119,7 +119,7 @@ class Total:
 
     @classmethod
     def of(cls, steps: Sequence[PlannedStep]) -> Total:
-        """Return the sum of the steps that are not reused."""
+        """Return the total of the steps that are not reused; memory is the maximum."""
         estimates = [step.expected for step in steps if step.expected is not None]
         unknown = tuple(step.label for step in steps if step.state != "reused" and step.expected is None)
         memory = max((one.memory for one in estimates), default=0.0)
@@ -135,7 +135,7 @@ class Total:
 
 
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the costs of a planned pretraining: of the recipe's model, of the model that it continues from, or of the chosen size."""
+    """Return the costs of a planned pretraining, for the recipe's model, the model to continue, or the size from choose_size."""
     from puna.models.formats.checkpoint import read_config
     from puna.stages.training.chosen_size import ChosenSize
 
@@ -235,7 +235,7 @@ def _phase(
     precision: Precision = "bf16" if gpu else "fp32"
     phase = phase.counted(row, before)
     step = [row] * phase.full_rows
-    # In steps of full size: a ramp's smaller first steps count by their rows.
+    # Counted in full-size steps: a smaller step of a ramp counts in proportion to its rows.
     steps = phase.growth(row, before).before(phase.steps + 1) / phase.full_rows
     at_once = max(1, min(phase.full_rows, training.compute.micro_batch_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
@@ -259,7 +259,7 @@ def _phase(
 
 
 def _described(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
-    """Return a line for each layout that fits; if none does, one line with the memory of the smallest."""
+    """Return a line for each layout that fits; if none fits, one line that names the layout with the least memory."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB of a device ({one.reason})" for one in ranked]
     if not ranked:
         return [f"none that is proved fits the step and the model on {gpus} devices; the time supposes that they share the work evenly"]

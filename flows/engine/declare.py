@@ -35,7 +35,7 @@ class Output:
     """The output of a step, or an input of a flow. It holds artifacts once they are made; in a plan or a trace, only kind and origin.
 
     `labels`: the steps (or inputs of the flow) that it comes from. `left_out`: the step that the recipe leaves out; the output is then
-    false. `source`: a source name for the rows of an input; empty: they keep their own.
+    false. `source`: a source name for the rows of an input; empty: the rows keep theirs.
     """
 
     kind: str
@@ -75,15 +75,15 @@ class Flow:
 
     @property
     def takes_files(self) -> bool:
-        """True if the flow begins with files. Without inputs it reads the sample."""
+        """True if the flow's first input is files. Without inputs, such a flow reads the sample."""
         return self.inputs[0].kind == "external" if self.inputs else False
 
     def by_kind(
         self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
     ) -> dict[str, Given]:
-        """Assign artifacts and files to the inputs of their kind, in order, after those in `named` by input.
+        """Return the flow's inputs: an input in `named` gets those artifacts, every other input the items of its kind, in order.
 
-        `sources`: new source name of an artifact's rows, by its key.
+        `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing.
         """
         inputs: dict[str, Given] = {}
         fitting = assigned(f"flow {self.name}", self.inputs, items, named or {})
@@ -95,7 +95,7 @@ class Flow:
         return inputs
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
-        """Return inputs for a trace, without content. `everything`: also files beside artifacts."""
+        """Return inputs without content, for a trace. `everything`: in a flow that takes files, also documents beside the files."""
         inputs: dict[str, Given] = {}
         for spec in self.inputs:
             if spec.sources and self.takes_files and not everything:
@@ -108,7 +108,7 @@ class Flow:
 def assigned(
     what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]
 ) -> dict[str, list[Item]]:
-    """Return the items of each input: those in `named`, else those of its kind, in order. Raise PunaError for an item without a place."""
+    """Return each input's items: from `named`, else the items of its kind, in order. Raise PunaError for an item that fits no input."""
     left, result = list(items), dict[str, list[Item]]()
     for spec in specs:
         result[spec.name] = list(named.get(spec.name, ()))
@@ -136,12 +136,12 @@ def kind_of(item: Item) -> str:
 
 
 def name_of(item: Item) -> str:
-    """Return the name of an input in messages."""
+    """Return the name of an input, for messages."""
     return item.id if isinstance(item, Artifact) else item.uri
 
 
 def described(spec: InputSpec) -> str:
-    """Return the kind of an input, for people."""
+    """Return the kind of an input in words, for messages."""
     return "files or folders" if spec.kind == "external" else spec.kind
 
 
@@ -153,7 +153,7 @@ FLOWS: dict[str, Flow] = {}
 
 
 def flow(function: Callable[..., Any]) -> Flow:
-    """Declare a flow: a function of outputs (annotated with their kinds, as a stage's inputs are) that calls `step`."""
+    """Declare a flow: a function that calls `step`. Its parameters are outputs, annotated with their kinds like a stage's inputs."""
     name, doc = function.__name__, inspect.getdoc(function)
     if not doc:
         raise TypeError(f"flow {name}: needs a docstring")
@@ -169,12 +169,12 @@ def step(
     stage: Stage, label: str = "", /, *, field: str = "", default: StageConfig | None = None, off: bool = False, through: str | None = None,
     number: int | None = None, adapt: Callable[[Any], StageConfig] | None = None, serves: str = "", **inputs: Given,
 ) -> Output:  # fmt: skip
-    """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's field of that name.
+    """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's values in `field`.
 
-    `field`: the recipe's field, if not the label. `default`: base of the recipe's values. `off`: leave it out unless the recipe names it.
-    `through`: the input that replaces the output if the step is left out (for documents stages: the documents). `number`: the round, which
-    is added to the default label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that takes
-    the output; if the recipe leaves that step out, this one is left out too unless named. Equal labels and inputs mean one step.
+    `field`: by default the label, else the stage's name. `default`: base of the recipe's values. `off`: omit the step unless the recipe
+    names it. `through`: the input that replaces the output of an omitted step (for documents stages: the documents). `number`: the round;
+    it changes the default label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that takes
+    the output; if the recipe omits that step and does not name this one, both are omitted. Equal labels and inputs mean one step.
     """
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
@@ -232,7 +232,7 @@ class Walk(ABC):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Make this the current walk."""
+        """Make this the current walk within the context."""
         token = _WALK.set(self)
         try:
             yield
@@ -248,7 +248,7 @@ class Walk(ABC):
         """Point an alias at an output."""
 
     def together(self, parts: Sequence[Callable[[], object]]) -> None:
-        """Run independent parts."""
+        """Run independent parts of the flow; by default one after another."""
         for part in parts:
             part()
 
@@ -260,7 +260,7 @@ class Walk(ABC):
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Take an exclusive lock of the store by name; False if another run holds it."""
+        """Return a context for an exclusive lock by name: False if another run holds the lock. Here always True."""
         return contextlib.nullcontext(True)
 
     def tell(self, text: str) -> None:  # noqa: B027  only a walk that performs has listeners
@@ -277,7 +277,7 @@ class Walk(ABC):
         return list(self.recipe.configs(step))
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Return the output of a step of the current flow, see the function `step`. The same label and inputs mean the same step."""
+        """Return the output of a step of the current flow; see the function `step`. Raise PunaError if a label has other inputs before."""
         by_input = {name: outputs(value) for name, value in inputs.items()}
         labels = {name: tuple(label for output in items for label in output.labels) for name, items in by_input.items() if items}
         if step.label in self._done:
@@ -311,13 +311,13 @@ class Walk(ABC):
         return results[-1] if step.through else joined(results)
 
     def _checked(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
-        """Return the inputs that exist; report the missing ones."""
+        """Return the inputs that exist; report missing and repeated inputs. Raise PunaError for an unknown input or a wrong kind."""
         stage = step.stage
         accepted: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
             raise PunaError(f"step {label}: stage {stage.name} has no input {sorted(unknown)[0]!r}")
         for spec in stage.inputs:
-            # A step that is left out passes its input on, so that one output may arrive twice.
+            # A step that is left out passes its input on, so one output may arrive twice.
             there = list({output.labels: output for output in given.get(spec.name, []) if output}.values())
             omissions = [output.left_out for output in given.get(spec.name, []) if not output]
             if not there and not spec.optional:
@@ -334,7 +334,7 @@ class Walk(ABC):
         return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """Return the output of a step that the recipe adds: inputs come from the steps it names, else by kind from its surroundings."""
+        """Return the output of a step that the recipe adds. Its inputs come from the steps it names, else by kind from its neighbours."""
         stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}
@@ -351,7 +351,7 @@ class Walk(ABC):
         return self.step(Step(label, label, stage), inputs)
 
     def _join(self, step: Step, given: dict[str, list[Output]], made: Output, label: str) -> None:
-        """Add an added step's output to the inputs of the step that it was added to."""
+        """Add an added step's output to an input of `step`. If that input takes one output, replace it."""
         takers = [spec for spec in step.stage.inputs if spec.kind == made.kind]
         if not takers:
             raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")

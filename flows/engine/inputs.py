@@ -19,16 +19,16 @@ from puna.storage.aliases import ALIAS
 from puna.storage.schemas import KINDS
 
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
-"""Kinds that `puna import` makes of files."""
+"""Kinds of artifacts that `puna import` makes from files."""
 ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 """Endings of files that hold rows, never a model."""
 COLUMNS = ("text", "html", "url", "date")
-"""Possible contents of a row's field."""
+"""The fields of a page that `--columns` can assign."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Parsed inputs. `items`: assigned by kind; `named`: artifacts by input; `sources`: new source name of an artifact's rows, by key."""
+    """Parsed inputs. `items`: to assign by kind; `named`: input → artifacts; `sources`: artifact key → new source name of its rows."""
 
     items: list[Item]
     named: dict[str, list[Artifact]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ def is_artifact(text: str) -> bool:
 
 
 def alias_of(name: str) -> str:
-    """Return the alias that `--as NAME` sets; raise PunaError if that is not a name."""
+    """Return the alias that `--as NAME` sets; raise PunaError if NAME is not valid."""
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
     return f"{name}@latest"
@@ -88,7 +88,7 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
 
 
 def check_address(what: str, text: str) -> None:
-    """Raise PunaError if forms may name only local paths, and the text is an address that a run would contact."""
+    """Raise PunaError if forms may name only local paths and the text is a remote URL."""
     uri = text.partition("=")[2] if is_named(text) else text
     scheme, sign, _ = uri.partition("://")
     if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):
@@ -110,7 +110,7 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
 
 
 def given_items(flow: Flow, wanted: RunInputs, store: Store, sample: Callable[[], Sequence[External]], *, quiet: bool) -> list[Item]:
-    """Return the items of a run of a flow; by default the sample or the `NAME@latest` aliases."""
+    """Return the input items of a flow's run: the items in `wanted`, else the sample or the `NAME@latest` aliases."""
     if wanted:
         return wanted.items
     return [*sample()] if flow.takes_files else latest(flow.inputs, store, quiet)
@@ -122,7 +122,7 @@ def sample_folder(root: Path) -> Path:
 
 
 def column_changes(texts: Sequence[str], stage: str) -> list[str]:
-    """Return changes of a recipe from `[INPUT:]WHAT=FIELD[,…]` texts of `--columns`."""
+    """Return `--columns` texts (`[INPUT:]WHAT=FIELD[,…]`) as recipe changes for `stage`. Raise PunaError for any other text."""
     changes: list[str] = []
     for text in texts:
         name, colon, pairs = text.rpartition(":")

@@ -27,14 +27,14 @@ from puna.storage import Artifact, PunaError, Store
 
 PREFIXES = ("flow:", "stage:")
 YOUNG = 20_000
-"""Threshold of the garbage collector during a run: a part's rows are thousands of containers, without reference cycles."""
+"""Threshold of the garbage collector's youngest generation in a run: a part's rows are thousands of containers without cycles."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A request for a run: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for a stage's artifact.
 
-    `project`: of the store; empty: the recipe's.
+    `project`: a project of the store; empty: the recipe's project.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Request:
         return load(self.recipe or DEFAULT_RECIPE, [*self.changes, *project_change(self.project)], flow.name)
 
     def stage_project(self) -> str:
-        """Return the project of a single stage: the one named, else the recipe's."""
+        """Return the project for a run of a single stage: `project`, else the recipe's."""
         return self.project or (str(read_values(self.recipe, [])[0].get("project") or "") if self.recipe else "")
 
     @property
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return the request as a server shows it."""
+        """Return the request's command line and fields, for display on a server."""
         fields = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
         fields |= {"project": self.project} if self.project else {}
         return {"command": self.command(), **fields}
@@ -78,7 +78,7 @@ class Request:
         )  # fmt: skip
 
     def command(self, store: Store | None = None) -> str:
-        """Return the equivalent command line; it names `store` if that is not the default one."""
+        """Return the equivalent command line; it names `store` unless that is the default store."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
         options["--project"] = [self.project] if self.project else []
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
@@ -88,7 +88,7 @@ class Request:
 
 
 def chosen(what: str) -> Flow | Stage:
-    """Return the flow or stage of that name. If both exist, a prefix `flow:` or `stage:` chooses; without one it is the flow."""
+    """Return the flow or stage of that name. If both exist, a prefix `flow:` or `stage:` chooses; the default is the flow."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)
@@ -103,7 +103,7 @@ def chosen(what: str) -> Flow | Stage:
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts.
 
-    A server that shows the store, or the one at PREFECT_API_URL, gets progress reports; the work never waits for them.
+    The Prefect server at PREFECT_API_URL, or of a running `puna up`, gets progress reports; the work never waits for them.
     """
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
@@ -160,7 +160,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
-    """Return the configuration of a single stage: a recipe's values for the step of its name, with changes."""
+    """Return the configuration of a single stage: a recipe's values for the step with the stage's name, then `changes`."""
     values: dict[str, Any] = {}
     if recipe is not None:
         whole_recipe, _ = read_values(recipe, [])
@@ -176,7 +176,7 @@ def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageC
 def checked_inputs(
     flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool
 ) -> dict[str, Given]:
-    """Return a flow's inputs, checked against its recipe. Raise PunaError with all unmet needs. Each file is read once."""
+    """Return a flow's inputs, checked against its recipe. Raise PunaError with all unmet needs."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
@@ -184,7 +184,7 @@ def checked_inputs(
 
 
 def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
-    """Return the inputs of a flow; without any, the sample or the `NAME@latest` aliases. Raise PunaError if needs are unmet."""
+    """Return the inputs of a flow, by default the sample or the `NAME@latest` aliases. Raise PunaError if needs are unmet."""
     items = given_items(flow, wanted, store, lambda: sample_pages(store, quiet), quiet=quiet)
     values = flow.by_kind(items, wanted.named, wanted.sources)
     preflight.check(flow, recipe, values, store, executor)
@@ -192,7 +192,7 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
-    """Return the inputs of a stage: those in `named` by the input's name, the others by their kind."""
+    """Return the inputs of a stage: an input in `named` gets those artifacts, every other input the items of its kind."""
     inputs: dict[str, Any] = assigned(f"stage {stage.name}", stage.inputs, items, named or {})
     return {spec.name: (inputs[spec.name] or None) if spec.many else next(iter(inputs[spec.name]), None) for spec in stage.inputs}
 

@@ -20,7 +20,7 @@ class Performer(Walk):
     performs = True
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        assert config is not None  # only a trace of everything asks for steps without one
+        assert config is not None  # only a trace of every possible step has no configurations
         artifact = current().perform(step.stage, config, values(step.stage, inputs), label).artifact
         return Output(artifact.kind, (label,), (artifact,))
 
@@ -51,7 +51,7 @@ class Performer(Walk):
         return current().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Take an exclusive lock by name within the store's project; False if another process holds it."""
+        """Return a context for an exclusive lock by name within the store's project: False if another process holds the lock."""
         store = current().store
         return store.lock(store.own(name), wait=False)
 

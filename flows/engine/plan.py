@@ -19,17 +19,17 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
 
 BEGINS = ("model", "size")
-"""Inputs of a training that its cost depends on."""
+"""Inputs of a training stage on which its cost depends."""
 STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}
 """Exponents by which costs grow with the input's size."""
 LARGEST, FARTHEST = 1e30, 10
-"""Largest estimate, and largest ratio between counts (steps, widths) of two configurations: other runs are no basis for estimates."""
+"""Upper bound of an estimate, and the largest ratio of two configurations' counts (steps, widths) for an estimate."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of an artifact or a file. `rows`: of its main table, 0 if it has none."""
+    """The size of an artifact or of files. `rows`: rows of the artifact's main table; 0 for files or without that table."""
 
     rows: float
     bytes: float
@@ -56,7 +56,7 @@ class Expected:
 
 
 class Experience:
-    """Measurements of earlier runs of every stage in a store."""
+    """Measurements of every stage's earlier runs in a store, from which costs are estimated."""
 
     def __init__(self, store: Store) -> None:
         sizes: dict[str, Size] = {}
@@ -72,7 +72,7 @@ class Experience:
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
         """Return the estimate for a stage on inputs of these sizes; None without a comparable run in this store.
 
-        It scales the newest run among those whose configuration differs in the fewest fields, apart from the seed.
+        The estimate scales the newest of the runs whose configurations differ in the fewest fields; seeds do not count.
         """
         configuration, now = flat(dict(config)), together(sizes)
         if not (past := [one for one in self._past.get(stage, []) if _near(one[1], configuration)]):
@@ -114,7 +114,7 @@ class PlannedStep:
 
 
 class Planner(Walk):
-    """A walk that looks up the artifacts of a flow's steps and makes none. `experience`: estimates the cost of missing ones."""
+    """A walk that looks up the artifacts of a flow's steps and makes none. `experience`: estimates the costs of steps that must run."""
 
     def __init__(self, recipe: Recipe, store: Store, experience: Experience | None = None) -> None:
         super().__init__(recipe)
@@ -123,7 +123,7 @@ class Planner(Walk):
         self._sizes: dict[str, Size] = {}
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        assert config is not None  # only a trace of everything asks for steps without one
+        assert config is not None  # only a trace of every possible step has no configurations
         before = dict.fromkeys(name for group in inputs.values() for output in group if not output.items for name in output.labels)
         items: tuple[Item, ...] = ()
         state, why = "runs", "never ran"
@@ -142,7 +142,7 @@ class Planner(Walk):
 
     def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
         """Return the estimate for a step that must run, and remember its output size for later steps."""
-        if self._experience is None or inputs.get("size"):  # the training's cost depends on the chosen size, which is in no configuration
+        if self._experience is None or inputs.get("size"):  # the cost depends on the chosen size, which is in no configuration
             return None
         sizes = [Size.of(item) for estimate in inputs.values() for output in estimate for item in output.items]
         waited = [name for estimate in inputs.values() for output in estimate if not output.items for name in output.labels]
@@ -153,7 +153,7 @@ class Planner(Walk):
         return estimate
 
     def publish(self, name: str, output: Output) -> None:
-        """Set no alias: a plan changes nothing."""
+        """Do nothing: a plan sets no alias."""
 
     def store(self) -> Store:
         return self._store
@@ -165,7 +165,7 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
     with tempfile.TemporaryDirectory() as empty:
         try:
             store = Store.existing(place).within(recipe.project)
-        except PunaError:  # none yet: nothing is reused
+        except PunaError:  # there is no store yet, so nothing is reused
             store = Store.open(empty)
         planner = Planner(recipe, store, Experience(store))
         inputs = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")

@@ -70,7 +70,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 
 
 def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with all unmet needs of a single stage."""
+    """Raise PunaError with all unmet needs of a single stage, unless its artifact exists."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
     complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
@@ -94,7 +94,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """Return a function that samples all files and artifacts of one input; None if one cannot be sampled."""
+    """Return a function that samples all files and artifacts of an input; None if any cannot be sampled."""
     looks = [item.look for item in items if item.look is not None]
     if not items or len(looks) < len(items):
         return None
@@ -143,7 +143,7 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of random pages until `seconds` have passed, and their share of all pages. `share`: the share of `pages`."""
+    """Return rough texts of random pages, read for `seconds`, and their share of all pages. `share`: the share of all pages in `pages`."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):

@@ -21,14 +21,14 @@ from puna.storage import PunaError
 C = TypeVar("C", bound=StageConfig)
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BYTES = 1 << 20
-"""Maximum size of a recipe file."""
+"""Maximum bytes of a recipe file."""
 ENDINGS = (".yaml", ".yml")
 BASE = "curation"
 """The rules of curation: base of the shipped recipes and default base of recipe files. It is not run itself."""
 MAX_BASES = 10
 """Longest chain of recipes that inherit from each other."""
 MAX_NODES = 100_000
-"""Values that a recipe may hold once its aliases are followed."""
+"""Maximum number of values in a recipe after its YAML aliases are expanded."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Added(StageConfig):
     """A step that the recipe adds, and its place in the flow."""
 
     stage: str | None = Field(None, description="Name of the stage; null: the step's name")
-    after: str | None = Field(None, description="The step whose output it takes, and replaces if it gives the same kind")
-    into: str | None = Field(None, description="The step whose inputs it takes, and which takes its output, signals for example")
+    after: str | None = Field(None, description="Step whose output the new step takes; an output of the same kind replaces it")
+    into: str | None = Field(None, description="Step whose inputs the new step takes, and which takes the new output, for example signals")
     inputs: dict[str, str] = Field(default_factory=dict, description="Input → the earlier step it comes from, if the kind is ambiguous")
 
     @model_validator(mode="after")
@@ -84,7 +84,7 @@ class General(StageConfig):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's values by field, as YAML gives them; a step turns its values into a configuration.
+    """A recipe: field → values, as parsed from YAML. `configs` turns the values of a step into configurations.
 
     `project`: the store's project, whose aliases a run reads and sets; empty: the opened store's project.
     """
@@ -136,7 +136,7 @@ class Recipe:
         return value
 
     def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
-        """Return the steps that the recipe adds at a place."""
+        """Return the steps that the recipe adds after `step`, or into it."""
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
 
 
@@ -173,7 +173,7 @@ class Layer:
 
 
 def blamed(complaint: str, layers: list[Layer]) -> str:
-    """Return a complaint about `step.field: …` after the name of the file that holds the field."""
+    """Return the complaint `step.field: …` with the name of the file that sets the field before it."""
     path = complaint.partition(":")[0].split(".")
     return max(layers, key=lambda layer: layer.depth(path)).where + complaint
 
@@ -217,7 +217,7 @@ def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
     base = values.get("base", None if is_shipped else default)
     if base is not None and not isinstance(base, str):
         raise PunaError(f"recipe {file}: base: takes the name of a recipe, a YAML file, or null for none (got {base!r})")
-    # Errors in a shipped recipe come from --set, so that its file is not named.
+    # A shipped recipe is valid, so errors come from --set: its file is not named.
     layer = Layer("" if is_shipped else f"recipe {file if heirs else name}: ", values)
     return [layer, *(_layers(base, default, (*heirs, file)) if base is not None else [])]
 
@@ -236,7 +236,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _parsed(text: str) -> Any:
-    """Return parsed YAML, cached; not to be changed."""
+    """Return parsed YAML from a cache; callers must not change it."""
     return _Loader(text).get_single_data()
 
 
@@ -283,7 +283,7 @@ def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def overridden(values: dict[str, Any], change: str) -> None:
-    """Apply `a.b=value` (a YAML value) to nested values. A number addresses a list item; a group is merged into the existing one."""
+    """Apply `a.b=value` (a YAML value) to nested values. A number addresses a list item; a group is merged into an existing group."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")

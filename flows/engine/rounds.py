@@ -1,8 +1,8 @@
-"""The rounds behind a policy, read from the lineage: order, verdicts and data; and the trigger of the next round.
+"""The rounds in a policy's lineage, with their order, verdicts and data; and the trigger of the next round.
 
 A round ends with an artifact of the stage `gate`, which names the policy and its candidate; a person's `approval` of it has the last
-word. Nothing else is kept: the artifacts and aliases give the number of the next round, the prompts and preferences already used, and
-whether an interrupted round must be finished.
+word. There is no other state: artifacts and aliases tell the next round's number and the used prompts and preferences, and whether an
+interrupted round must be finished.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from puna.storage import Artifact, PunaError, Store
 
 POLICY = "policy@latest"
 NOTE = "rounds"
-"""Name of the project's note with the settings of automatic rounds."""
+"""Name of the project's JSON file with the settings of automatic rounds."""
 SETTLED = "gate@"
-"""Aliases of the gates and approvals that were carried out: `gate@` and the first digits of the gate's key."""
+"""Prefix of the aliases that mark verdicts as carried out; the first digits of the gate's key follow."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Round:
 
 @dataclass(frozen=True)
 class History:
-    """The lineage of a policy. `rounds`: oldest first, including refused ones. The data fields cover all rounds and the start.
+    """The lineage of a policy. `rounds`: oldest first, with refused rounds. The data fields cover all rounds and the start.
 
-    `policy`: None without a store. `roots`: the pretrained or imported models that it began with. `demonstrations`: instructions that no
-    model of the rounds wrote.
+    `policy`: None without a store. `roots`: the pretrained or imported models at the start of the lineage. `demonstrations`: instructions
+    that no model of the rounds wrote.
     """
 
     policy: Artifact | None = None
@@ -120,7 +120,7 @@ class _Lineage:
         return ancestors
 
     def roots(self, key: str) -> set[str]:
-        """Return the root models of a model's lineage: models trained or averaged from no other. It may be the model itself."""
+        """Return the root models of a model's lineage: models made from no other model. The model itself may be a root."""
         roots, todo, seen = set[str](), [key], set[str]()
         while todo:
             seen.add(key := todo.pop())
@@ -130,7 +130,7 @@ class _Lineage:
         return roots
 
     def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return the training data by kind: preferences and instructions of models, prompts of models and answers."""
+        """Return the data used for training, by kind: inputs of models, and prompts that neither prompts nor evaluations read."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -181,7 +181,7 @@ def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
 def settle(store: Store, done: Round) -> str:
     """Carry out the verdict of a round and return a sentence on it. Repeating it changes nothing.
 
-    If the round passed, the policy's aliases move to the candidate. Raise PunaError if somebody moved them meanwhile.
+    If the round passed, the policy's aliases move to the candidate. Raise PunaError if they were moved meanwhile.
     """
     message = str(done)
     if done.verdict == "passed":
@@ -201,7 +201,7 @@ def settle(store: Store, done: Round) -> str:
 
 @dataclass(frozen=True)
 class Trigger:
-    """Settings of automatic rounds. `preferences`: number of new ones that starts a round, 0 for never. `recipe`: the round's recipe."""
+    """Settings of automatic rounds. `preferences`: number of new preferences that starts a round; 0: never. `recipe`: its recipe."""
 
     preferences: int = 0
     recipe: str = DEFAULT_RECIPE
@@ -220,12 +220,12 @@ def save_trigger(store: Store, trigger: Trigger) -> None:
 
 
 def judged(store: Store) -> Artifact | None:
-    """Return the preferences of people, as `judged@latest` names them."""
+    """Return the human preferences, the artifact of `judged@latest`; None without this alias."""
     return store.alias(ALIAS) if ALIAS in store.aliases() else None
 
 
 def new_preferences(store: Store) -> int:
-    """Return the number of human preferences that no round behind `policy@latest` has learned from."""
+    """Return the number of human preferences that no round in the lineage of `policy@latest` has learned from."""
     preferences = judged(store)
     if preferences is None:
         return 0

@@ -48,7 +48,7 @@ step_runners: list[Callable[[], StepRunner | None]] = []
 
 @dataclass
 class Session:
-    """One run of a flow."""
+    """The state of one run of a flow or a stage."""
 
     store: Store
     console: Console
@@ -58,7 +58,7 @@ class Session:
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     step_runner: StepRunner | None = field(default_factory=lambda: next((runner for one in step_runners if (runner := one())), None))
     unfinished: dict[str, str] = field(default_factory=dict)
-    """Begun steps without an artifact, each with the key of its future artifact."""
+    """Step → key of its future artifact, for steps that have begun and not finished."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -70,7 +70,7 @@ class Session:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Run each requested stage whole in a worker; several threads may wait for stages."""
+        """Within the context, run each requested stage whole in one worker, so that threads can run stages in parallel."""
         token = _APART.set(True)
         try:
             yield
@@ -133,7 +133,7 @@ class Session:
         return outcome
 
     def _hear(self) -> None:
-        """Log the lines that other ranks wrote."""
+        """Log the lines that other ranks wrote to standard error."""
         for line in ranks.heard():
             self.reporter.log(line, logging.WARNING)
             self.store.record(self.run, runs.line(line))
@@ -167,7 +167,7 @@ def session(
     store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False, title: str = "",
     parameters: Mapping[str, Any] | None = None, report: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """Open a session: workers are started when first needed and stopped at the end. `executor` as in `connected`.
+    """Open a session: workers are started when first needed and stopped at the end. `executor`: see `connected`.
 
     `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ends well. If it
     made nothing and an earlier run has the same artifacts, name that run's page.
@@ -184,7 +184,7 @@ def session(
         ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
         page = None
         listening = contextlib.ExitStack()
-        if flow_run:  # nobody sits before its terminal
+        if flow_run:  # nobody sees its terminal
             listening.enter_context(tee_stderr(lambda line: reporter.log(line, logging.WARNING)))
         try:
             about = {**(parameters or {}), "title": title or flow, "project": store.project} | ({"flow_run": flow_run} if flow_run else {})
@@ -198,7 +198,7 @@ def session(
                 console.say(f"report: {page}")
         except Exception as error:
             ending = ("FAILED", str(error) or type(error).__name__)
-            # A disk that is full may not hold this line either: the run then counts as crashed.
+            # On a full disk, this line cannot be written either; the run then counts as crashed.
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.failed(str(error) or type(error).__name__))
             raise
@@ -232,7 +232,7 @@ def _uncompiled(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM end the run like Ctrl-C, unless another handler is installed; a training finishes its step first."""
+    """Within the context, let SIGTERM end the run like Ctrl-C, unless another handler is installed; training finishes its step first."""
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
@@ -262,7 +262,7 @@ def _tell_saved(session: Session, in_server: bool) -> None:
 
 
 def _report(session: Session) -> str:
-    """Write the run's page and return its address. In a run that computed something, a worker writes it."""
+    """Return the path of the run's page: an earlier run's with the same artifacts, else a new one. A worker writes it after new work."""
     from puna.flows.report import write, written_before
 
     store, run = session.store, session.run
@@ -288,7 +288,7 @@ def commit(root: Path = ROOT) -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        # `--exclude *` leaves tags aside.
+        # `--exclude *` ignores tags.
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -298,7 +298,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of Puna, Python, the system, and the libraries that decide a stage's output."""
+    """Return the versions of Puna, Python, the system, and the libraries that affect a stage's output."""
     try:
         own = {"puna": importlib.metadata.version("puna")}
     except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install

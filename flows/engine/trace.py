@@ -1,4 +1,4 @@
-"""The contents of a flow, found by walking it without computing: a recipe's fields, and the steps of a plan."""
+"""The contents of a flow, found by walking it without computing: the fields of its recipes, its steps, and unmet needs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from puna.storage import PunaError
 from puna.storage.aliases import checked_project
 
 SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety")
-"""The flows of Puna, in the order of lists."""
+"""Names of Puna's own flows, in the order in which lists show them."""
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as it would run: its configuration (None if not requested), and the labels of the steps behind each input."""
+    """A step of a trace. `config`: None in a trace of every possible step. `inputs`: input → labels of the steps it comes from."""
 
     label: str
     step: Step
@@ -57,7 +57,7 @@ class Tracer(Walk):
         self._everything = everything
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Record the step's field as regular unless the step is off; it may be off in other places."""
+        """Record the step's field as regular unless the step is off here, then walk the step."""
         if not step.off:
             self.trace.regular.add(step.field)
         return super().step(step, inputs)
@@ -68,7 +68,7 @@ class Tracer(Walk):
         return Output(step.stage.kind, (label,))
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """Return [None] if all possible steps are traced; else the recipe's configurations, with wrong ones recorded as complaints."""
+        """Return [None] if all possible steps are traced; else the recipe's configurations. Record a wrong one as a complaint."""
         if self._everything:
             return [None]
         try:
@@ -78,7 +78,7 @@ class Tracer(Walk):
             return []
 
     def setting(self, wanted: Setting) -> int:
-        """Return the recipe's value, or the default if that is wrong."""
+        """Return the recipe's value; if it is wrong, record a complaint and return the default."""
         self.trace.settings[wanted.name] = wanted
         try:
             return super().setting(wanted)
@@ -106,7 +106,7 @@ def load_stages() -> dict[str, Stage]:
 
 
 def load_flows() -> dict[str, Flow]:
-    """Return every flow by name: those of Puna, then those of plugins and of added modules."""
+    """Return every flow by name: Puna's own flows, then the flows of plugins and of added modules."""
     for name in SHIPPED:
         importlib.import_module(f"puna.flows.{name}")
     plugins.offers("puna.flows")
@@ -134,14 +134,14 @@ def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) 
 
 @cache
 def everything(flow: Flow) -> Trace:
-    """Return the steps that a flow can have, and its settings."""
+    """Return a trace of all steps that a flow can have, and of its settings."""
     tracer = Tracer(Recipe("everything"), everything=True)
     tracer.walk(flow, flow.placeholders(everything=True))
     return tracer.trace
 
 
 def fields(flow: Flow) -> dict[str, Step]:
-    """Return the fields that a recipe of the flow has, each with the step it configures."""
+    """Return field → step that it configures, for all fields of the flow's recipes."""
     steps: dict[str, Step] = {}
     for traced in everything(flow).steps:
         known_step = steps.setdefault(traced.step.field, traced.step)

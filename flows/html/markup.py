@@ -15,7 +15,7 @@ VOID = frozenset(("br", "hr", "meta", "link", "input", "col", "wbr"))
 
 
 class Html(str):
-    """Finished markup."""
+    """A string of finished markup, which is not escaped again."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ def tag(name: str, /, *content: Content, **attributes: object) -> Html:
 
 
 THEME = tag("button", "Light / dark", type="button", id="theme")
-"""The button by which a reader chooses a page's colours."""
+"""The button that switches a page between light and dark colours."""
 
 
 def document(title: str, body: Html, *head: Content) -> Html:
@@ -66,7 +66,7 @@ def document(title: str, body: Html, *head: Content) -> Html:
 
 
 def table(head: Sequence[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = ()) -> Html:
-    """Return a table in a box that scrolls by itself; the columns `numeric` are set flush right."""
+    """Return a table in a box that scrolls by itself. `numeric`: indices of the columns to align right."""
     right = set(numeric)
 
     def cells(kind: str, row: Sequence[Content], scope: str | None = None) -> list[Html]:
@@ -82,7 +82,7 @@ def details(summary: Content, *content: Content, open_: bool = False, class_: st
 
 
 def section(name: str, title: str, lead: Content, *content: Content) -> Html:
-    """Return a section of the page with its anchor; nothing when it would be empty."""
+    """Return a section of a page with the anchor `name`; empty markup if it has no content."""
     inside = join(content)
     if not inside:
         return Html("")
@@ -90,18 +90,18 @@ def section(name: str, title: str, lead: Content, *content: Content) -> Html:
 
 
 def part(title: str, *content: Content, note: Content = None) -> Html:
-    """Return a titled part of a section; nothing when it would be empty."""
+    """Return a titled part of a section; empty markup if it has no content."""
     inside = join(content)
     return Html("") if not inside else tag("div", tag("h3", title), tag("p", note, class_="note") if note else None, inside, class_="part")
 
 
 def legend(names: Mapping[str, str]) -> Html:
-    """Return the meanings of colours. `names`: words by the class of the colour."""
+    """Return a legend of colours. `names`: CSS class of a colour → its meaning."""
     return tag("ul", [tag("li", tag("i", class_=kind), words) for kind, words in names.items()], class_="legend")
 
 
 def stacked(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Html:
-    """Return a bar of pieces, each with its class and its percentage of the width."""
+    """Return a stacked bar. `pieces`: a CSS class and a percentage of the width for each piece."""
     segments = [tag("i", class_=kind, style=f"width:{width:.2f}%") for kind, width in pieces]
     return tag("span", segments, class_=class_, aria_hidden="true")
 
@@ -110,7 +110,7 @@ def stacked(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Html:
 
 
 def number(value: float | int | None, digits: int = 4) -> str:
-    """Return a number with thousands separators, or to `digits` significant digits."""
+    """Return a number as text: whole or large numbers with thousands separators, others to `digits` significant digits."""
     if value is None:
         return "–"
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
@@ -134,7 +134,7 @@ def short(value: float | int | None) -> str:
 
 
 def percent(part_: float, whole: float) -> str:
-    """Return a share in percent; a non-zero share is never shown as zero, nor an incomplete one as all."""
+    """Return a share in percent; a non-zero share is never shown as zero, nor an incomplete share as 100 %."""
     if not whole:
         return "–"
     share = 100 * part_ / whole

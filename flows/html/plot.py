@@ -13,9 +13,9 @@ from puna.flows.html.scale import Axis, Point, is_curve, thinned
 
 WIDTH, HEIGHT = 380, 236
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 40
-ENDS = 4  # maximum number of curves with their last value at their end, in a margin of ROOM or more
+ENDS = 4  # up to this many curves, the last value stands at each curve's end, in a margin of at least ROOM
 ROOM = 40
-VALUE = 11.0  # least height of a bar with its value beside it, so that values of neighbours do not touch
+VALUE = 11.0  # minimum height of a bar with its value beside it, so that neighbouring values do not touch
 COLOURS = 8
 MARKED_POINTS = 48
 LETTER = 6.6  # mean width of a letter at the plots' font size, in units of the view box
@@ -65,7 +65,7 @@ def _finite(points: Iterable[Sequence[Any]]) -> list[Point]:
 
 
 def draw(plot: Plot) -> Html:
-    """Return the plot as a `figure` element; nothing if it has no points."""
+    """Return the plot as a `figure` element; empty markup if it has no points."""
     if plot.empty:
         return Html("")
     horizontal = plot.kind == "bar" and bool(plot.names)
@@ -76,7 +76,7 @@ def draw(plot: Plot) -> Html:
 
 
 def grid(plots: Iterable[Plot]) -> Html:
-    """Return plots side by side, as many as fit; those without points are left out."""
+    """Return plots side by side, as many as fit; plots without points are left out."""
     figures = [draw(plot) for plot in plots if not plot.empty]
     return tag("div", figures, class_="plots") if figures else Html("")
 
@@ -161,7 +161,7 @@ def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _shift(plot: Plot, index: int, x: Axis) -> float:
-    """Return the offset that keeps series with intervals apart over one name."""
+    """Return the horizontal offset of a series, so that the series' intervals at one name do not overlap."""
     return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 

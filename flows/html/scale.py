@@ -1,4 +1,4 @@
-"""Axes: positions of values, and ticks."""
+"""Axes of plots: positions of values, and ticks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from puna.flows.html.markup import short
 
-# Quantities that grow by factors: their axis is logarithmic when the values span one decade or more.
+# Words for quantities that grow by factors: their axis is logarithmic if the values span at least one decade.
 GROWING = ("flop", "operations", "parameters", "compute", "log")
 POINTS = 240
-COUNTED = 6  # whole numbers in a span below this are counted: no ticks lie between them
+COUNTED = 6  # on a span below this, an axis of whole numbers has no ticks between them
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Point = tuple[float | str, float]
@@ -35,7 +35,7 @@ class Axis:
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], start: float, stop: float, label: str = "", *, zero: bool = False) -> Axis:
-        """Return an axis that holds all values, widened to round numbers; `zero`: it begins (or ends) at 0."""
+        """Return an axis that holds all values, widened to round numbers. `zero`: the axis includes 0."""
         low, high = min(values), max(values)
         if zero:
             low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low < 0 else 1.0)
@@ -77,7 +77,7 @@ class Axis:
 
 
 def _step(span: float, count: int = 5) -> float:
-    """Return a step of 1, 2, 2.5 or 5 times a power of ten that gives about `count` steps."""
+    """Return the smallest step of 1, 2, 2.5 or 5 times a power of ten that gives at most `count` steps."""
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if raw <= m * power * 1.0001)

@@ -1,1 +1,1 @@
-"""The one folder that imports Prefect."""
+"""The modules that import Prefect: forms, deployments and tasks."""

@@ -22,13 +22,13 @@ STOPPED = "stopped; what is finished is kept"
 OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None), "stopped": ("CANCELLED", STOPPED)}
 """Prefect's state and message for a run that is over in the store."""
 SETTLED_AFTER = 8
-"""Number of deployments to publish, which takes a busy server many seconds, before the second look at lost runs."""
+"""Number of deployments published before the second check for lost runs; on a busy server this takes many seconds."""
 SCHEDULE = "puna-serve"
 """The slug of the schedule that `--cron` sets."""
 
 
 class DeploymentSync:
-    """The deployments on a server and the state behind them. `ids`: deployment ids by title. `linked`: the server also has Puna's pages."""
+    """The deployments on a server and the state behind them. `ids`: title → deployment id. `linked`: the server also has Puna's pages."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -49,7 +49,7 @@ class DeploymentSync:
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
         """Create or update all deployments; `crons`: schedules by `[PROJECT/]FLOW`. Existing schedules stay.
 
-        `served` is called with title and id of each deployment as soon as it is there.
+        `served` is called with each deployment's title and id as soon as the server has the deployment.
         """
         self._settle(starting=True)
         there = self._there()
@@ -123,14 +123,14 @@ class DeploymentSync:
         return deployment
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
-        """Send only changed deployments: an updated one loses its scheduled runs for some seconds."""
+        """Update a deployment only if it has changed, since an update removes its scheduled runs for some seconds."""
         content = self._content(offer, choices)
         if content["version"] != self._versions.get(offer.title):
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
     def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
-        """Set the schedule that `--cron` gives for a project, and remove it elsewhere; a person's own schedules stay."""
+        """Replace the deployment's `--cron` schedule for a project; schedules that people set stay."""
         slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
         for one in deployment["schedules"]:
             if one.get("slug") == slug:
@@ -140,9 +140,9 @@ class DeploymentSync:
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """End runs on the server whose Puna run is over, with their steps: their process was killed before it could report.
+        """End Prefect runs, with their steps, whose Puna run is over: the process was killed before it could report.
 
-        A run is ended at the second look, since its process may still report. `starting`: no run has a process yet, so pending runs are
+        A run is ended by the second check, since its process may still report. `starting`: no run has a process yet, so pending runs are
         rescheduled.
         """
         body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}

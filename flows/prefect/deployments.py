@@ -48,7 +48,7 @@ from puna.storage.aliases import checked_project
 
 GRACE_SECONDS = 20.0
 FRESH_SECONDS = 5.0
-"""Interval between updates of the forms from the store."""
+"""Seconds between updates of the forms from the store."""
 
 
 def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
@@ -107,7 +107,7 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
         get_run_logger().error(str(error))
         return Failed(message=str(error))
     except TerminationSignal:
-        # A training that finishes its step holds the signal's handler, so that Prefect took the cancellation for a crash.
+        # Training handles the signal itself until its step ends, so Prefect would take the cancellation for a crash.
         if run is not None:
             with get_client(sync_client=True) as client:
                 if (state := client.read_flow_run(run.id).state) is not None and state.is_cancelling():
@@ -138,7 +138,7 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
         _parameter("store", str, "Folder of the artifacts", DEFAULT_STORE),
         _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's, else the default one", ""),
     ]
-    # Prefect's forms take the parameters' descriptions from a docstring of this shape.
+    # Prefect's forms take the parameters' descriptions from a docstring of this format.
     lines = [f"    {p.name}: {_described(p.annotation)}" for p in parameters]
     run.__doc__ = "\n".join([doc or name, "", "Args:", *lines])
     run.__signature__ = inspect.Signature(parameters, return_annotation=Any)  # type: ignore[attr-defined]
@@ -178,9 +178,9 @@ def _hide_tracebacks() -> None:
 
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
-    """Offer every flow and stage to the Prefect server, and run what it schedules on `store` until stopped.
+    """Offer every flow and stage to the Prefect server, and start the runs that it schedules, on `store`, until stopped.
 
-    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: by `puna up`.
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: started by `puna up`.
     """
     for name in schedules:
         if "/" in name:
@@ -193,7 +193,7 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
     runner = _Runner(limit=limit, pause_on_shutdown=False)
     for name, text in schedules.items():
         print(f"{name}: every run of `{text}`, UTC")
-    # SIGINT ends runs, but background jobs of a script inherit that it is ignored.
+    # SIGINT ends runs, but a script's background jobs start with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     threading.Thread(target=_offer, args=(offering, runner, crons, supervised), daemon=True).start()
@@ -202,7 +202,7 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
 
 
 class _Existing(RunnerDeployment):
-    """A deployment that the server holds already: the runner is given its id and nothing is sent."""
+    """A deployment that the server already has: applying it returns its id and sends nothing."""
 
     id: UUID
 
@@ -228,16 +228,16 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends its runs at SIGTERM, as at Ctrl-C. Prefect's own runner kills them, and the server shows them running."""
+    """A Prefect runner that ends its runs at SIGTERM like at Ctrl-C. Prefect's runner kills them, and the server shows them as running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
-        """End the runs in progress, which report it to the server, then the runner."""
+        """End the runs in progress, so that they report their end to the server; then end the runner."""
         runs = psutil.Process().children()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
-        # The runner itself waits for the ended processes.
+        # An ended process stays a zombie here, since only the runner waits for it.
         while any(_works(run) for run in runs) and time.monotonic() < deadline:
             time.sleep(0.1)
         signal.raise_signal(signal.SIGINT)

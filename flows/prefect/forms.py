@@ -28,7 +28,7 @@ JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes
 
 @dataclass(frozen=True)
 class Offer:
-    """A flow or a stage as a server lists it. `flow`: its name there; `title`: the title of its form."""
+    """A flow or a stage that a server offers. `flow`: its name on the server; `title`: the title of its form."""
 
     flow: str
     title: str
@@ -60,7 +60,7 @@ def _group(stage: Stage) -> str:
 
 
 def defaults(offer: Offer) -> dict[str, Any]:
-    """Return the initial values of a form: the recipe `demo`."""
+    """Return the initial values of a form: for a flow, the recipe `demo`; for a stage, its configuration in this recipe."""
     if isinstance(offer.what, Flow):
         return {"recipe": DEFAULT_RECIPE}
     values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)
@@ -117,7 +117,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The present artifacts of a store as choices of a form: aliases first, then artifacts, newest first.
+    """The choices that a form offers: the store's aliases, then its artifacts, the newest first.
 
     `everywhere`: if the store has several projects, aliases are named with their project.
     """
@@ -143,7 +143,7 @@ class Choices:
 
 
 def label(artifact: Artifact) -> str:
-    """Return the label of an artifact in a form: its id, a space, then its distinguishing properties."""
+    """Return the label of an artifact in a form: its id, stage, size and date, separated by dots."""
     m = artifact.manifest
     metric = next((f"{name} {m.metrics[name]:,.4g}" for name in JUDGED if isinstance(m.metrics.get(name), (int, float))), "")
     size = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else metric

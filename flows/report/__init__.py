@@ -1,4 +1,4 @@
-"""Reports: one self-contained HTML page about a run."""
+"""Reports: a self-contained HTML page about a run, or about two."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from puna.storage.files import write_bytes
 __all__ = ["place", "write", "written_before"]
 
 HEAD_BYTES = 1024
-"""Bytes at the start of a page that hold the digest of its code."""
+"""Bytes at the start of a page that contain the digest of the code that wrote it."""
 
 
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
     """Write the page about `run` ("latest": the newest), or its comparison with the run `compare`, and return its path.
 
-    The page is self-contained. By default it is runs/<run>.html in the store (runs/<compare>-<run>.html), and a local path of it is
+    The page is self-contained. By default it is runs/<run>.html in the store (runs/<compare>-<run>.html), and the path of a local copy is
     returned. Unfinished runs have a page, too. Raise PunaError if there is no such run, or one of its artifacts cannot be read.
     """
     about = Run.open(store, run)

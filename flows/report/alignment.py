@@ -43,9 +43,9 @@ def model_label(step: str) -> str:
 
 
 def models_by_step(store: Store) -> dict[str, str]:
-    """Return the label of each evaluation by its key: "round 1", or an arm, "gold answers only (round 1)".
+    """Return evaluation key → label of its model: "round 1", or for an arm, "gold answers only (round 1)".
 
-    The newest run that names an evaluation counts.
+    If several runs name an evaluation, the newest run counts.
     """
     models: dict[str, str] = {}
     for name in store.runs():
@@ -67,7 +67,7 @@ def evaluations(run: Run) -> list[Step]:
 
 
 def gate_basis(gate: Artifact) -> str:
-    """Return which metric a gate compared, and on what: "score, mean over 600 held-out prompts of 2 tasks: chain_sum, digits"."""
+    """Return a gate's metric and prompts in words: "score, mean over 600 held-out prompts of 2 tasks: chain_sum, digits"."""
     metric = str(gate.manifest.config.get("metric", "score"))
     prompts = {row["task"]: row["n"] for row in gate.read().to_pylist() if row["metric"] == "gain"}
     tasks = sorted(prompts.keys() - {ALL})
@@ -88,7 +88,7 @@ def gates_view(run: Run) -> Html | None:
 
 
 def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
-    """Return every value by task and metric, in the order of the run's evaluations of models."""
+    """Return (task, metric) → measurements, in the order of the run's evaluations of models."""
     by_metric: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for step in evaluations(run):
         for row in step.artifact.read().to_pylist():
@@ -107,7 +107,7 @@ def accuracy_view(run: Run) -> Html:
     tasks = {t: v for (t, metric), v in series.items() if metric == "accuracy" and t != ALL and len(v) > 1}
     if len(tasks) > 1:
         names = sorted(tasks)
-        # Evenly: a plot of only one task would have no legend that names it.
+        # Divided evenly, since a plot of a single task has no legend to name the task.
         size = -(-len(names) // -(-len(names) // TASKS_IN_A_PLOT))
         groups = [names[i : i + size] for i in range(0, len(names), size)]
         for number_, group in enumerate(groups, 1):
@@ -151,7 +151,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show each round beside other arms: shares with intervals, the round's gain over each, the arm's share of its budget, and claims."""
+    """Show each round beside other arms: an arm's shares with intervals, the round's gain over the arm, and its budget; then claims."""
     parts = []
     for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "the round beyond it")]
@@ -178,13 +178,13 @@ def _share_and_gain(one: arms.Arms, arm: str, metric: str) -> tuple[Content, Con
 
 
 def _ratio(one: arms.Arms, arm: str) -> str:
-    """Return an arm's budget over the round's, see `Budget.ratio`; empty if one of the two is unknown."""
+    """Return an arm's budget over the round's, see `Budget.ratio`; empty if either is unknown."""
     ratio = one.ratio(arm, "round")
     return "" if ratio is None or math.isinf(ratio) else f"{math.floor(ratio * 100) / 100:.2f}"
 
 
 def _budgets(one: arms.Arms) -> Html:
-    """Show the budget of each arm, without the round's common beginning."""
+    """Show the budget of each arm beyond the start of the round, which all arms share."""
     costs = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
         [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in costs)] for arm, budget in one.budgets.items() if budget
@@ -216,7 +216,7 @@ def reward_view(run: Run) -> Html:
 
 
 def _rewards(run: Run, answers: Step) -> dict[str, float]:
-    """Return the reward model's score of each answer, as recorded by rejection sampling."""
+    """Return answer id → the reward model's score, which rejection sampling has recorded."""
     accuracies: dict[str, float] = {}
     for step in run.kind("instructions"):
         if step.has("scores") and any(a.key == answers.artifact.key for a in run.inputs(step)):
@@ -260,7 +260,7 @@ def answers_view(run: Run) -> Html:
             answers[row["id"]][step.name] = {**row, "about": json.loads(row["detail"])}
     questions = {i: rows for i, rows in answers.items() if any(row["kind"] != "continuation" for row in rows.values())}
     ranked = sorted(questions, key=lambda i: (-len(questions[i]), not _differ(questions[i].values()), i))
-    # A question of each task first, then the second of each, and so on.
+    # The first question of every task, then the second of every task, and so on.
     turns: Counter[str] = Counter()
     place = {}
     for i in ranked:

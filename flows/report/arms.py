@@ -1,4 +1,4 @@
-"""The gain of each round of alignment: its policy beside its control arms, prompt by prompt."""
+"""The gain of each alignment round: its policy compared with its control arms, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = {
     "untaught": "the round without its last training",
     "round": "the round",
 }
-"""Arms in the order of the table."""
+"""Arm → its label, in the order of the table."""
 OTHERS = tuple(name for name in NAMES if name != "round")
 CLAIMS = {
     "the round over its strongest control": ("round", OTHERS),
@@ -43,7 +43,7 @@ CLAIMS = {
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }
-"""Claims: an arm and its controls, of which the strongest with at least the arm's budget counts."""
+"""Claim → an arm and its controls. The arm's gain is over the strongest control with at least its budget."""
 POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 
@@ -76,7 +76,7 @@ LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers"
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
-    """Return the budget of an evaluation's arm beyond `before`; None where a stage recorded none, or an ancestor is gone."""
+    """Return the budget of an evaluation's arm beyond `before`; None if a stage did not record it, or an ancestor is gone."""
     try:
         spent = _ancestors(evaluation)
         own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - {evaluation.key}]
@@ -101,7 +101,7 @@ def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
 
 
 def _spent(artifact: Artifact) -> tuple[float, ...]:
-    """Return the resources that one artifact took, in the order of `Budget`; KeyError if its stage did not record a required one."""
+    """Return the resources that one artifact took, in the order of `Budget`. Raise KeyError if one is not recorded."""
     manifest, metrics = artifact.manifest, artifact.manifest.metrics
     trains, samples = manifest.stage in POLICY_STAGES, manifest.stage in ("sample", "grpo", "ppo")
     return (
@@ -151,7 +151,7 @@ class Arms:
         return [name for name in METRICS if all(name in scores for scores in self.scores.values())]
 
     def share(self, arm: str, metric: str) -> Interval:
-        """Return an arm's share of prompts with Wilson's interval."""
+        """Return the share of prompts on which an arm scores 1, with Wilson's interval."""
         values = self.scores[arm][metric]
         return wilson(round(sum(values.values())), len(values))
 
@@ -160,7 +160,7 @@ class Arms:
         return paired(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return the claims whose arms exist, for each metric: over the controls with the same budget, else over all controls."""
+        """Return the claims whose arms exist, for each metric: over controls with at least the arm's budget, else over all controls."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]

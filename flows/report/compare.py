@@ -1,4 +1,4 @@
-"""The comparison of two runs: how each is repeated, their key figures, and the differences of each step."""
+"""The comparison of two runs: how to repeat them, their key figures, and the differences between their steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps(first: Run, second: Run) -> list[tuple[Step | None, Step | None]]:
 
 
 def figures_view(rows: list[tuple[Step | None, Step | None]]) -> Html | None:
-    """Return the numbers that differ, of steps that both runs have."""
+    """Return a table of the metrics that differ in steps of both runs; None if there are none."""
     differences: list[list[Content]] = []
     for one, other in rows:
         if one is None or other is None or one.artifact.key == other.artifact.key:
@@ -73,7 +73,7 @@ def _compared(one: Step | None, other: Step | None, link: Link) -> list[Content]
 
 
 def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
-    """Return the description of a step's output; metrics only where the other's differ."""
+    """Return a step's output with its size and the metrics that differ from the other step's."""
     if step is None:
         return "–"
     artifact = step.artifact
@@ -88,7 +88,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
 
 
 def again_view(run: Run) -> Html:
-    """Return how to repeat a run, as a list of terms; facts missing from an older run's log are shown as unknown."""
+    """Return a list of terms that tell how to repeat a run. Facts that an older run's log lacks are shown as unknown."""
     about = run.log.about
     terms: list[tuple[str, Content]] = [
         ("Command", tag("code", about["command"]) if about.get("command") else "not told by the log"),
@@ -108,7 +108,7 @@ def _recipe(about: dict[str, Any]) -> Content:
 
 
 def _data(run: Run) -> Content:
-    """Return the files that came from outside, and artifacts that earlier runs made."""
+    """Return a list of the external files and of the earlier runs' artifacts that a run read."""
     records = [(step, record) for step in run.steps for record in step.artifact.manifest.inputs]
     files = {(i.name.partition(":")[2] or i.name, i.key, i.data_digest[:DIGITS]) for _, i in records if i.kind == "external"}
     own_keys = {step.artifact.key for step in run.steps}

@@ -25,7 +25,7 @@ def final_documents(run: Run) -> Artifact | None:
 
 
 def shares_view(run: Run, column: str, title: str) -> Html:
-    """Return classified and kept documents per language or domain."""
+    """Return a table of classified and kept documents per language or domain; empty without signals or documents."""
     signals, documents = run.signals(column), final_documents(run)
     if signals is None or documents is None:
         return Html("")
@@ -114,7 +114,7 @@ def _share(value: float, whole: float) -> float:
 
 
 def kept_view(run: Run) -> Html:
-    """Return documents that passed every rule: one per language or domain first, then evenly through the ids."""
+    """Show documents that passed every rule: first one per language or domain, then documents at even distances by id."""
     documents = final_documents(run)
     if documents is None or not documents.rows():
         return Html("")
@@ -141,7 +141,7 @@ def kept_view(run: Run) -> Html:
 
 
 def examples_view(steps: list[Step]) -> Html:
-    """Return the `examples` tables that steps of curation wrote, for instance personal data that was masked."""
+    """Show rows of the `examples` tables that steps of curation wrote, for instance masked personal data."""
     examples = [(step, step.artifact.read("examples").slice(0, KEPT_SHOWN).to_pylist()) for step in steps if step.has("examples")]
     cards = {
         step.label: [card({"title": row["kind"], "prompt": row["prompt"], "text": row["text"]}, row["detail"]) for row in rows]

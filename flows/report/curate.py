@@ -68,7 +68,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
-    """Return the amount of text left: tokens if the tokenizer's rate is known, else characters; bytes of pages."""
+    """Return the amount of text left in words: for pages, bytes; for documents, tokens if `per_token` is known, else characters."""
     if level.characters_out is None:
         return ""
     if level.step.artifact.kind == "pages":
@@ -77,7 +77,7 @@ def text_amount(level: Level, per_token: float | None) -> str:
 
 
 def amount(characters: int, per_token: float | None) -> str:
-    """Return characters as tokens, if the rate is known."""
+    """Return a number of characters in words: as a number of tokens if `per_token` (characters per token) is known."""
     return f"≈ {short(round(characters / per_token))} tokens" if per_token else f"{short(characters)} characters"
 
 
@@ -97,7 +97,7 @@ def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None)
 
 
 def _cost(rule: str) -> Html | None:
-    """Return the shares of good and bad words that a shipped rule drops on annotated pages; None if it was not measured."""
+    """Return a note with the shares of good and bad words that a rule drops on annotated pages; None if the rule was not measured."""
     row = _evidence().get(rule)
     if row is None:
         return None
@@ -114,7 +114,7 @@ def _evidence() -> dict[str, dict[str, str]]:
 
 
 def example_view(example: Example) -> Html:
-    """Return a dropped row: its title and address, the value beside the threshold, the beginning of its text."""
+    """Return a dropped row as a card: title, URL, the value beside the threshold, the beginning of its text."""
     d = example.decision
     decided: list[Content] = []
     if d.get("value") is not None:
@@ -130,13 +130,13 @@ def example_view(example: Example) -> Html:
 
 
 def heading(row: Mapping[str, Any]) -> str:
-    """Return a document's title, or the last part of its address."""
+    """Return a row's title, else its task, the last part of its URL, or its source."""
     file = str(row.get("url") or "").rstrip("/").rpartition("/")[2]
     return str(row.get("title") or row.get("task") or file or row.get("source") or "untitled")
 
 
 def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
-    """Return a document as a card: title, address, facts, the beginning of its text."""
+    """Return a document as a card: title, URL, facts, the beginning of its text."""
     title = heading(row)
     url = tag("p", row["url"], class_="url") if row.get("url") else None
     prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None

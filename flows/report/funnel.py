@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """A dropped row: its rank among those of its rule, the decision, and the row itself if it still exists."""
+    """A dropped row: its rank among the rule's dropped rows, the decision, and the row itself if it still exists."""
 
     place: str
     decision: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def no_page(self) -> bool:
-        """True if the rule names records that hold no page, which are not loss."""
+        """True if the rule's rows are records that hold no page; they do not count as dropped."""
         return self.name in NO_PAGE
 
     @property
@@ -78,7 +78,7 @@ class Level:
 
     @property
     def edited(self) -> int | None:
-        """Return the characters removed from (negative: added to) kept documents."""
+        """Return the number of characters removed from kept documents; negative if characters were added, None if unknown."""
         if self.characters_in is None or self.characters_out is None:
             return None
         return self.characters_in - self.characters_out - sum(rule.characters or 0 for rule in self.rules)
@@ -117,7 +117,7 @@ def _length(artifact: Artifact) -> int | None:
 
 
 def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
-    """Return the characters of the documents dropped by each rule."""
+    """Return rule → number of characters in the documents that it dropped."""
     removed: dict[str, int] = defaultdict(int)
     for source in sources if step.has("dropped") else ():
         for rows, dropped in measured(source, step.artifact.beside(["id", "rule"], "dropped")):
@@ -128,7 +128,7 @@ def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
 
 
 def _dropped(step: Step) -> dict[str, Among]:
-    """Return the dropped rows by rule, the largest group first."""
+    """Return rule → number and examples of its dropped rows, the largest number first."""
     by_rule: dict[str, Among] = defaultdict(Among)
     for batch in step.artifact.batches("dropped") if step.has("dropped") else ():
         rows = pa.Table.from_batches([batch])
@@ -157,9 +157,9 @@ def characters_per_token(run: Run) -> float | None:
 
 
 class Among:
-    """Three example rows by a number: smallest, median and largest, without holding all rows in memory.
+    """A selection of three example rows, with the smallest, median and largest number, without holding all rows in memory.
 
-    Rows come in the order of their ids. The median is that of the first `SAMPLED` rows: ids are hashes, so these are a random sample.
+    Rows come in the order of their ids. The median is taken of the first `SAMPLED` rows: ids are hashes, so these rows are a random sample.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Among:
         self._most: tuple[float, Row] | None = None
 
     def add(self, rows: pa.Table, numbers: NDArray[np.float64]) -> None:
-        """Add rows, each with its number (NaN: none)."""
+        """Add rows and their numbers; NaN: a row has no number."""
         if not len(rows):
             return
         room = SAMPLED - len(self._numbers)

@@ -49,7 +49,7 @@ def _family(step: Step) -> str:
 
 
 def _graph(run: Run) -> tuple[dict[str, Step | str], dict[str, list[str]], dict[str, str]]:
-    """Return nodes by key, the sources of each, and labels; inputs from outside the run come first."""
+    """Return the graph's nodes, their sources, and their tooltips, by key. Sources come before the nodes made from them."""
     names: dict[str, Step | str] = {}
     edges: dict[str, list[str]] = {}
     titles: dict[str, str] = {}
@@ -121,7 +121,7 @@ def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[
     layer: dict[str, int] = {}
     for name, sources in edges.items():
         layer[name] = max((layer[source] + 1 for source in sources), default=0)
-    for name in reversed(list(edges)):  # a node that is read late is placed late
+    for name in reversed(list(edges)):  # a node whose first reader comes late is placed just before that reader
         targets = [layer[target] for target, sources in edges.items() if name in sources]
         if targets and len(targets) > len(edges[name]):
             layer[name] = min(targets) - 1
@@ -139,7 +139,7 @@ def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[
     for sweep in range(SWEEPS):
         step = 1 if sweep % 2 == 0 else -1
         for row in rows[::step]:
-            # The neighbours in the layer that was placed last; in the second half of the sweeps all of them.
+            # In the first half of the sweeps, only neighbours in the layers already placed count; then all neighbours.
             centres = {lane: [x[n] for n in near[lane] if (lane[1] - n[1]) * step > 0 or sweep >= SWEEPS // 2] for lane in row}
             aims = {lane: fmean(centres[lane] or [x[lane]]) for lane in row}
             order = sorted(row, key=aims.__getitem__)

@@ -66,7 +66,7 @@ def comparison(first: Run, second: Run) -> Html:
 
 
 def _whole(title: str, parts: Mapping[str, str], head: Content, about: Content, main: Html, foot: Content) -> Html:
-    """Return a page that stands alone. `parts`: names of sections by their anchors; existing ones are linked."""
+    """Return a page that stands alone. `parts`: anchor → name of a section; sections that exist are linked."""
     links = [tag("a", words, href=f"#{name}") for name, words in parts.items() if name == "top" or f' id="{name}"' in main]
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     body = tag(

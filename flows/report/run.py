@@ -46,7 +46,7 @@ class Step:
 
     @property
     def made_seconds(self) -> float:
-        """Return the seconds that making the artifact took, in this run or an earlier one."""
+        """Return the seconds that making the artifact took, in this or an earlier run."""
         return float(self.artifact.manifest.timings.get("seconds", self.seconds))
 
     @property
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass
 class Run:
-    """All data of a report, read once and cached."""
+    """A run's data for a report: its log, its steps in order, and the artifacts that are no longer in the store."""
 
     store: Store
     log: RunLog
@@ -118,7 +118,7 @@ class Run:
         return [a for a in artifacts if a is not None]
 
     def filtered(self, step: Step) -> list[Artifact]:
-        """Return the input whose rows the step kept or dropped: one of its own kind, or the pages it extracted; several for a list."""
+        """Return the inputs whose rows the step kept or dropped: of its own kind or, if there are none, the pages that it extracted."""
         kinds = ["documents", "pages"] if step.artifact.kind == "documents" else [step.artifact.kind]
         records = sorted((i for i in step.artifact.manifest.inputs if i.kind in kinds), key=lambda i: kinds.index(i.kind))
         artifacts = [self.source(step, i) for i in records if (i.kind, i.name) == (records[0].kind, records[0].name)]
@@ -140,7 +140,7 @@ def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, .
 
 
 def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
-    """Return the rows whose ids `other` has too, with its columns."""
+    """Return the rows whose id is also in `other`, with the columns of `other`."""
     place = pc.index_in(rows["id"], value_set=other["id"].combine_chunks())
     both = rows.filter(pc.is_valid(place))
     matches = other.take(pc.drop_null(place))
@@ -151,7 +151,7 @@ def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the rows of an artifact whose ids are in `wanted`, by id, in the form of cards."""
+    """Return id → row for the rows of an artifact whose ids are in `wanted`, with the fields that a card shows."""
     names = artifact.columns()
     column = next((n for n in ("text", "body", "messages") if n in names), None)
     if column is None:

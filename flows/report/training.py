@@ -24,7 +24,7 @@ def of_curation(step: Step) -> bool:
 
 
 def figures(step: Step, without: str = "") -> list[Plot]:
-    """Return the figures in a step's manifest, except the one named `without` and the heat map."""
+    """Return the plots of a step's figures, except the heat map and the figure named `without`."""
     return [Plot.of(figure) for name, figure in sorted(step.artifact.manifest.figures.items()) if name not in (without, HEAT)]
 
 
@@ -64,7 +64,7 @@ def experiments_view(run: Run) -> Html:
 
 
 def forecasts_view(run: Run) -> Html:
-    """Return the store's forecasts beside later measurements."""
+    """Return a table of the store's forecasts beside the losses measured later."""
     rows: list[list[Content]] = []
     for one in query(run.store, "select * from forecasts").to_pylist():
         interval = f"{one['predicted']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
@@ -103,11 +103,11 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
 
 
 def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[Plot], list[Plot]]:
-    """Return a training run's loss plot and figures, and its other logged numbers. `columns`: of its log."""
+    """Return a training run's loss plot and figures, then plots of its other logged numbers. `columns`: its log, by column."""
     plots = figures(step)
     steps = columns.get("step", [])
     curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and len(set(values) - {None}) > 1]
-    # A figure of the loss by step shows what the log holds: the curve replaces it. Any other figure of the loss is richer.
+    # The log's curve replaces a figure of the loss by step, which shows the same. Other figures of the loss show more, and stay.
     plots = [plot for plot in plots if not (plot.x == "step" and plot.y == "loss" and "loss" in columns)]
     drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
     first = [c for c in curves if c.y == "loss" and not drawn_by_stage]

@@ -1,4 +1,4 @@
-"""The fate of a document, or of a record that holds no page."""
+"""The history of a document, or of a record that holds no page: the stages that kept, changed or dropped it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ where starts_with(id, ?) or list_contains(string_split(replace(detail, ': ', ' '
 
 
 def fate(store: Store, document: str) -> list[dict[str, Any]]:
-    """Return the events of a document, or of a record that holds no page, in the order of the stages."""
+    """Return the events of a document, or of a record that holds no page, in the order of the stages. Raise PunaError unless one fits."""
     artifacts = {artifact.key: artifact for artifact in store.artifacts()}
     order = {key: place for place, key in enumerate(artifacts)}
     with catalog.Catalog(store) as opened:
@@ -42,7 +42,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
             [document] * 4,
         ).fetchall()
         if not ids:
-            # Details hold other words than addresses, too: a search for `is` must not return every record with that word.
+            # Details hold words besides URLs: a search for `is` must not return every record with that word.
             rows = [*events("dropped", REFUSED, document, document if "/" in document or ":" in document else None)]
         else:
             queries = ((verb, f"select artifact, {columns} from {table} where id = ?") for table, (verb, columns) in EVENTS.items())
@@ -64,7 +64,7 @@ def _abstained(store: Store, artifact: Artifact, known: dict[str, Any]) -> list[
         return []
     try:
         config = parse(SelectConfig, artifact.manifest.config, "select")
-    except PunaError:  # made by rules of another package, or of another version
+    except PunaError:  # the artifact was made with rules of another package or version
         return []
     signals = [store.find(item.kind, item.key) for item in artifact.manifest.inputs if item.kind == "signals"]
     languages = [row for item in signals if item is not None and "languages" in item.tables for row in item.read("languages").to_pylist()]

@@ -1,1 +1,1 @@
-"""HTTP without importing Prefect: reports of runs to its server, and the checks of every request to ours."""
+"""HTTP modules without Prefect: reports of runs to a Prefect server, and checks of each request to Puna's own servers."""

@@ -1,4 +1,4 @@
-"""A Prefect server over HTTP, without importing Prefect; and the note in a store that names the server of its runs."""
+"""A client of a Prefect server over HTTP, without importing Prefect; and the note in a store that names its server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from puna.storage import PunaError, Store
 
 NOTE = "serve.json"
 BUSY = (429, 503)
-"""Statuses of an overloaded server on SQLite."""
+"""HTTP statuses of an overloaded Prefect server on SQLite."""
 
 
 class Unreachable(Exception):
-    """An error of a server that does not answer or is busy: trying again later may help."""
+    """An error of a server that does not answer or is busy; a later attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Server:
                 raise Unreachable(str(error)) from error
             body_text = error.read(2000).decode("utf-8", "replace")
             raise PunaError(f"{self.url}: {method} {path} was refused ({error.code}): {body_text}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # no answer, a cut one, or not HTTP
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no answer, an incomplete answer, or not HTTP
             raise Unreachable(str(error)) from error
 
     def insist(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask, and retry while the server is busy; raise PunaError if it stays so. `body` needs an idempotency key if the request must not
-        be repeated."""
+        """Return the server's answer; retry while it is busy or does not answer, then raise PunaError. `body` needs an idempotency key if
+        the request must not be repeated."""
         for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
             try:
                 return self.ask(method, path, body, timeout=60.0)
@@ -103,7 +103,7 @@ def named_server() -> Server | None:
 
 
 def server_of(store: Store) -> Server | None:
-    """Return the server of a store: the one that PREFECT_API_URL names, else that of a running `puna up`."""
+    """Return the Prefect server for a store's runs: PREFECT_API_URL, else the server of a running `puna up`, else None."""
     server = named_server()
     if server is not None:
         return server
@@ -138,7 +138,7 @@ def remove_note(root: Path) -> None:
 
 
 def end_with(parent: IO[bytes]) -> None:
-    """Send this process SIGTERM when the writer of `parent` is gone."""
+    """Send this process SIGTERM when the parent process, which holds the other end of the pipe `parent`, is gone."""
 
     def wait() -> None:
         while os.read(parent.fileno(), 1):

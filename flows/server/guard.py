@@ -20,11 +20,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from puna.storage import PunaError
 
 BODY_BYTES = 2 << 20
-"""Largest body of a request to Puna's own pages."""
+"""Maximum bytes of a request's body, for Puna's own pages."""
 BODY_SECONDS = 60.0
-"""Longest time for a body to arrive."""
+"""Maximum seconds for a body to arrive."""
 HEADER_SECONDS = 30.0
-"""Longest time between requests of a connection."""
+"""Maximum seconds between the requests of a connection."""
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
 PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
 """Pages that do no work when they are opened: another site may link to them."""
@@ -53,14 +53,14 @@ class Connection(H11Protocol):
 
 
 def configuration(door: ASGIApp, seconds: int = 3) -> uvicorn.Config:
-    """Return the settings of a server; `seconds`: for requests in progress when it stops."""
+    """Return the settings of a server. `seconds`: time that requests in progress get to finish when the server stops."""
     return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=seconds, http=Connection, ws_max_size=BODY_BYTES)
 
 
 class OwnSite:
     """An application behind a check of each request's host and of the site whose page sends it.
 
-    Without a password, only this machine's names and addresses are accepted: with DNS rebinding, another site's name can point to this
+    Without a password, only this machine's names and addresses are accepted. With DNS rebinding, another site's name can point to this
     machine, and its pages would pass as the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
     among them that may have a query.
     """
@@ -71,7 +71,7 @@ class OwnSite:
         self._app, self._protected, self._pages, self._asking = app, protected, pages, asking
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or refuse with 400 or 403 and the reason in one line."""
+        """Pass the request to the application, or refuse it with 400 or 403 and the reason in one line."""
         if scope["type"] in ("http", "websocket"):
             refused = self._refused(scope)
             if refused and scope["type"] == "http":
@@ -96,7 +96,7 @@ class OwnSite:
         return None
 
     def _linked(self, scope: Scope, headers: Mapping[str, str]) -> bool:
-        """True for a navigation (typed, or by a link of another site) to a page without side effects."""
+        """True if the request is a navigation (typed, or by another site's link) to a page without side effects."""
         follows = _silent(headers) or (headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document")
         if scope.get("method") != "GET" or not follows or "origin" in headers or self._pages is None:
             return False
@@ -134,7 +134,7 @@ def foreign(headers: Mapping[str, str], host: str) -> bool:
 
 
 def _silent(headers: Mapping[str, str]) -> bool:
-    """True if a browser sends the request and does not name the page."""
+    """True if a browser sends the request and does not name the page that caused it."""
     says = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
     return not says and headers.get("user-agent", "").startswith("Mozilla/")
 
@@ -148,7 +148,7 @@ def own_page(headers: Mapping[str, str]) -> bool:
 
 
 class Bounded:
-    """An application behind a limit of the body, counted as it arrives: 413 if it is longer, 408 if it takes too long."""
+    """An application behind limits on a request's body: status 413 if the body is too long, 408 if it arrives too slowly."""
 
     def __init__(self, app: ASGIApp, limit: int = BODY_BYTES, refusal: Refusal | None = None) -> None:
         self._app, self._limit = app, limit
@@ -178,7 +178,7 @@ class Bounded:
         await self._app(scope, replayed, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body; None as soon as it exceeds the limit."""
+        """Return the body; None as soon as it exceeds the limit or the client disconnects."""
         parts, size, more = [], 0, True
         async with asyncio.timeout(BODY_SECONDS):
             while more:
@@ -199,13 +199,13 @@ def _has_body(scope: Scope) -> bool:
 
 
 class Password:
-    """An application behind USER:PASSWORD, if one is set. `bodies`: only requests with a body need it, before the body is read."""
+    """An application behind a login, if `auth` is set. `bodies`: only requests with a body need it, checked before reading the body."""
 
     def __init__(self, app: ASGIApp, auth: str, bodies: bool = False) -> None:
         self._app, self._auth, self._bodies = app, auth, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or ask for user and password with 401."""
+        """Pass the request to the application, or ask for user and password with 401."""
         if self._auth and scope["type"] == "http" and (_has_body(scope) or not self._bodies):
             header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
             if not _knows(header, self._auth):
@@ -230,7 +230,7 @@ def check_reach(host: str, secret: str | None, remedy: str) -> None:
 
 
 def check_auth(host: str, auth: str) -> None:
-    """Raise PunaError if `auth` is not USER:PASSWORD, or is missing beyond this machine."""
+    """Raise PunaError if `auth` is not USER:PASSWORD, or is missing although other machines reach the address."""
     check_reach(host, auth, "others could start runs and read the store: set --auth USER:PASSWORD too")
     if auth and ":" not in auth:
         raise PunaError("--auth: write USER:PASSWORD")
@@ -252,7 +252,7 @@ def address(host: str, listener: socket.socket) -> str:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; opened before anything slow begins."""
+    """Return a socket that listens at the address. Raise PunaError if the port is taken; callers call this before slow work."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -28,11 +28,11 @@ from puna.storage.files import write_bytes
 
 EVERY_SECONDS = 3.0
 SOON_SECONDS = 0.1
-"""First wait before a busy server is asked again; it doubles each time, up to 1 s."""
+"""First pause before a request to an unreachable or busy server is repeated; it doubles each time, up to 1 s."""
 LAST_SECONDS = 8.0
-"""Longest wait at the end of a run for a server that answered until then."""
+"""Maximum seconds to wait at the end of a run for a server that answered last time."""
 GONE_SECONDS = 1.0
-"""Longest wait for a server that did not."""
+"""Maximum seconds to wait at the end of a run for a server that did not answer last time."""
 MAX_LOGS = 5000
 MOST_METRICS = 30
 MOST_PLOTS = 4
@@ -42,12 +42,12 @@ MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
 
 @dataclass
 class StepRecord:
-    """A step of the run, with the part of it that the server already has."""
+    """The record of a step: its current state, and the state that the server has received."""
 
     label: str
     stage: str
     inputs: Mapping[str, Sequence[str]]
-    """The steps of the run that made its inputs, by the input's name."""
+    """Input → ids of the steps of this run that made it."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     own: bool = True
     """True if this reporter sends the state of the step; False for a task, whose state Prefect sends."""
@@ -266,7 +266,7 @@ def headline(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """Return a step's output as Markdown: its address, metrics and plots."""
+    """Return a step's output as Markdown: link, time, size, tables, metrics and plots."""
     artifact, m = outcome.artifact, outcome.artifact.manifest
     state = f"reused, made {made_at(artifact)} UTC by run {m.run}" if outcome.reused else f"made in {duration(outcome.seconds)}"
     parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {size(stored(artifact))}, peak memory {size(m.peak_memory_bytes)}"]

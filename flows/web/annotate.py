@@ -1,4 +1,4 @@
-"""The desk where people judge pairs of answers; their judgements become preferences."""
+"""The page on which people judge pairs of answers; the judgements become preferences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LINKED = re.compile("/")
 
 
 class Desk:
-    """The pairs of an artifact of answers, each person's judgements, and their file: one line per judgement, never rewritten."""
+    """The state of the page: pairs of answers, each person's judgements, and an append-only file with one line per judgement."""
 
     def __init__(self, store: Store, answers: Artifact, prompts: Artifact, pairs_per_prompt: int = 1) -> None:
         self.store, self.answers, self.prompts = store, answers, prompts
@@ -52,14 +52,14 @@ class Desk:
             for line in whole.split(b"\n") if whole else ():
                 one = Judgement.model_validate_json(line)
                 self._said[one.by][one.pair] = one
-            os.truncate(self.file, len(whole) + bool(whole))  # a line that a crash cut was never acknowledged
+            os.truncate(self.file, len(whole) + bool(whole))  # an incomplete last line comes from a crash and was never acknowledged
 
     def swapped(self, pair: str, by: str) -> bool:
         """True if a person sees the second answer on the left: random, but the same each time."""
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
-        """Return the pair at a place of the order (None: the first that this person has not judged), as a page shows it."""
+        """Return what the page shows for a pair, by its index `place`; None: the first pair that this person has not judged."""
         own = self._said.get(by, {})
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))
@@ -76,7 +76,7 @@ class Desk:
         return {**state, **shows}
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
-        """Save a judgement on disk before it is acknowledged. `better`: left or right, as this person sees the pair."""
+        """Save a judgement on disk; raise PunaError if that fails. `better`: left or right, on this person's screen."""
         if pair not in self.pairs:
             raise PunaError(f"there is no pair {pair}")
         fields = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
@@ -94,7 +94,7 @@ class Desk:
             self._said[by][pair] = judgement
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
-        """Exchange first and second if the answers are swapped."""
+        """Convert left and right on a person's screen to first and second, and back."""
         names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
         there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
         return None if side is None else there.get(side, side)
@@ -111,7 +111,7 @@ class Desk:
 
 
 def prompts_of(store: Store, answers: Artifact) -> Artifact:
-    """Return the prompts that were answered, as the lineage has them."""
+    """Return the prompts that `answers` were sampled for. Raise PunaError if they are not in the store."""
     if answers.kind != "answers":
         raise PunaError(f"{answers.id}: takes answers, which `puna run sample` makes")
     records = [i for i in answers.manifest.inputs if i.kind == "prompts"]
@@ -132,7 +132,7 @@ def _desk(store: Store, name: str) -> Desk:
 
 
 def _desk_of(request: Request) -> Desk:
-    """Return the desk of `/judge/[PROJECT~]KEY/…`, whose judgements are the project's; elsewhere the only desk."""
+    """Return the desk of `/judge/[PROJECT~]KEY/…`, whose judgements are the project's; in `puna annotate`, the only desk."""
     if (only := getattr(request.app.state, "desk", None)) is not None:
         desk: Desk = only
         return desk

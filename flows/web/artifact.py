@@ -44,7 +44,7 @@ router = pages("artifacts", "Artifacts", at=3)
 
 @router.get("/artifacts")
 def list_page(site: Here, kind: str | None = None, project: str | None = None) -> str:
-    """Return the page of artifacts, newest first, of one kind or of all, of one project or of all."""
+    """Return the page of artifacts, newest first. `kind` and `project`: list only artifacts of this kind and project."""
     store = site.store.within(project).require_project()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
     artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
@@ -139,7 +139,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")
 
 
 def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
-    """Return the cells of two values of one name and of their difference, the second minus the first."""
+    """Return table cells for two values and for their difference, the second minus the first."""
     cells: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
     both = all(isinstance(value, int | float) for value in (one, other))
     gap = float(other) - float(one) if both and one is not None and other is not None else 0.0
@@ -175,7 +175,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
 
 
 def _some(artifact: Artifact, name: str, start: int) -> list[dict[str, object]]:
-    """Return the rows of one screen; all rows before them are read, too."""
+    """Return up to SHOWN_ROWS rows of a table from row `start`; this reads all rows before `start`, too."""
     rows: list[dict[str, object]] = []
     for batch in artifact.batches(name, rows=1024):
         if start < batch.num_rows:
@@ -226,7 +226,7 @@ def _uses(artifact: Artifact) -> list[Content]:
 
 @router.get("/rollouts/{key}")
 async def rollouts_page(site: Here, key: str) -> str:
-    """Return answers from reinforcement learning: the best, the worst, and those of the prompts whose rewards changed most."""
+    """Return answers from reinforcement learning: the best, the worst, and the answers to prompts whose rewards changed most."""
     model = site.store.resolve(f"model/{key}")
     if "rollouts" not in model.tables:
         raise PunaError(f"{model.id} has no table rollouts: only ppo and grpo write one")

@@ -86,7 +86,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
 
 
 def ranked(models: Sequence[Candidate]) -> list[Candidate]:
-    """Return the models by the mean share of models that they beat over the tasks, the best first."""
+    """Return the models sorted by the share of models that each beats, averaged over tasks, the best first."""
     values: dict[str, dict[int, float]] = {}
     for at, one in enumerate(models):
         for task, metrics in one.results.items():
@@ -160,7 +160,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] =
 
 
 def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
-    """Return the calibration errors and a reliability plot of each multiple choice task."""
+    """Return a table of calibration errors and a reliability plot of each multiple choice task; None without such tasks."""
     rows: list[list[Content]] = []
     plots = []
     for task in sorted({task for side in sides.values() for task in side.results}):
@@ -183,7 +183,7 @@ def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
 
 @router.get("/benchmarks/questions")
 def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alias="evaluation")], which: str = "") -> str:
-    """Return questions of a task with the answers of one model or of two. `which`: a name of WHICH."""
+    """Return questions of a task with the answers of one model or of two. `which`: a key of WHICH."""
     evaluations = [site.store.resolve(f"evaluation/{name}") for name in names]
     titles = ["A", "B"] if len(names) > 1 else [""]
     if len(names) > 2 or which not in WHICH:
@@ -213,13 +213,13 @@ def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alia
 
 
 def _answers(evaluation: Artifact, task: str) -> dict[str, dict[str, Any]]:
-    """Return the questions of a task that an evaluation keeps with their answers, by their ids."""
+    """Return id → question and answer, for the questions of a task that an evaluation kept."""
     rows = [{**row, "about": json.loads(row["detail"])} for row in evaluation.read("examples").to_pylist()]
     return {row["id"]: row for row in rows if row["about"].get("task") == task}
 
 
 def _question(rows: Sequence[Mapping[str, Any]], right: Sequence[float | None], titles: Sequence[str]) -> Html:
-    """Return a question that opens at a click: as it was asked, and each model's answer."""
+    """Return a question that opens at a click: its prompt, the right answer, and each model's answer."""
     first = rows[0]
     verdicts = [_verdict(title, value) for title, value in zip(titles, right, strict=True)]
     sides = [tag("div", tag("h4", title), _verdict("", value), _answer(row)) for title, row, value in zip(titles, rows, right, strict=True)]

@@ -1,6 +1,6 @@
 """Child processes that answer the pages' questions (SQL statements and plans) within limits of time, memory and length.
 
-A child takes a question as a line of JSON and answers with one; it stays for the next question until it is idle for a while.
+A child reads a question as a line of JSON and answers with a line of JSON. It ends when no question has come for `IDLE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from puna.flows.html.markup import Html
 from puna.storage import PunaError, Store
 
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
-"""Longest time for an answer, by question."""
+"""Kind of question → maximum seconds for an answer."""
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
-"""Memory of a child beyond its libraries; all working children together use at most half of the machine's memory."""
+"""Maximum bytes of a child's memory beyond its libraries; all working children together use at most half of the machine's memory."""
 ANSWER_BYTES = 16 << 20
 START_SECONDS = 120.0
 AT_ONCE = 2
-"""Maximum number of working children, for SQL and for plans each."""
+"""Maximum number of working children for SQL, and likewise for plans."""
 IDLE_SECONDS = 120.0
-"""Time without a question after which a child ends."""
+"""Seconds without a question after which a child ends."""
 
 
 class Late(PunaError):
-    """An error for a question that was not answered in its time."""
+    """An error for a question that was not answered in time, or whose answer is too long."""
 
 
 _children: weakref.WeakSet[Child] = weakref.WeakSet()
@@ -55,7 +55,7 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer's HTML. Raise PunaError if it is refused, `Late` if its time is up."""
+        """Return the answer's HTML. Raise PunaError if the question is refused, `Late` after its time, RuntimeError if the child fails."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")
@@ -82,7 +82,7 @@ class Asker:
 
 
 class Child:
-    """A process that answers one question after the other."""
+    """A child process that answers questions, one after another."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         words = [sys.executable, "-m", "puna.flows.web.bounded_worker"]
@@ -91,11 +91,11 @@ class Child:
         self._line(time.monotonic() + START_SECONDS, "the process that answers did not start")
 
     def waits(self) -> bool:
-        """True if the child is alive and was not stopped as idle."""
+        """True if the child's process has not ended, so that it can take a question."""
         return self._process.poll() is None
 
     def answer(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the child's answer; kill the child if that takes too long."""
+        """Return the child's answer; after `seconds`, kill the child and raise `Late`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({**question, "seconds": seconds}).encode() + b"\n")

@@ -78,7 +78,7 @@ def _data_bytes() -> int:
 
 
 def main() -> None:
-    """Answer the questions on standard input until it ends, or none comes for a while."""
+    """Answer the questions on standard input until it ends, or no question comes for `IDLE_SECONDS`."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)

@@ -33,7 +33,7 @@ router = pages("chat", "Chat", at=9)
 
 @router.get("/chat")
 def chat_page(site: Here, model: str = "") -> str:
-    """Return the page with a choice of models and the chat; the script sends and shows messages."""
+    """Return the chat page with a list of models; the page's script sends and shows messages."""
     models = [artifact for artifact in reversed(site.store.artifacts()) if artifact.kind == "model"]
     if not models:
         imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))
@@ -76,7 +76,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yield the answer, piece by piece. Raise PunaError if there is no such model."""
+        """Return an iterator over the pieces of the answer. Raise PunaError if there is no such model, or it does not answer."""
         artifact = self._store.checked(self._store.resolve(model))
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is no model")
@@ -135,7 +135,7 @@ def _pieces(answer: Any) -> Iterator[str]:
 
 
 _chat = lru_cache(1)(Chat)
-"""The chat of the current store; a chat of another store ends."""
+"""A cache of one chat: opening another store's chat ends the earlier one."""
 
 
 class Talk(BaseModel):

@@ -1,4 +1,4 @@
-"""Pages on documents: search, the fate of one, and neighbours of a text."""
+"""Pages on documents: search, the history of a document, and the documents that resemble a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from puna.storage import Artifact, PunaError, Store
 MOST_FOUND = 20
 MOST_HITS = 40
 SECONDS = 15.0
-"""Longest time for a search; the page reports what it could not reach."""
+"""Maximum seconds for a search; the page reports how many documents were searched."""
 ANY = "any rule"
 BEFORE, AFTER = 120, 200
 """Characters shown before and after a match."""
@@ -153,7 +153,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Yield batches of rows with id, url and any text, and the artifacts that hold these rows."""
+    """Yield all artifacts to search, with each batch of their rows: id, url and, if the artifact has them, title, source and text."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

@@ -21,17 +21,17 @@ from puna.storage.aliases import DEFAULT
 from puna.storage.explain import flat
 
 Asked = Mapping[str, Sequence[str]]
-"""The fields of a form as a browser sends them, each with its values."""
+"""Name of a form's field → its values, as a browser sends them."""
 FEW = 2
 """Maximum number of fields in a group of settings that starts open."""
 MANY = 8
-"""Number of ungrouped fields above which rarely changed ones are folded."""
+"""Number of ungrouped fields above which rarely changed fields are folded."""
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
-    """Return the form of the flow or stage, and its plan if that was asked for.
+    """Return the page with the form of a flow or stage, and with `plan` if given.
 
-    `own`: a page of this site linked here, so that the script may ask for the plan by itself; `refused`: the reason for no start.
+    `own`: a page of this site linked here, so the script may request the plan by itself. `refused`: the reason why a run was not started.
     """
     store = site.store
     offer, project = offer_of(name), project_of(form)
@@ -76,7 +76,7 @@ def _project_field(store: Store, project: str) -> Content:
 
 
 def request_of(offer: Offer, form: Asked) -> Request:
-    """Return the request of a form, as the command line would make it."""
+    """Return the request that a form makes; it equals the request of the same command line."""
     texts = []
     for spec in offer.what.inputs:
         texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in values_given(spec, form)]
@@ -127,7 +127,7 @@ def _recipe(offer: Offer, form: Asked) -> Content:
 
 
 def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
-    """Return the form's field for an input: lines of text for files, a list to choose an artifact from."""
+    """Return the form's field for an input: a text box with a line per file, or a list of artifacts."""
     now = values_given(spec, form)
     if spec.kind == "external":
         none = ", none: the sample of real pages" if spec.name == "inputs" else ", may be left out" if spec.optional else ""
@@ -181,7 +181,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a stage that people rarely change: seeds, and optional fields, neither numbers nor in a shipped recipe."""
+    """Return the settings to fold: the seed, and non-numbers that are neither required nor set by a shipped recipe."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]
@@ -201,7 +201,7 @@ def _setting(path: str, value: Any, form: Asked, about: str, choices: Sequence[s
 
 
 def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
-    """Return the description of a field of nested settings, and the values of its enum, if it is one."""
+    """Return the description of a field of nested settings; and its possible values, if it is an enum."""
     now: Mapping[str, Any] = schema
     for name in path.split("."):
         now = now.get("properties", {}).get(name, {})
@@ -214,7 +214,7 @@ def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
 
 
 def _values(offer: Offer, recipe: str) -> dict[str, Any]:
-    """Return the initial settings of a stage's form, by path: of the recipe `demo`, or of `RECIPE:STEP`."""
+    """Return path → initial value of the settings in a stage's form. `recipe`: RECIPE:STEP; empty: the recipe `demo`."""
     assert isinstance(offer.what, Stage)
     name, _, step = recipe.partition(":")
     values = values_of(offer.what, name, step or offer.what.name) if recipe else defaults(offer).get("config")

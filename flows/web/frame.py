@@ -33,7 +33,7 @@ STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wro
 
 
 class Entry(NamedTuple):
-    """The pages of a module, and their link in the navigation if `name` is given, in order of `at`."""
+    """The pages of a module. If `name` is given, the navigation links to `place`; `at` orders the links."""
 
     at: int
     place: str
@@ -61,7 +61,7 @@ class Site:
     token: str = dataclasses.field(default_factory=lambda: secrets.token_urlsafe(32))
 
     def trusts(self, fields: Mapping[str, Sequence[str]]) -> bool:
-        """True if a form sends the token along, which only pages of this server hold."""
+        """True if a form holds the token, which only pages of this server contain."""
         return hmac.compare_digest(fields.get("token", [""])[0].encode(), self.token.encode())
 
     def page(self, title: str, *content: Content, here: str = "", live: str | None = None, lead: Content = None) -> Html:
@@ -93,7 +93,7 @@ def _site(request: Request) -> Site:
 
 
 Here = Annotated[Site, Depends(_site)]
-"""The site that a page belongs to, as a parameter of its function."""
+"""A parameter of a page's function: the site that the page belongs to."""
 
 
 def invalid(_: Request, error: Exception) -> Response:
@@ -121,7 +121,7 @@ def style() -> str:
 
 
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
-    """Return links to a page for each project of the store, None if there is only one. `every`: add a link for all projects together."""
+    """Return links to a page for each project of the store; None for a single project. `every`: add a link for all projects together."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"
@@ -172,7 +172,7 @@ def when(moment: datetime | None) -> Html:
 
 
 def spent(log: RunLog) -> str:
-    """Return the duration of a run, so far if it is at work."""
+    """Return the duration of a run in words; of a run at work, until now."""
     if log.opened is None:
         return "–"
     end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened

@@ -40,7 +40,7 @@ def box(site: Here, q: str = "") -> str:
 
 
 def _page(site: Site, question: str, answer: Content) -> Html:
-    """Return the box with a statement, and the answer if it was run."""
+    """Return the SQL page with a statement in its box, and with the answer if the statement was run."""
     box = tag(
         "form",
         tag("textarea", question, name="q", id="q", rows=6, spellcheck="false", autofocus=not question, aria_label="SQL"),
@@ -84,7 +84,7 @@ def answered(store: Store, question: str) -> Html:
 
 @router.post("/sql")
 async def ask(site: Here, request: Request) -> Response:
-    """Run the statement of the box's form, which sends the token; the query of an address only fills the box."""
+    """Run the statement in the form, if the form holds the token. A statement in a URL only fills the box."""
     form = await sent(request)
     text = form.get("q", [""])[0]
     answer: Html | None = None

@@ -66,7 +66,7 @@ async def decide(site: Here, gate: str, request: Request) -> Response:
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
-    """Record a person's decision on a waiting round, and carry it out unless a round is at work. Raise PunaError without a name."""
+    """Record a person's decision on a waiting round, and carry it out unless a round is running. Raise PunaError without a name."""
     store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()
@@ -84,7 +84,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
 
 
 def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
-    """Set the number of new preferences that starts a round."""
+    """Save the number of new preferences that starts a round, and the round's recipe. Raise PunaError for a wrong value."""
     if "preferences" not in form:
         raise PunaError("preferences: is missing; give a whole number, 0 for none")
     text = form["preferences"][0] or "0"

@@ -1,4 +1,4 @@
-"""Thresholds as sliders: the drops of `select` with other thresholds, decided by its own rules from stored signals."""
+"""The page of thresholds: sliders that show which documents `select` would drop with other thresholds, from stored signals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _lock = threading.Lock()
 
 @lru_cache(MOST_SELECTIONS)
 def _selection(store: Store, artifact: Artifact) -> Selection:
-    """Return the data that a `select` decided on. Raise PunaError for another stage, or if its inputs are gone."""
+    """Return the data that a `select` decided on. Raise PunaError for another stage's artifact, or if its inputs are gone."""
     m = artifact.manifest
     if m.stage != "select":
         raise PunaError(f"{artifact.id}: was made by {m.stage}; thresholds are those of the stage select")
@@ -89,7 +89,7 @@ def selection(store: Store, artifact: Artifact) -> Selection:
 
 @router.get("/rules")
 def rules_page(site: Here, request: Request) -> str:
-    """Return the selections to choose from, and the sliders of one."""
+    """Return the page with the newest selections, and the sliders of the chosen selection."""
     store, query = site.store, request.query_params
     name = query.get("artifact")
     selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
@@ -137,7 +137,7 @@ def outcome(site: Here, request: Request) -> str:
 
 
 def replay(of: Selection, query: Mapping[str, str]) -> Html:
-    """Return the drops with these thresholds beside the actual ones, and the recipe change that sets them."""
+    """Show the drops with the query's thresholds beside the actual drops, and the recipe change that sets these thresholds."""
     moved = _moved(of, query)
     if not moved:
         return _counts(of, of.gone, of.gone)

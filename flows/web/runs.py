@@ -32,7 +32,7 @@ MOST_RUNS = 50
 MOST_PLOTS = 12
 MOST_LINES = 500
 LOOKED_SECONDS = 1.0
-"""Interval at which the run of an open page is checked."""
+"""Seconds between checks of the runs that an open page shows."""
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Content policy of the report, which holds its own script."""
 FIRST = "Each form shows which steps are reused and what the others may cost. Nothing runs before you press Start."
@@ -71,7 +71,7 @@ def _pages(count: int, older: int, project: str | None) -> Content:
 
 
 def progress_of(store: Store, run: str) -> dict[str, Any] | None:
-    """Return the progress of a run's current step, as its process noted it."""
+    """Return the progress of a run's current step, from the file that its process writes; None without such a file."""
     try:
         note = json.loads((store.root / "progress" / f"{run}.json").read_text())
     except (OSError, ValueError):
@@ -129,7 +129,7 @@ def aliases_view(store: Store, project: str | None = None) -> Html:
 
 
 def runs_view(logs: list[RunLog]) -> Html:
-    """Return runs as a table, with two of them to compare."""
+    """Return a table of runs, in a form that compares two chosen runs."""
     rows: list[list[Content]] = []
     for log in logs:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")
@@ -160,7 +160,7 @@ def events(site: Here, request: Request, name: str | None = None, since: str = "
 
 @router.get("/run/{name}")
 def run_page(site: Here, name: str) -> str:
-    """Return a run: its steps as they are now, and what they measured."""
+    """Return the page of a run: its state, steps, plots and lineage."""
     store = site.store
     since, run = state_digest(store, name), Run.open(store, name)
     log = run.log
@@ -235,5 +235,5 @@ def report(site: Here, name: str) -> Response:
 
 
 def flow_run_of(store: Store, name: str) -> str | None:
-    """Return the server's id of a run that a form started; None of any other run."""
+    """Return the Prefect server's id of a run that a form started; None for any other run."""
     return next((str(event["flow_run"]) for event in store.events(name)[:1] if event.get("flow_run")), None)

@@ -1,4 +1,4 @@
-"""`puna up`: Prefect's server and UI, everything served, and Puna's own pages: one process at one address."""
+"""The servers behind `puna up`, `puna web` and `puna annotate`: Prefect's API and UI, Puna's own pages, and the worker."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from puna.flows.web.annotate import Desk
 
 STOP_SECONDS = 30.0
-"""Time for runs in progress to report their end."""
+"""Seconds in which runs in progress can end and report it."""
 BODY_BYTES = 32 << 20
-"""Largest body of a request to Prefect's API, which takes whole artifacts and batches of logs."""
+"""Maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs."""
 LINE = 200
 """Maximum length of a log line of Prefect's services."""
 STEADY_SECONDS = 60.0
-"""Lifetime after which a worker did not fail at its start, so that its restart waits no longer than the first."""
+"""Seconds from which a worker's life counts as a successful start; its next restart waits only 1 s."""
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
@@ -78,7 +78,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
                 app = _application(store, url, auth, urls)
                 served = _Served(_config(app, auth, BODY_BYTES), worker)
                 served.ready = lambda: _ready(store, url, server, began)
-                # uvicorn raises the signal that ended it once more.
+                # After it has ended, uvicorn raises the signal again.
                 with contextlib.suppress(KeyboardInterrupt):
                     asyncio.run(served.serve(sockets=[listening]))
             finally:
@@ -110,13 +110,13 @@ def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> 
 
 
 def judging(desk: Desk, host: str, port: int, auth: str) -> None:
-    """Serve only the page of one desk, until stopped."""
+    """Serve only the page for judging the answers of `desk`, until stopped."""
     from puna.flows.web.annotate import LINKED, desk_application
 
     with guard.listening(host, port) as listening:
         print(f"{len(desk.order):,} pairs of {desk.answers.id}: {guard.address(host, listening)}; Ctrl-C ends and saves", flush=True)
         door = OwnSite(Password(Bounded(desk_application(desk)), auth), protected=bool(auth), pages=LINKED, asking=None)
-        with contextlib.suppress(KeyboardInterrupt):  # the signal that ended it is raised once more, before the judgements are saved
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again, before the judgements are saved
             uvicorn.Server(guard.configuration(door)).run(sockets=[listening])
 
 
@@ -126,7 +126,7 @@ def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Co
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[bool]:
-    """True if this is the only `puna up` of the store; held until the process ends."""
+    """Yield True if this is the only `puna up` of the store, which it stays within the context; else False."""
     with (root / "serve.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ def _configure(store: Store, url: str, server: Server) -> None:
     home = Path(os.environ["PREFECT_HOME"])
     os.environ.update(server.environment())
     os.environ.update(
-        # Relative, so that the browser asks the host of the page, whatever its name. Pages of other sites may not ask.
+        # A relative URL, so that the browser asks the page's own host under any name. CORS keeps other sites' pages out.
         PREFECT_UI_API_URL="/api",
         PREFECT_UI_URL=f"{url}/v2",
         PREFECT_SERVER_CORS_ALLOWED_ORIGINS=url,
@@ -197,7 +197,7 @@ class _Served(uvicorn.Server):
         self.ready: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Print the address once the server answers."""
+        """Start the server, shorten Prefect's log records, and call `ready`."""
         await super().startup(sockets)
         for handler in logging.getLogger().handlers:  # Prefect has set up its own by now
             handler.addFilter(_brief)
@@ -220,7 +220,7 @@ class _Served(uvicorn.Server):
 
 
 class Worker:
-    """The process that offers every form and starts the runs; restarted when it ends by itself."""
+    """The process that offers every form and starts the runs. It is restarted if it ends by itself."""
 
     def __init__(self, store: Store, server: Server, limit: int) -> None:
         # The worker runs in a session of its own: Ctrl-C reaches only this process, which ends the worker in order.

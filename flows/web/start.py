@@ -80,7 +80,7 @@ async def go(site: Here, name: str, request: Request) -> Response:
 
 
 def start_run(store: Store, name: str, form: Asked) -> str:
-    """Start a run from its form; return the address of the page that follows it. `bounded_worker` has checked the form before."""
+    """Start a run from its form; return the URL of the page that follows the run. `bounded_worker` has checked the form before."""
     offer = offer_of(name)
     request = request_of(offer, form)
     server = server_beside(store)
@@ -99,7 +99,7 @@ def start_run(store: Store, name: str, form: Asked) -> str:
 
 
 def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
-    """Start a run, or find the one that the same page started before; return the address of the page that follows it."""
+    """Start a run, unless the same page has started it before; return the URL of the page that follows the run."""
     key = digest.of_value({"once": form.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     flow_run = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
@@ -128,7 +128,7 @@ def started_page(site: Here, flow_run: str) -> Response:
 
 @router.post("/run/{name}/stop")
 def stop(site: Here, name: str) -> Response:
-    """Ask the worker to end a run that a form started; finished steps and the last checkpoint of a training stay."""
+    """Ask the worker to end a run that a form started; finished steps and the last training checkpoint stay."""
     body = {"state": {"type": "CANCELLING"}, "force": True}
     server_beside(site.store).insist("POST", f"/flow_runs/{_own(site.store, name)}/set_state", body)
     return RedirectResponse(f"/puna/run/{quote(name)}", 303)

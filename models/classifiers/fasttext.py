@@ -30,10 +30,10 @@ SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
 AFTER_NAME = struct.Struct("<x q b")  # its count, and 1 for a label
 NAME = re.compile(rb"([^\0]*)\0.{9}", re.DOTALL)
 LINES = 1 << 14  # lines to split into words at a time
-SLICE = 1 << 11  # lines of a training after which it may be saved
+SLICE = 1 << 11  # training steps, one line each, between chances to save
 SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
-BASIS, PRIME = np.uint32(2166136261), np.uint32(16777619)  # FNV-1a with 32 bits, of which fastText makes the hashes of n-grams
-LONG_BASIS, LONG_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # with 64 bits it tells words apart
+BASIS, PRIME = np.uint32(2166136261), np.uint32(16777619)  # 32-bit FNV-1a, from which fastText computes the hashes of n-grams
+LONG_BASIS, LONG_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # 64-bit FNV-1a, to tell words apart
 NGRAM = np.uint64(116049371)
 
 
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
 
 
 class Model:
-    """A classifier: `words` large_string, the frequent ones first, and `labels`."""
+    """A trained classifier: `words` (large_string, most frequent first), `labels` and `weights`."""
 
     def __init__(self, words: pa.Array, labels: list[str], weights: Weights) -> None:
         self.words, self.labels, self.weights = words, labels, weights
@@ -75,8 +75,8 @@ class Model:
 def fit(
     lines: pa.Array | pa.ChunkedArray, classes: NDArray[np.int32], labels: list[str], settings: Settings, state: Path | None = None
 ) -> Model:
-    """Return the model of lines of words separated by spaces; `classes`: indices into `labels`. `state`: folder in which `Saver` saves the
-    training, and from which it resumes; trainings of more than `REPEATED_SECONDS` are saved at their end, too."""
+    """Train a model on lines of words separated by spaces; return it. `classes`: indices into `labels`. `state`: folder in which `Saver`
+    saves the training, and from which it resumes; trainings of at least `REPEATED_SECONDS` are saved at their end, too."""
     rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
     words, codes, bounds = _encoded(lines)
     counts = np.bincount(codes, minlength=len(words))
@@ -160,7 +160,7 @@ def _aligned(rows: int, dimension: int) -> NDArray[np.float32]:
 
 def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return the bytes of lines, each followed by fastText's end word `</s>` and a space, and their bounds. A zero byte, which would end a
-    name in a file, becomes a one."""
+    name in a file, becomes a byte 1."""
     whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
     texts = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
     data, bounds = buffers(pc.ascii_ltrim_whitespace(texts))  # an empty line would begin with a space
@@ -211,7 +211,7 @@ def _table(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> tuple[NDArray[
 
 @njit(cache=True, borrows=True)
 def _sum(rows: NDArray[np.int32], first: NDArray[np.float32], into: NDArray[np.float32]) -> None:
-    """Write the sum of some rows, sixteen numbers of each at a time."""
+    """Write the sum of these `rows` of `first` to `into`, `LANES` numbers at a time."""
     for k in range(0, len(into), LANES):
         at, left, total = first.ctypes.data + 4 * k, len(into) - k, fill(np.float32(0))
         for row in rows:
@@ -271,7 +271,7 @@ def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weigh
 @njit(cache=True)
 def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray[np.int32], short: NDArray[np.uint64],
              classes: NDArray[np.int32], weights: Weights, rate: float, epochs: int, start: int, stop: int) -> bool:  # fmt: skip
-    """Train the matrices in place for steps start .. stop - 1, one line each, as the rate falls to 0; return False if they become NaN."""
+    """Train the matrices in place for steps start .. stop - 1 (one line per step; the rate falls to 0). Return False if they become NaN."""
     first, last, longest = weights.first, weights.last, np.diff(bounds).max() if len(classes) else 0
     here, hashes, rows = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest * max(1, weights.ngrams), np.int32)
     hidden, grad, output = np.empty(first.shape[1], np.float32), np.empty(first.shape[1], np.float32), np.empty(len(last), np.float32)

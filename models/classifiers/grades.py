@@ -1,8 +1,8 @@
-"""Puna's own quality model: the grade that a judge would give an English document as data to train a language model on.
+"""Puna's own quality model: the grade that a judge would give an English document as training data of a language model.
 
-A linear model of a document's features: words, numbers and marks, lines by length and ending, and size. Each is
-hashed to a bucket and counts by the square root of its share of what is read (READ, MOST), wherever in the document it occurs.
-`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE tells where they come from.
+A linear model of a document's features: words, numbers and marks, lines by length and ending, and size. A feature is
+hashed to a bucket; its value is the square root of its count per word read (at most MOST), wherever in the document it occurs.
+`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE names their source.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.strings import buffers
 
 WEIGHTS = Path(__file__).with_name("grades.safetensors")
-GOOD = 3  # grade of sound text
+GOOD = 3  # minimum grade of a good text
 LANGUAGE = "en"  # language of the graded documents; the model knows no other
 READ = 20_000  # bytes read of a document
 BUCKETS = 1 << 15
-SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; the weight of each counts where a document has more
-MOST = 0.1  # upper bound of a share: no graded document is nearly one token alone
+SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; a document adds the weight of each size that it exceeds
+MOST = 0.1  # upper bound on a share: no graded document consists mostly of one token
 SHARE, SIZE = 10.0, 2.0  # scales of a share's root and of an exceeded size, so that the penalty shrinks all weights alike
 BASE, MIXED, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(1)
 CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are no characters
@@ -46,7 +46,7 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """Return the weights that come with the code."""
+    """Return the model whose weights come with the code."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)
@@ -81,7 +81,7 @@ def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np
 
 @njit(cache=True, borrows=True)
 def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Count a line under its length and its ending: once as a line, and by its words."""
+    """Count a line by its class of length and ending, in two buckets: 1 in the first, 1 + `words` in the second."""
     length, ending = 0, 2 if last == COLON else 0
     while length < len(LINES) and words > LINES[length]:
         length += 1
@@ -119,8 +119,8 @@ def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, 
 
 @njit(cache=True, borrows=True)
 def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32], met: NDArray[np.int32]) -> tuple[int, int]:
-    """Count the features of bytes at..stop by bucket; return the number of words and of the buckets in `met`. Words are runs of letters:
-    every byte from 0x80 on is one, except in wide punctuation. A number counts by how many digits it has, up to five."""
+    """Add the features of data[at:stop] to `counts` by bucket; return the number of words and of the buckets listed in `met`. Words are
+    numbers and runs of letters; bytes from 0x80 on are letters, except wide punctuation. A number's feature is its digit count, up to 5."""
     number = words = in_line = last = 0
     while at < stop:
         c, begin = int(np.int64(data[at])), at

@@ -1,6 +1,6 @@
 """Further features of a block for the network: its distance from the body, units that repeat, pictures, the article's own words.
 
-The trees do not get them: on pages that list products or entries they mislead trees.
+The decision trees do not get these features, which mislead them on pages that list products or entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from puna.models.extraction.layout import Scan, groups, ratio
 from puna.models.extraction.tags import PRIME
 
 ABOVE = 5  # ancestors of a block whose similar siblings are counted
-LONG = 20  # unlinked words of a paragraph
+LONG = 20  # minimum unlinked words of a paragraph
 SLOTS = 1 << 14  # hash slots that count the article's words
 CAPTION = L.BIT["figcaption"]
 
@@ -40,11 +40,11 @@ class Measures(NamedTuple):
     around: NDArray[np.int64]  # [blocks, 2] the last paragraph before a block, the first after it; -1 where there is none
     alike: NDArray[np.int64]  # [elements] children of one parent with the same tag and classes, itself among them
     branch: NDArray[np.int64]  # [elements] the outermost element around each that does not hold the focus; -1 if it holds the focus itself
-    counts: NDArray[np.int32]  # [SLOTS] how often paragraphs have a word
+    counts: NDArray[np.int32]  # [SLOTS] occurrences of words in paragraphs, by hash slot
     main: int  # the element with most words in paragraphs of its own
-    main_first: int  # its first and last paragraph
+    main_first: int  # first and last paragraph of `main`; -1 if it has none
     main_last: int
-    main_share: float  # its share of the page's words
+    main_share: float  # share of the page's words in paragraphs of `main`
 
 
 FEATURES = len(names())
@@ -209,8 +209,8 @@ def _paragraphs(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: in
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, b: int, m: Measures, own: NDArray[np.int32], row: NDArray[np.float32], k: int) -> None:
-    """Write the share of the block's words that other paragraphs have, plain and weighted by rarity, and the kind of its first character.
-    `own` [SLOTS] is zeros, and is left so."""
+    """Write the share of the block's words that other paragraphs have, plain and weighted by rarity, and the kind of the block's first
+    character. `own` [SLOTS] holds zeros before and after the call."""
     blocks = page.blocks
     start, stop = blocks[b - 1, L.HASHES] if b else 0, blocks[b, L.HASHES]
     for t in range(start, stop):

@@ -1,7 +1,7 @@
 """Asides of an article's page: teasers of other articles, readers' comments.
 
-Teasers: the article's body is the deepest element that holds most of its prose. A block after the end of that element stays only where
-the model has little doubt about it, or where it has the tags and classes of the body's paragraphs: an article may be cut into sections.
+Teasers: the article's body is the deepest element that holds most of its prose. A block after the end of that element stays only if the
+model has little doubt about it, or if it has the tags and classes of the body's paragraphs: an article may be cut into sections.
 
 Comments: containers whose class or id names them are removed with their content, if enough of the article stands above them.
 In forums, questions and reviews comments are the content: only pages that are certainly articles are examined.
@@ -18,7 +18,7 @@ from puna.models.extraction.layout import Scan, deepest, group_sums, running
 from puna.models.extraction.tags import fnv
 
 PROSE = 0.7  # minimum share of the kept prose in the body
-LONG = 20  # words of a block that is prose without a sentence's end; scripts have stops of their own
+LONG = 20  # words above which a block is prose even without a full stop: some scripts have other stops
 BODY_WORDS = 100  # minimum kept words of a body that may lose the blocks below it
 SURE = 0.75  # minimum chance of a block below the body to stay
 OWN = 0.1  # minimum share of the body's prose under a path that counts as the body's own
@@ -26,7 +26,7 @@ OWN = 0.1  # minimum share of the body's prose under a path that counts as the b
 
 @njit(cache=True)
 def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: the chance of each to be content."""
+    """Return `keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: probability of content."""
     blocks, n = page.blocks, len(page.blocks)
     words = blocks[:, L.WORDS] * keep
     kept_words = running(words)
@@ -56,7 +56,7 @@ SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in 
 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the comments below it; unchanged if much is kept after them."""
+    """Return `keep` [blocks] of an article without the comments below it; unchanged if much other text is kept after the first comments."""
     elements, kept_words = page.elements, running(page.blocks[:, L.WORDS] * keep)
     out, above = keep.copy(), -1
     for e in range(len(elements)):

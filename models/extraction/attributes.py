@@ -23,7 +23,7 @@ T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "
 
 @njit(cache=True, borrows=True)
 def attributes(page: Scan, element: int, tag: int, at: int) -> int:
-    """Read the attributes from `at` on; return where the tag ends."""
+    """Read the attributes from `at` on; return the index after the tag."""
     html, s = page.html, page.state
     size = len(html)
     s[L.MATHS] = tag == T_MATH
@@ -121,7 +121,7 @@ def _said(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
-    """True if a class marks an element that is no text: a permanent link, an edit link, the rendered copy of a formula."""
+    """True if the class html[start:stop] marks an element that is not content: a permalink, an edit link, a formula's rendered copy."""
     if tag == T_A and (has(html, start, stop, b"headerlink") or (stop - start == 6 and has(html, start, stop, b"anchor"))):
         return True
     for at in range(start, stop):
@@ -135,7 +135,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
-    """Record hashes of the words of a class or an id: letters only, cut where a capital begins."""
+    """Record hashes of the words of a class, id or role: letters only, cut before a capital. `sign`: add them to the element's sign."""
     s, html = page.state, page.html
     word, length = OFFSET ^ np.uint64(kind), 0
     total = np.uint64(0)
@@ -185,7 +185,7 @@ def _address(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def types(page: Scan, start: int, stop: int) -> None:
-    """Record the `@type`s of linked data."""
+    """Record the values of `@type` in JSON-LD, html[start:stop]."""
     html = page.html
     at = start
     while at + 8 < stop:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction.tags import begins, find, flags, tag_name
 
-# The parser closes these by itself, or they are empty: an open one does not nest.
+# The parser closes these elements by itself, or they are empty: they do not nest.
 CLOSED = flags(
     "area base basefont bgsound body br button col colgroup dd dt embed frame head hr html img input keygen li link meta optgroup option "
     "p param rp rt source tbody td tfoot th thead tr track wbr a"
@@ -33,8 +33,8 @@ BREAKS_OUT = flags(
 
 
 class Burden(NamedTuple):
-    """Counts of a page: tags; the most elements nested, or formatting elements open, at a time; the most attributes of a tag, or the root
-    of the sum of squares over tags with many; elements opened again; options of selection lists."""
+    """Counts of a page: tags; maximum depth of nesting, or of open formatting elements; maximum attributes of a tag, or the root of the sum
+    of squares over tags with more than `MANY_ATTRIBUTES`; formatting elements opened again; options of selection lists."""
 
     tags: int
     depth: int
@@ -44,7 +44,7 @@ class Burden(NamedTuple):
 
 
 def burden(html: bytes) -> Burden:
-    """Return upper bounds of these counts in a parser."""
+    """Return upper bounds on the counts that a parser reaches with a page."""
     return Burden(*_burden(np.frombuffer(html, np.uint8)))
 
 

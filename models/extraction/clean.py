@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 
-LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # first code point by its number of bytes
+LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # smallest code point by its number of bytes in UTF-8
 TAB, LINE_END, SPACE, DELETED, NO_BREAK = 9, 10, 32, 127, 0xA0
 MISREAD, DOUBTFUL = 1, 2  # doubts about a text: `repaired` may mend it; it may be blank, or wrongly decoded
 
@@ -28,13 +28,13 @@ def cleaned(text: str) -> str:
 
 
 def _of(text: str, lines: bool) -> str:
-    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # of the type of `texts_of`: one loop is compiled
+    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # writable, as `texts_of` gives it: one loop is compiled
     results: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
     return results.tobytes().decode()
 
 
 def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
-    """Return UTF-8 texts after the cleaning of `cleaned` (except `MISREAD` ones), their bounds, and the doubts about each."""
+    """Return UTF-8 texts cleaned as by `cleaned`, but not repaired (see `MISREAD`); their bounds; and the doubts about each text."""
     return _cleaned(texts, ends, roles(), True)  # type: ignore[no-any-return]
 
 
@@ -51,7 +51,7 @@ def _cleaned(
 
 @njit(cache=True, borrows=True)
 def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: NDArray[np.uint8], lines: bool) -> tuple[int, int]:
-    """Write a text from `start` on; return where it ends, and the doubts about it. `lines`: their ends are cleaned, too."""
+    """Write a cleaned text to `out` from `start` on; return its end and the doubts about it. `lines`: clean the ends of lines, too."""
     at, end, before = 0, start, np.int64(0)  # before: the role of the character before
     misread, sound, visible = False, True, False  # visible: not all is white space
     while at < len(text):
@@ -94,7 +94,7 @@ def _line_end(out: NDArray[np.uint8], start: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _is_control(c: int) -> bool:
-    """True if a character is a control, or one that shows nothing: soft hyphens, breaks and joints of no width, byte order marks."""
+    """True if a character is a control or invisible: a soft hyphen, a zero-width space, a word joiner, a byte order mark."""
     if c < 0x80:
         return (0 <= c < SPACE and c != TAB and c != LINE_END) or c == DELETED
     return c == 0xAD or c == 0x200B or c == 0x2060 or c == 0xFEFF or c == 0xFFFE or c == 0xFFFF
@@ -102,7 +102,7 @@ def _is_control(c: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _character(text: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """Return the code point of a character beyond ASCII, and its bytes; -1 where there is none."""
+    """Return the code point of a character beyond ASCII, and its number of bytes; the code point is -1 if the bytes are no UTF-8."""
     first = np.int64(text[at])
     length = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
     if first < 0xC2 or first > 0xF4 or at + length > len(text):
@@ -116,14 +116,14 @@ def _character(text: NDArray[np.uint8], at: int) -> tuple[int, int]:
 
 
 C1 = re.compile("[\x80-\x9f]")
-MEANT = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}  # what Windows-1252 has in the places of C1 controls
-FIRST, LATER, CONTROL = 1, 2, 4  # roles of a character, see `_roles`; LATER is FIRST << 1
+MEANT = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}  # Windows-1252's characters at the C1 controls
+FIRST, LATER, CONTROL = 1, 2, 4  # roles of a character, see `roles`; LATER is FIRST << 1
 ACCENTED = re.compile("[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]")
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
 
 
 def repaired(text: str) -> str:
-    """Return the text with its doubly encoded lines decoded once more, and what Windows-1252 has in the places of C1 controls."""
+    """Return the text with its doubly encoded lines decoded once more, and with Windows-1252's characters instead of C1 controls."""
     if text.isascii():
         return text
     units = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16)
@@ -134,7 +134,7 @@ def repaired(text: str) -> str:
 
 
 def _decoded_again(text: str, suspicious: list[int]) -> str:
-    """Return the text with its suspicious lines repaired, by number, where one of them is bad beyond doubt."""
+    """Return the text with its suspicious lines (by number) repaired if one of them is certainly bad, else unchanged."""
     from ftfy.badness import is_bad
 
     lines = text.split("\n")
@@ -146,8 +146,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """Return the line decoded once more, or unchanged if this leaves more accented letters than it removes characters: misread ones would
-    go, too. "STAÐ“" ends a quotation in Icelandic capitals, and is how the Cyrillic "Г" looks when it is misread."""
+    """Return the line decoded once more, or unchanged if this keeps more accented letters than it removes characters: misread letters
+    would not be kept. "STAÐ“" ends a quotation in Icelandic capitals, and "Ð“" is also a misread Cyrillic "Г"."""
     from ftfy import fix_encoding
 
     fixed = fix_encoding(line)
@@ -157,8 +157,8 @@ def _undone(line: str) -> str:
 
 @functools.cache
 def roles() -> NDArray[np.uint8]:
-    """Return the roles of each UTF-16 unit: `FIRST`, it can be the first byte of a character in UTF-8 in some encoding of one byte a
-    character; `LATER`, a later byte; `CONTROL`, it is a C1 control."""
+    """Return the roles of each UTF-16 unit. `FIRST`: some single-byte encoding decodes the first byte of a UTF-8 character to it; `LATER`:
+    the same for a later byte; `CONTROL`: it is a C1 control."""
     import ftfy.bad_codecs  # noqa: F401 - it names the encodings with no gaps
     from ftfy.chardata import CHARMAP_ENCODINGS
 
@@ -172,7 +172,7 @@ def roles() -> NDArray[np.uint8]:
 
 @njit(cache=True)
 def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDArray[np.int64], bool]:
-    """Return the numbers of lines with a unit that is `FIRST` before one that is `LATER`, and True if there is a `CONTROL`."""
+    """Return the numbers of lines in which a `FIRST` unit is followed by a `LATER` one, and True if there is a `CONTROL` unit."""
     lines = 1
     for unit in units:
         lines += unit == 10
@@ -204,13 +204,13 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
-    """Return the page's characters. A byte order mark decides; then bytes that are valid UTF-8 beyond ASCII are UTF-8 whatever the server
-    says (other encodings almost never do so by chance); then the server's character set, the page's own, and detection."""
+    """Return the page's characters. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; valid UTF-8,
+    whatever the server says (other encodings are seldom valid UTF-8 by chance); the server's header; the page; detection."""
     return _decoded(body, charset, html)[0]
 
 
 def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
-    """Return the page's characters, and True if the body is these in UTF-8."""
+    """Return the page's characters, and True if the body is their encoding in UTF-8."""
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
     for mark, name in BOMS:

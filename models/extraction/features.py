@@ -48,7 +48,7 @@ def names() -> list[str]:
 
 @njit(cache=True, borrows=True)
 def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.float32], path: NDArray[np.float32]) -> None:
-    """Write for each element the summed weights of its class words (`own`), and of its own and its ancestors' (`path`)."""
+    """Sum the weights of each element's tag and class, id and role words into `own`; sum `own` over it and its ancestors into `path`."""
     elements, tokens = page.elements, page.tokens
     count = len(elements)
     mask = np.uint64(BUCKETS - 1)
@@ -63,7 +63,7 @@ def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.flo
 
 @njit(cache=True, borrows=True)
 def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.float32]) -> None:
-    """Write for each block the sum of its words' weights."""
+    """Add the weights of each block's words to `total` [blocks]."""
     start = 0
     mask = np.uint64(BUCKETS - 1)
     for b in range(len(page.blocks)):
@@ -106,7 +106,7 @@ def _title_words(page: Scan) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def focus(page: Scan, mass: NDArray[np.float64], share: float) -> int:
-    """Return the deepest element that holds more than a share of the text with sentences; `mass` [blocks + 1]: running sum of its words."""
+    """Return the deepest element with more than `share` of the text with sentences. `mass` [blocks + 1]: running sum of words in it."""
     elements = page.elements
     best = 0
     total = mass[-1]
@@ -250,7 +250,7 @@ def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDAr
     start = blocks[b - 1, L.HASHES] if b else 0
     hits = 0
     for t in range(start, blocks[b, L.HASHES]):
-        if totals.title_bits >> (page.hashes[t] & np.uint64(63)) & np.uint64(1):  # few words get beyond this
+        if totals.title_bits >> (page.hashes[t] & np.uint64(63)) & np.uint64(1):  # few words pass this test
             at = np.searchsorted(totals.title, page.hashes[t])
             hits += at < len(totals.title) and totals.title[at] == page.hashes[t]
     row[k + 10], row[k + 11] = ratio(hits, blocks[b, L.HASHES] - start), ratio(hits, len(totals.title))

@@ -16,7 +16,7 @@ TEMPLATE, NOSCRIPT = L.BIT["template"], L.BIT["noscript"]
 SAYS_TEMPLATE = np.array([fnv(name, kind) for name in ("template", "templates", "tmpl") for kind in (CLASS, ID)], np.uint64)
 MOST = 0.5  # maximum share of the kept words in templates; more is content that a script shows (shadow roots)
 NOTICE_BYTES = 400  # maximum bytes of a notice about JavaScript
-NEAR = 32  # bytes around that word
+NEAR = 32  # bytes on either side of "JavaScript" that are searched
 MENTIONS = 2  # maximum blocks that mention JavaScript; a page with more is about it
 TAG_BYTES = 1000  # maximum bytes of a tag in brackets
 OPEN, CLOSE, EQUALS, SLASH, UNDERSCORE, HYPHEN = 0x5B, 0x5D, 0x3D, 0x2F, 0x5F, 0x2D
@@ -132,8 +132,8 @@ def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
 def _tag_end(text: NDArray[np.uint8], at: int, stop: int) -> int:
     """Return the end of a tag in brackets that begins at `at`, or `at`: `[name word="value"]`, `[vc_row]`, `[/name]`.
 
-    A bare lower-case name is none (`[sic]`), nor are notes, lists, BBCode's `[b]`: there must be an attribute with a value in quotes, a
-    page builder's mark before the name, or a slash before one of four letters and more.
+    A bare lower-case name is no tag (`[sic]`), nor are notes, lists and BBCode's `[b]`. A tag has an attribute with a value in quotes, a
+    page builder's prefix, or a slash before a name of at least four letters.
     """
     begin = at
     if at + 3 > stop or text[at] != OPEN:

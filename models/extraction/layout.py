@@ -95,7 +95,7 @@ def running(values: NDArray[Any]) -> NDArray[Any]:
 
 @njit(cache=True)
 def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int]:
-    """Return the first block and the end of the deepest element with this share of the running sums' total; (0, 0) if that is 0."""
+    """Return the first block and the end of the deepest element with this share of the running sums' total; (0, 0) if the total is 0."""
     first, end = 0, 0
     for e in range(len(page.elements)):
         a, z = page.elements[e, FIRST], page.elements[e, END]
@@ -106,7 +106,7 @@ def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int
 
 @njit(cache=True)
 def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
-    """Return a number for the key of each entry, the same for equal keys, and the count of distinct keys."""
+    """Return a number for each key, the same for equal keys; and the number of distinct keys."""
     n, size, count = len(keys), 2, 0
     while size < 2 * n:
         size *= 2
@@ -126,7 +126,7 @@ def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
 
 @njit(cache=True)
 def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
-    """Return `numbered` in n log n steps whatever the keys are."""
+    """Return what `numbered` returns, but with numbers in the order of the keys, in n log n steps for any keys."""
     order, numbers, count = np.argsort(keys), np.empty(len(keys), np.int64), 0
     for k in range(len(order)):
         count += k == 0 or keys[order[k]] != keys[order[k - 1]]
@@ -136,7 +136,7 @@ def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int
 
 @njit(cache=True)
 def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each entry, the number of entries with its key, and the number of these before it."""
+    """Return, for each key, the number of entries with the same key, and the number of these entries before it."""
     numbers, count = numbered(keys)
     sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
     for k in range(len(keys)):
@@ -147,7 +147,7 @@ def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 @njit(cache=True)
 def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return, for each entry, the sum of the rows of `values` [n, k] whose entries have its key, added in order."""
+    """Return [n, k]: for each row of `values` [n, k], the sum of all rows with the same key, added in order."""
     numbers, count = numbered(keys)
     sums, out = np.zeros((count, values.shape[1]), np.float32), np.empty(values.shape, np.float32)
     for k in range(len(keys)):

@@ -1,9 +1,9 @@
-"""The extractor's model: which blocks of a page are its content.
+"""The extractor's model, which predicts the blocks of a page that are its content.
 
-Two linear models score the words of classes and of texts, one guesses the type of the page from its head. Boosted trees
-judge each block by these, by its text, its containers, its neighbours and the blocks of its kind. A network (`network`), which
-also gets the features of `article`, judges it by the blocks around it. Their mean counts. The page keeps the blocks that give
-the highest expected F1 of words.
+Two linear models score the words of classes and of texts; a third predicts the type of the page from its head. Boosted trees
+judge a block by these scores, by its text, its containers, its neighbours and the blocks of its kind. A network (`network`),
+which also gets the features of `article`, judges the block by the blocks around it. The mean of both logits is used. The page
+keeps the blocks that give the highest expected F1 of words.
 
 `tests/benchmarks/train_extraction.py` makes the weights from labelled pages; NOTICE beside them describes the labels.
 """
@@ -35,8 +35,8 @@ COPIED_WORDS = 5  # minimum words of a copy: shorter texts may occur on a page a
 
 @njit(cache=True)
 def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return logits [blocks], each drawn towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
-    messages of a thread, cells of a column are content all or none; words weigh by their root."""
+    """Return logits [blocks], moved towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
+    messages of a thread or cells of a column are all content or all not. A block's weight in the mean is the root of its words."""
     blocks = page.blocks
     n = len(blocks)
     paths, sums = np.empty(n, np.uint64), np.empty((n, 2), np.float32)
@@ -54,7 +54,7 @@ def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] without blocks that repeat the words of an earlier kept block: copies for narrow screens, quotations.
-    Under the same path they are no copies: messages of a thread, entries of a reference may say the same."""
+    Blocks with the same path are no copies: messages of a thread or entries of a reference may have the same words."""
     keys = text_keys(page)
     out = keep.copy()
     numbers, count = numbered(keys)
@@ -104,14 +104,14 @@ def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float,
 
 CONTENT_SHARE = 0.9  # minimum share of the kept words in the element taken as the content
 T_H1, T_PRE, T_DL, T_TABLE = (NUMBER[name] for name in ["h1", "pre", "dl", "table"])
-# Share of an element's words that must be kept for the rest to stay; at these, F1 on unseen pages does not fall.
+# Share of an element's words that must be kept for the rest to stay; at these shares, F1 on unseen pages does not fall.
 NEEDED = np.full(len(NAMES), np.inf)
 NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
 
 
 @njit(cache=True)
 def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] with the holes in code, lists of definitions and tables filled, and the headings of kept blocks."""
+    """Return `keep` [blocks] with the gaps in code, definition lists and tables filled, and with the headings of kept blocks."""
     elements = page.elements
     words, kept_words = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
     first, end = deepest(page, kept_words, CONTENT_SHARE)
@@ -131,7 +131,7 @@ def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 @njit(cache=True)
 def _headed(page: Scan, keep: NDArray[np.bool_]) -> None:
-    """Keep headings below the first kept block with the block that they head."""
+    """Keep a heading below the first kept block if the next block is kept."""
     top = 0
     while top < len(keep) and not keep[top]:
         top += 1
@@ -186,7 +186,7 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """Return the weights that come with the code."""
+    """Return the model whose weights come with the code."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)
@@ -197,7 +197,7 @@ def load() -> Model:
 
 @njit(cache=True)
 def page_words(page: Scan) -> NDArray[np.int64]:
-    """Return buckets of the words about the page, sorted: types and address from its head, classes of its body."""
+    """Return the sorted buckets of the words about the page: types and address from its head, words of `html` and `body` tags."""
     words = np.empty(len(page.page) + 2 * L.MAX_TOKENS, np.uint64)
     words[: len(page.page)] = page.page
     count, html, body = len(page.page), False, False
@@ -238,7 +238,7 @@ def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32
 
 @njit(cache=True)
 def _scores(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Network) -> NDArray[np.float32]:
-    """Return logits of the blocks to be content [blocks]."""
+    """Return [blocks]: the logit that a block is content."""
     starts = pages.starts[:, L.BLOCK]
     scores = logits(trees, rows)
     for p in range(len(starts) - 1):
@@ -249,20 +249,20 @@ def _scores(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Net
 
 
 def chances(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Network) -> NDArray[np.float32]:
-    """Return the probability of each block to be content [blocks], from its features."""
+    """Return [blocks]: the probability that a block is content, from its features."""
     result: NDArray[np.float32] = 1 / (1 + np.exp(-_scores(pages, rows, trees, network)))
     return result
 
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the probability of each block to be content [blocks], and logits of the pages' types [pages, page types]."""
+    """Return the probability [blocks] that a block is content, and logits of the pages' types [pages, page types]."""
     rows, types = features_and_types(pages, model.linear)
     return chances(pages, rows, model.trees, model.network), types
 
 
 @njit(cache=True)
 def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return a mask of the blocks to keep, given each block's chance to be content. Code, lists and tables stay whole; no copies."""
+    """Return a mask of the blocks to keep, given probabilities `p` of content. Code, lists and tables stay whole; copies are dropped."""
     cut, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
     return once(page, made_whole(page, p >= cut))  # type: ignore[no-any-return]
 
@@ -275,7 +275,7 @@ def content(pages: Pages, model: Model, headline: bool = False) -> NDArray[np.bo
 
 @njit(cache=True)
 def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headline: bool) -> NDArray[np.bool_]:
-    """Return a mask of the blocks to keep, given each block's chance to be content and logits of the pages' types."""
+    """Return a mask of the blocks to keep, given probabilities `p` of content and logits of the pages' types."""
     starts = pages.starts[:, L.BLOCK]
     keep = np.zeros(len(p), np.bool_)
     for number in range(len(types)):
@@ -290,7 +290,7 @@ def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32]
 @njit(cache=True)
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] without teasers of other articles if the page is an article, and without comments if it certainly is. `p`
-    [blocks]: the chance of each to be content; `types` [page types]: logits of the page's type."""
+    [blocks]: probability that a block is content; `types` [page types]: logits of the page's type."""
     if types.argmax() != ARTICLE:
         return keep
     left = without_teasers(page, keep, p)

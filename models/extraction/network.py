@@ -1,7 +1,7 @@
-"""A network that reads a page's blocks in order and judges each by those around it and by the page.
+"""A network that reads a page's blocks in order and judges a block by the blocks around it and by the page.
 
-A layer for each block, a mean over the page, then convolutions over ever wider neighbourhoods. Every number is one chain of sums in a
-fixed order: the same bits on every processor.
+It has a layer for each block, a mean over the page, then convolutions over ever wider neighbourhoods. Every number is one chain of sums
+in a fixed order, so that all processors compute the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from puna.kernels.cpu.vectors import LANES
 
 WIDTH = 48  # numbers of a block in each layer, three vectors
 STEPS = (1, 2, 4, 8)  # distances of the blocks that a convolution joins
-HIGHEST = np.float32(4)  # maximum deviations from the mean
+HIGHEST = np.float32(4)  # maximum distance from the mean, in deviations
 ONE, FRACTION = np.int32(0x3F800000), np.float32(2.0**-23)
 VECTORS = np.arange(WIDTH // LANES + AHEAD, dtype=np.int32) % (WIDTH // LANES)
 
@@ -39,9 +39,9 @@ class Network(NamedTuple):
 
 @njit(cache=True)
 def inputs(rows: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return features [blocks, columns] on a scale of logarithms, by their deviations.
+    """Return features [blocks, columns] on a logarithmic scale, as deviations from the mean, cut at ±`HIGHEST`.
 
-    The bits of 1 + |x| as a whole number are its logarithm to base 2, piecewise linear.
+    The bits of 1 + |x|, read as an integer, are a piecewise linear logarithm to base 2.
     """
     out = np.abs(rows) + np.float32(1)
     bits = out.view(np.int32)

@@ -1,8 +1,8 @@
 """Conversion of the parser's serialised HTML (every element closed, every value quoted) to blocks of text, in one pass.
 
-A block is the text between two boundaries: the tags of block elements and line breaks. Each holds its text, its place
-in the tree of elements and counts; elements hold their parents, the blocks that they span and the words of their
-classes. Text is UTF-8: entities decoded, white space collapsed except in `pre`, formulas from alternative texts.
+A block is the text between two boundaries: the tags of block elements and line breaks. A block holds its text, its place
+in the tree of elements and counts; an element holds its parent, the blocks that it spans and the words of its classes.
+Text is UTF-8: entities are decoded, white space is collapsed except in `pre`, formulas come from alternative texts.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _opened(page: Scan, tag: int, element: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _raw(page: Scan, tag: int, element: int) -> None:
-    """Skip the content of a script and its like; a formula in one is text, types of a linked-data description are about the page."""
+    """Skip the content of a raw element (`script`, `style`, …), but write a formula in it as text, and record the types in JSON-LD."""
     s, html = page.state, page.html
     start = at = s[L.AT]
     kind = page.elements[element, L.CHILDREN]  # set by the attributes: 1 formula, 2 linked data
@@ -260,7 +260,7 @@ def _title(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
-    """True if text begins with an escaped tag or comment: pages that a browser saved, snippets to embed."""
+    """True if text begins with an escaped tag or comment (in pages that a browser saved, or snippets to embed)."""
     while at < stop and is_space(html[at]):
         at += 1
     if at + 4 >= stop or not begins(html, at, stop, b"&lt;"):

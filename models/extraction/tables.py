@@ -1,4 +1,4 @@
-"""Tables of data in a page's text: each row on one line, each cell in its column, under `colspan` and `rowspan` too."""
+"""Data tables in a page's text: each row on one line, each cell in its column, also with `colspan` and `rowspan`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _grid(page: Scan) -> NDArray[np.int64]:
     covered = np.zeros((slots + 1, MAX_COLUMNS), np.int64)  # the row from which on a column is free again
     for e in range(n):
         tag, row = elements[e, L.TAG], elements[e, L.PARENT]
-        if tag == T_TR:  # `number` of a group counts its rows, of a row is its place; `column` of a row is its next one
+        if tag == T_TR:  # `number`: rows so far of a group, index of a row; `column` of a row: its next column
             number[e] = number[row]
             number[row] += 1
         elif tag in (T_TD, T_TH) and row >= 0 and elements[row, L.TAG] == T_TR:

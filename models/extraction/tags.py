@@ -1,4 +1,4 @@
-"""Names of elements as small numbers, what each means for the text around it, and searches in the bytes of HTML."""
+"""Numbers of element names, the effect of an element on the text around it, and searches in the bytes of HTML."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TAG_KEYS, TAG_VALUES = _table(NAMES)
 
 @njit(cache=True, borrows=True)
 def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
-    """Return the index of the first `byte` from `at` on, or `stop`, or the end."""
+    """Return the index of the first `byte` in html[at:stop]; if there is none, `stop` (by default the end)."""
     stop = len(html) if stop < 0 else stop
     address = html.ctypes.data
     while at + LANES <= stop:
@@ -89,7 +89,7 @@ def begins(html: NDArray[np.uint8], at: int, stop: int, words: bytes) -> bool:
 
 @njit(cache=True, borrows=True)
 def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """True if bytes occur in html[start:stop], letters in either case."""
+    """True if `words`, in lower case, occur in html[start:stop] in either case."""
     for at in range(start, stop - len(words) + 1):
         here = 0
         while here < len(words) and (

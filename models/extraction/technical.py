@@ -1,7 +1,7 @@
-"""Preparation of pages with code and maths for the extractor: information in their markup becomes text that it keeps.
+"""Preparation of pages with code and maths: information in their markup becomes text, so that the extractor keeps it.
 
 Line numbers are removed. Lines of code that are cells of a table or elements of an editor become one `pre`. So do formulas on lines of
-their own. MathML without an annotation in TeX gets one, because a fraction or a power in plain text is another formula.
+their own. MathML without TeX for the extractor is replaced by TeX: in plain text, a fraction or a power would be another formula.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def prepared(tree: Any, size: int) -> bool:
     if document is None:
         return False
     changed = False
-    for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; the collection makes all elements anew for each
-        element.parent.remove_child(element)  # not destroyed: what is in it may be among them as well
+    for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; iterating the collection makes all elements anew each time
+        element.parent.remove_child(element)  # not destroyed: elements inside it may be in the list, too
         changed = True
     nested, signs = set(document.query_selector_all("math math")[:]), 0
     for math in document.query_selector_all("math")[:MAX_FORMULAS]:
@@ -71,7 +71,7 @@ def prepared(tree: Any, size: int) -> bool:
 
 
 def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Return tables in which each row is a line of code, with the lines; none if nested tables make these longer than the page."""
+    """Return tables in which each row is a line of code, with the lines; an empty list if nested tables make them longer than the page."""
     result: list[tuple[Any, list[str]]] = []
     for cell in document.query_selector_all(LINES)[:]:
         table = cell
@@ -90,7 +90,7 @@ def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
 
 
 def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Return editors with their lines of code; none if nested editors make these longer than the page."""
+    """Return editors with their lines of code; an empty list if nested editors make the lines longer than the page."""
     result = []
     for editor in document.query_selector_all(EDITOR)[:]:
         lines = [line.text for line in editor.query_selector_all("pre")[:]]
@@ -118,7 +118,7 @@ def _formula(math: Any) -> str:
 
 
 def tex(node: Any, depth: int = 0) -> str:
-    """Return a MathML element as TeX; deeper nesting than any formula's is written as plain text."""
+    """Return a MathML element as TeX; below `MAX_NESTING`, its plain text."""
     tag = node.tag
     if tag == "#text" or depth > MAX_NESTING:
         return " ".join((node.text or "").translate(OPERATORS).split())

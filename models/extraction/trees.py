@@ -66,8 +66,8 @@ def splits(trees: Trees) -> Splits:
 def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the sum of the trees' leaves for each row, [rows].
 
-    Rows do not descend the trees. Each threshold below a row's value excludes the leaves on its left; the leftmost leaf that remains is
-    the row's (QuickScorer, Lucchese et al. 2015). LANES rows share each instruction, without branches.
+    Rows do not descend the trees. A node whose threshold is below the row's value excludes the leaves of its left subtree; the leftmost
+    leaf that remains is the row's (QuickScorer, Lucchese et al. 2015). LANES rows share each instruction, without branches.
     """
     starts, threshold, tree, stays, leaf = trees
     count, features = len(rows), len(starts) - 1

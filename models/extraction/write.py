@@ -11,15 +11,15 @@ from puna.models.extraction.layout import Pages, Scan, alone, page_of
 from puna.models.extraction.tables import CELL_BYTES, MAX_COLUMNS, data_cells
 from puna.models.extraction.tags import OFFSET, PRIME, begins, find, has
 
-MAX_INDENT = 200  # spaces before the first character of a line of code
-FIRST_MARK = 0xD8  # the lowest first byte of a mark that is a letter to `_in_word`
-# What a byte of ASCII adds to a word's hash: a letter in lower case, 48 for any digit; 0 is in no word.
+MAX_INDENT = 200  # most spaces written before the first visible character of a block in <pre>
+FIRST_MARK = 0xD8  # lowest first byte of the non-ASCII punctuation in `_mark`; to `_in_word` its bytes are letters
+# The value that an ASCII byte adds to a word's hash: a letter in lower case, 48 for any digit, 0 for a byte outside words.
 LETTERS = np.array([(c | 32 if chr(c).isalpha() else 48 * chr(c).isdigit()) if c < 128 else 0 for c in range(256)], np.uint8)
 
 
 @njit(cache=True, borrows=True)
 def boundary(page: Scan, gap: int) -> None:
-    """End the open block, if there is one; the next begins after at least `gap`."""
+    """End the open block, if any, and set the gap before the next block to `gap`. If none is open, replace only the default gap, LINE."""
     s = page.state
     if s[L.OPEN]:
         block = page.blocks[s[L.BLOCKS]]
@@ -52,7 +52,7 @@ def _open(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
-    """Return the character of an entity at an ampersand, and its length; the serialisation has only these five."""
+    """Return (character code, length) of the entity at an ampersand. The serialiser writes only the five below; &nbsp; becomes a space."""
     if begins(html, at, stop, b"&lt;"):
         return 60, 4
     if begins(html, at, stop, b"&gt;"):
@@ -66,7 +66,7 @@ def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def write(page: Scan, start: int, stop: int) -> None:
-    """Write html[start:stop] as text of the open block, which begins with its first visible character. Its counts stay in local
+    """Write html[start:stop] as text of the open block; if none is open, the first visible character opens one. Counts stay in local
     variables until the end: passing the page to a function for each byte takes forty times as long."""
     s, html, text, hashes = page.state, page.html, page.text, page.hashes
     out, place, opened, space, verbatim = s[L.OUT], s[L.HASH], s[L.OPEN], s[L.SPACE], s[L.VERBATIM]
@@ -104,7 +104,7 @@ def write(page: Scan, start: int, stop: int) -> None:
         if 0 < kind < 128:
             word, in_word = (word ^ np.uint64(kind)) * PRIME, True
             upper, digits = upper + int(c <= 90 and c >= 65), digits + int(kind == 48)
-            while at < stop and LETTERS[html[at]]:  # the rest of the word, which most bytes are
+            while at < stop and LETTERS[html[at]]:  # the rest of the word: most bytes are handled here
                 last = int(html[at])
                 kind = int(LETTERS[last])
                 text[out], word = last, (word ^ np.uint64(kind)) * PRIME
@@ -129,7 +129,7 @@ def write(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def _begin(page: Scan, out: int, indent: int) -> int:
-    """Open a block whose text begins at `out`, in <pre> after its indentation; return the place of its first visible character."""
+    """Open a block at `out` and, in <pre>, write its indentation; return the place of its first visible character."""
     page.state[L.OUT] = out
     _open(page)
     for _ in range(min(indent, MAX_INDENT) if page.state[L.IN_PRE] else 0):
@@ -140,7 +140,7 @@ def _begin(page: Scan, out: int, indent: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _count(page: Scan, last: int, chars: int, words: int, upper: int, digits: int, commas: int, stops: int) -> None:
-    """Add the counts of what was written to the open block."""
+    """Add the counts of the text just written to the open block's counts; set the block's last character."""
     block = page.blocks[page.state[L.BLOCKS]]
     block[L.LAST] = last
     block[L.CHARS] += chars
@@ -156,15 +156,15 @@ def _count(page: Scan, last: int, chars: int, words: int, upper: int, digits: in
 
 @njit(cache=True, borrows=True)
 def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """Return the ASCII equivalent of a sentence's end or comma of another script; 0 for other characters. `first`: the character's first
-    byte, which stands before `at`."""
+    """Return the ASCII code that corresponds to a comma or a sentence-final mark of another script; 0 for other characters. `first`: the
+    character's first byte, html[at - 1]."""
     second, third = int(html[at]) if at < len(html) else 0, int(html[at + 1]) if at + 1 < len(html) else 0
     if first == 0xE3 and second == 0x80:  # Chinese and Japanese
         return 44 if third == 0x81 else 46 if third == 0x82 else 0
-    if first == 0xEF and second == 0xBC:  # ASCII's own, of full width
+    if first == 0xEF and second == 0xBC:  # full-width forms of ASCII
         mark = third - 0x81 + 33
         return mark if mark == 33 or mark == 44 or mark == 46 or mark == 63 else 0
-    if first == 0xE0 and second == 0xA5:  # of India
+    if first == 0xE0 and second == 0xA5:  # danda and double danda, of Devanagari and other scripts of India
         return 46 if third == 0xA4 or third == 0xA5 else 0
     if first == 0xD8:  # Arabic
         return 44 if second == 0x8C else 63 if second == 0x9F else 0
@@ -173,19 +173,19 @@ def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _part_of_word(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """Return 1 for about one letter per word of scripts without spaces, else 0; `first`: the byte before `at`."""
-    if 0xE3 <= first <= 0xED:  # most letters of Chinese, Japanese and Korean: two make a word, about
+    """Return 1 for about one letter per word in scripts without spaces, else 0, to estimate the number of words. `first`: html[at - 1]."""
+    if 0xE3 <= first <= 0xED:  # most Chinese, Japanese and Korean letters: about two per word
         return at & 1
     if (first != 0xE0 and first != 0xE1) or at >= len(html):
         return 0
-    second = int(html[at])  # Thai and Lao, or Burmese and Khmer: four, marks among them; a letter is three bytes
+    second = int(html[at])  # Thai and Lao, or Burmese and Khmer: about four letters and marks per word, three bytes each
     unspaced = 0xB8 <= second <= 0xBB if first == 0xE0 else 0x80 <= second <= 0x82 or 0x9E <= second <= 0x9F
     return int(unspaced and at & 3 == 0)
 
 
 @njit(cache=True, borrows=True)
 def _in_word(c: int) -> int:
-    """Return the code of a byte in a word's hash, see `LETTERS`; one beyond ASCII adds itself."""
+    """Return the value that a byte adds to a word's hash: its entry in `LETTERS`, or the byte itself from 128 on."""
     return c if c >= 128 else int(LETTERS[c])
 
 
@@ -200,7 +200,7 @@ def _add_hash(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def formula(page: Scan, start: int, stop: int) -> None:
-    """Write a formula, unless it is the twin of the one just written."""
+    """Write a formula, unless it is skipped or directly follows another one: then both render the same formula."""
     s = page.state
     if s[L.SKIP] >= 0 or (s[L.OPEN] and s[L.FORMULA_AT] == s[L.OUT]):
         return
@@ -212,10 +212,10 @@ def formula(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def annotation(page: Scan, element: int, at: int) -> None:
-    """Write a formula's TeX annotation, if it has one, as its text."""
+    """Write the TeX annotation of the formula `element`, if it has one, and skip the rest of the formula."""
     html, s = page.html, page.state
     if at < s[L.PLAIN_STOP]:
-        return  # a formula in the formula that was looked through
+        return  # inside a formula that was already searched and has no TeX annotation
     stop = at
     while stop < len(html):
         stop = find(html, stop, 60)
@@ -232,13 +232,13 @@ def annotation(page: Scan, element: int, at: int) -> None:
 
 
 def text_of(page: Scan, keep: NDArray[np.bool_]) -> str:
-    """Return the kept blocks, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
+    """Return the kept blocks' text, with blank lines between paragraphs, tabs between cells, and numbers or bullets before list items."""
     return texts_of(alone(page), keep)[0].tobytes().decode("utf-8", "replace")  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
 def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the pages' texts one after the other, and where each begins and the last ends [pages + 1]; `keep` [blocks of all pages]."""
+    """Return the pages' texts in one array, and the offsets [pages + 1] of their starts and end. `keep`: bool, by block of all pages."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
     out, ends = np.empty(len(pages.text) + (16 + MAX_COLUMNS) * len(keep) + 16, np.uint8), np.zeros(n + 1, np.int64)
     for number in range(n):
@@ -249,9 +249,9 @@ def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], 
 
 @njit(cache=True, borrows=True)
 def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], NDArray[np.int64]], out: NDArray[np.uint8], at: int) -> int:
-    """Write a page's text at a place; `places` of its blocks are those of `data_cells`. Return where it ends."""
+    """Write a page's text to `out` from `at` on; return where it ends. `places`: the blocks' cells and columns, from `data_cells`."""
     blocks, elements, (cells, columns) = page.blocks, page.elements, places
-    before = -1  # bytes of the kept block before
+    before = -1  # bytes of the previous kept block
     cell = row = column = -1  # of that block
     gap = L.TAB
     for b in range(len(blocks)):
@@ -287,7 +287,7 @@ def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], 
 
 @njit(cache=True, borrows=True)
 def _item_mark(out: NDArray[np.uint8], at: int, marker: int) -> int:
-    """Write the bullet (-1) or the number of a list item; return where it ends."""
+    """Write a list item's bullet (`marker` < 0) or number (> 0), or nothing (0); return where the mark ends."""
     if marker < 0:
         for byte in b"\xe2\x80\xa2 ":
             out[at] = byte

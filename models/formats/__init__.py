@@ -1,1 +1,1 @@
-"""Layouts of checkpoints: Hugging Face, GGUF, AWQ, INT8, adapters."""
+"""Checkpoint formats (Hugging Face, GGUF, AWQ), and models quantised in memory (INT8, FP8, NF4)."""

@@ -1,10 +1,10 @@
-"""A dense model in AWQ's four bits (Lin et al. 2024): before rounding, inputs with large activations are scaled down and their weights up.
-The model is unchanged, but these weights get a smaller error.
+"""Conversion of a dense model to AWQ's four bits (Lin et al. 2024). Before rounding, large inputs of a matrix are scaled down and their
+weights up: this keeps the model's function, and lowers the rounding error of these weights.
 
-The scales of a matrix's inputs are s = (mean |x|)^a, divided by the root of the largest times the least; a is the exponent, of 21 from 0
-(plain rounding) to 1, with the least squared error of the products on the calibration texts (the paper's equations 4 and 5). The divisors
-of the inputs move into the part that makes them: the norm before, or the rows of the matrix before. Then each group's range may shrink,
-where that lessens the error, too. Matrices that read the same inputs share scales.
+An input's scale is s = (mean |x|)^a, normalised so that the largest and the least scale multiply to 1. The exponent a, one of 21 from 0
+(plain rounding) to 1, is chosen for the least squared error of the products on the calibration texts (the paper's equations 4 and 5).
+The preceding norm, or the rows of the preceding matrix, are divided by s. Then a group's range is clipped where that lowers the
+error. Matrices that read the same inputs share scales.
 
 Shapes: T tokens read, D inputs, N outputs, groups of `group` neighbouring inputs.
 """
@@ -27,15 +27,15 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Attention, Linear, Transformer, forest_attend, rotary_table
 
 GROUPS = (128, 64, 32)
-READ, LENGTH = 16, 512  # pieces of a text to read, and tokens of each
+READ, LENGTH = 16, 512  # maximum pieces read of a text, and tokens per piece
 EXPONENTS = 21
-SHRINKS = tuple(1 - i / 20 for i in range(11))  # shares of a group's range
-ROWS = 1024  # tokens whose products are compared
+SHRINKS = tuple(1 - i / 20 for i in range(11))  # the shares of a group's range that the search tries
+ROWS = 1024  # maximum tokens whose products are compared
 FIRST = 2.0**-20
 
 
 class Packed(NamedTuple):
-    """A matrix, see `families.spelled_out`: q [D / group, group, N] and zeros [D / group, N] from 0 to 15, scales [D / group, N] fp16."""
+    """A matrix in AWQ's four bits: q [D / group, group, N] and zeros [D / group, N] from 0 to 15, scales [D / group, N] fp16."""
 
     q: Tensor
     zeros: Tensor
@@ -45,12 +45,12 @@ class Packed(NamedTuple):
         return ((self.q - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T.contiguous()
 
     def tensors(self, base: str) -> dict[str, Tensor]:
-        """Return the tensors under a checkpoint's names."""
+        """Return the packed tensors by their names in a checkpoint; `base` is the names' prefix."""
         return {f"{base}qweight": pack(self.q.flatten(0, 1)), f"{base}qzeros": pack(self.zeros), f"{base}scales": self.scales}
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """Return [rows, M] int32, eight numbers from 0 to 15 each in AutoAWQ's order, of [rows, 8 M]."""
+    """Return `numbers` [rows, 8 M] from 0 to 15, packed into [rows, M] int32: eight numbers per element, in AutoAWQ's order."""
     eights = numbers.to(torch.int64).unflatten(1, (-1, 8))[..., list(AWQ_ORDER)]
     whole = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
@@ -72,7 +72,7 @@ def group_of(model: Transformer) -> int:
 
 
 def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
-    """Return weights rounded to 16 numbers from a group's least to its largest, clipped to `share` [N, D / group] of that range."""
+    """Return weights rounded to 16 levels over each group's range (extended to 0), which is first clipped to its `share` [N, D / group]."""
     w_NgG = w_ND.detach().float().unflatten(1, (-1, group))
     low, high = w_NgG.amin(-1).clamp(max=0) * share, w_NgG.amax(-1).clamp(min=0) * share
     scales = ((high - low) / 15).clamp(min=FIRST).half()
@@ -82,7 +82,7 @@ def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the best divisors [D] of the inputs of matrices [N, D]. `heads`: (G, R), where the R heads of a group share divisors."""
+    """Return the divisors [D] of the inputs of `weights` [N, D] with the least error. `heads`: (G, R); R heads of a group share them."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
@@ -111,7 +111,7 @@ def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
 
 
 def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Return pieces evenly spread over a text; raise ValueError if it is too short for one."""
+    """Return up to `READ` pieces of `LENGTH` tokens, evenly spread over a text; raise ValueError if the text is shorter than one piece."""
     count = min(READ, len(ids) // LENGTH)
     if not count:
         raise ValueError(f"a text of {len(ids)} tokens is too short to choose scales by: {LENGTH} at least, {READ * LENGTH} are good")
@@ -119,7 +119,7 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
-    """Write the model, changed in place, in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16."""
+    """Write the model in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16; change the model. `rows`: see `packed`."""
     group, matrices = group_of(model), packed(model, rows)
     save(model.half(), folder, tokenizer)
     state = load_file(folder / WEIGHTS)
@@ -154,7 +154,7 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
                 linears[name].weight *= s_D
                 inputs_of[name] = inputs_of[name] / s_D
         for name, module in linears.items():
-            # Scores multiply queries and keys, so their errors are not those of one product alone: AWQ leaves these ranges.
+            # Attention multiplies queries by keys, so the error of one projection says too little: AWQ does not clip these two.
             cut = search and not name.endswith(("q_proj", "k_proj"))
             whole = rounded(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
             matrices[f"model.layers.{number}.{name}."] = whole
@@ -169,7 +169,7 @@ def _divide(module: Any, s_N: Tensor) -> None:
 
 
 def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-    """Yield each layer with the inputs [T, D] of its matrices, before the layer is changed."""
+    """Yield each layer with its matrices' inputs by name, [T, D] for up to `ROWS` tokens, computed before the caller changes the layer."""
     forest = Forest.pack([list(row) for row in rows])
     attend, x_TD = forest_attend(model.config, forest.mask), model.model.embed_tokens(forest.tokens)
     cos, sin = rotary_table(model.config, forest.positions, x_TD.dtype)

@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files; GGUF files are read, too.
 
-Checkpoints written here load in transformers, vLLM and llama.cpp's converter as models of their family. Theirs are read,
-sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
+Checkpoints written here load in transformers, vLLM and llama.cpp's converter as models of their family. Checkpoints of these
+families are read, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class CheckpointError(ValueError):
-    """An error for a folder that is no checkpoint, or holds a model that this decoder cannot represent."""
+    """An error for a folder or GGUF file that is no valid checkpoint, or holds a model that this decoder cannot represent."""
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
@@ -68,13 +68,13 @@ def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = N
 def load(
     path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Read a checkpoint of any layout in `families.py`, a folder or a GGUF file; the model is on `device` in `dtype`.
+    """Return the model of a checkpoint (a folder in any layout of `families.py`, or a GGUF file), on `device` in `dtype`.
 
     Tensors are moved one by one, so that no second copy of the model is held. AWQ matrices are unpacked (`families.spelled_out`).
 
-    `dtype=None` keeps each tensor's own; blocks of few bits in a GGUF file are unpacked to float32. On the CPU a folder's tensors then
-    stay mapped from the files, and are read on use. `head=None` takes the head that the checkpoint holds. A missing scalar head is zero:
-    all first rewards are equal, and training shapes the hidden states before it trusts any of their directions.
+    `dtype=None` keeps each tensor's dtype; quantised blocks of a GGUF file are unpacked to float32. On the CPU a folder's tensors then
+    stay memory-mapped, and are read on use. `head=None` takes the checkpoint's own head. A missing scalar head is initialised to zero,
+    so that all rewards are equal at first.
     Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported.
     """
     path = Path(path)
@@ -92,7 +92,7 @@ def load(
 def load_with_tokenizer(
     path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Tokenizer]:
-    """Return the model of `load` and its tokenizer, from the folder or the GGUF file; raise CheckpointError if there is none."""
+    """Return the model of `load` and its tokenizer, from the folder or GGUF file; raise CheckpointError if either cannot be read."""
     path = Path(path)
     try:
         tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
@@ -116,7 +116,7 @@ def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
 
 
 def check_files(folder: Path) -> None:
-    """Raise CheckpointError if config.json has sizes that the weights in the folder cannot have. Reads headers only."""
+    """Raise CheckpointError if the sizes in config.json are too large for the folder's weight files. Only their headers are read."""
     tensors = sum(len(file.keys()) for _, file in weight_files(folder))
     size = sum((folder / name).stat().st_size for name in _names(folder))
     try:
@@ -126,7 +126,7 @@ def check_files(folder: Path) -> None:
 
 
 def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
-    """Return the model whose parameters are these tensors themselves."""
+    """Return a model that uses the tensors of `state` as its parameters, without a copy. `path`: named in errors."""
     own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
         model = Transformer(config, head or own_head)
@@ -150,7 +150,7 @@ def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Return the shape of the checkpoint in `folder`, from its config.json."""
+    """Return the model's shape from the config.json in `folder`; raise CheckpointError if that is missing, damaged or unsupported."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
@@ -181,7 +181,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token. A reward is read at the last token that is not padding, so its padding token must end no answer."""
+    """Return the padding token's id. A reward is read at the last token that is not padding, so its padding cannot be a stop token."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)
@@ -192,7 +192,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield the checkpoint's safetensors files, each with its open reader. Raise CheckpointError for one that is missing or damaged."""
+    """Yield the path and the open reader of each safetensors file. Raise CheckpointError for a missing or damaged file."""
     for name in _names(folder):
         path = folder / name
         if not path.is_file():
@@ -205,7 +205,7 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _names(folder: Path) -> Sequence[str]:
-    """Return the names of the folder's weight files. Raise CheckpointError for an index that names anything else."""
+    """Return the names of the folder's weight files. Raise CheckpointError for an invalid index."""
     try:
         return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
     except ValueError as error:
@@ -220,7 +220,7 @@ def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device 
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file that is known to be whole. Raise ValueError for a type that no weights have."""
+    """Return each tensor's place in a valid safetensors file, by name. Raise ValueError for a dtype that is not in `DTYPES`."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

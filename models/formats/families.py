@@ -1,8 +1,8 @@
 """The layouts of checkpoints: how each model family names its configuration and its tensors.
 
 In memory there is one decoder and one `ModelConfig`; on disk a model has the layout of its family (`ModelConfig.model_type`). So
-transformers, vLLM, llama.cpp and lm-eval read Puna's files, and Puna reads theirs. Only the experts' tensors differ in more than the
-configuration: in memory they are stacked, on disk each expert has its own.
+transformers, vLLM, llama.cpp and lm-eval read Puna's files, and Puna reads theirs. Besides the configuration, only the experts' tensors
+differ: in memory they are stacked, on disk each expert has its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def architecture(model_type: str, head: str) -> str:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the shape in a Hugging Face configuration of a type in `MODEL_TYPES`. Raise ValueError for missing or unsupported fields."""
+    """Return the model's shape from a Hugging Face configuration. Raise ValueError for a type outside `MODEL_TYPES`, or for bad fields."""
     check_numbers(raw)
     kind = raw.get("model_type") or "llama"
     if kind not in MODEL_TYPES:
@@ -133,7 +133,7 @@ def hub_config(config: ModelConfig) -> dict[str, Any]:
     """Return the configuration under its family's own field names; `parse_config` is the inverse."""
     raw = config.to_dict()
     nested = {name: raw.pop(name) for name in ("rope_scaling", "moe", "mla")}
-    if config.reward_pooling == "last":  # what every reader takes for granted
+    if config.reward_pooling == "last":  # the default, which other programs assume
         del raw["reward_pooling"]
     if config.model_type == "puna":
         return {**raw, **nested, "hidden_act": "silu", "rope_parameters": _rope_parameters(config)}
@@ -171,7 +171,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a state dictionary under its family's names on disk, with separate experts."""
+    """Return a state dict under the family's names on disk, with separate tensors per expert."""
     if config.model_type not in EXPERTS:
         return dict(state)
     folder, gate, up, down = EXPERTS[config.model_type]
@@ -193,7 +193,7 @@ def to_disk(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a state dictionary from names on disk, the inverse of `to_disk`; names without experts stay."""
+    """Return a state dict from tensors under their names on disk, the inverse of `to_disk`. Raise ValueError if an expert is missing."""
     if config.model_type not in EXPERTS or config.moe is None:
         return dict(tensors)
     folder, gate, up, down = EXPERTS[config.model_type]
@@ -222,16 +222,16 @@ def awq_refusal(settings: Mapping[str, Any]) -> str | None:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Return [rows, 8 M] int32 numbers from 0 to 15, in the order of the outputs, of packed [rows, M] int32."""
+    """Return the numbers from 0 to 15 in `packed` [rows, M] int32, unpacked to [rows, 8 M] int32 in the order of the outputs."""
     places = torch.tensor([AWQ_ORDER.index(output) for output in range(8)], dtype=torch.int32, device=packed.device)
     return ((packed[:, :, None] >> (4 * places)) & 15).flatten(1)
 
 
 def spelled_out(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the tensors with each AWQ matrix (Lin et al. 2024) unpacked to a `weight` [N, D] in `dtype` (None: the scales').
+    """Return the tensors with each AWQ matrix (Lin et al. 2024) unpacked to a `weight` [N, D] in `dtype` (None: the scales' dtype).
 
-    w = (q - z) s, with z and s of the input's group. On disk a matrix of D inputs and N outputs is `qweight` [D, N / 8] int32, eight
-    4-bit numbers each, `qzeros` [D / group, N / 8] packed alike, and `scales` [D / group, N]. The packed tensors are freed.
+    w = (q - z) s, with z and s of the input's group. On disk a matrix of D inputs and N outputs is: `qweight` [D, N / 8] int32 with eight
+    4-bit numbers per element; `qzeros` [D / group, N / 8], packed likewise; `scales` [D / group, N]. `tensors` is changed in place.
     Raise ValueError, naming the tensor, if a part is missing or does not fit the others.
     """
     for name in [name for name in tensors if name.endswith(".qweight")]:

@@ -2,7 +2,7 @@
 
 Modules, weights and files are those of `Transformer`: checkpoints of the families in `families.py` (Llama and SmolLM2, Mistral, Qwen2,
 Qwen3, Mixtral, Qwen3-MoE) load, and a folder saved here has the same layout. `from_transformer` shares a model's weights without a copy.
-Without a cache, a padded batch is one forest of its real tokens, so padding costs nothing; with one (`generate`), rows stay a padded batch.
+Without a cache, a padded batch is one forest of its real tokens, so padding costs nothing; with one (`generate`), the batch stays padded.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of models outside all families (`model_type` puna). For others, both constructors return the family's own class."""
+    """The configuration of models outside all families (`model_type` puna). For others, both constructors return the family's class."""
 
     model_type = "puna"
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the configuration in a folder, of its family's class."""
+        """Return the configuration in a folder, as an instance of its family's class."""
         return AutoConfig.from_pretrained(*args, **kwargs)
 
     @staticmethod
     def from_shape(shape: ModelConfig, **options: Any) -> PreTrainedConfig:
-        """Return the transformers configuration of a shape, with further fields of its family's class as `options`."""
+        """Return the transformers configuration of a shape. `options`: further fields of the family's class."""
         raw = hub_config(shape)
         return AutoConfig.for_model(raw.pop("model_type"), **raw | options)
 
 
 AutoConfig.register("puna", PunaConfig, exist_ok=True)
-for _kind in EXPERTS:  # transformers converts weights for classes of others only if that is registered
+for _kind in EXPERTS:  # transformers converts the weights of other packages' classes only if registered
     register_checkpoint_conversion_mapping(_kind, get_checkpoint_conversion_mapping(_kind), overwrite=True)
 
 
@@ -55,7 +55,7 @@ def shape_of(config: PreTrainedConfig) -> ModelConfig:
 
 
 class PunaBlock(GradientCheckpointingLayer, Block):
-    """A decoder layer that transformers can checkpoint."""
+    """A decoder layer with transformers' gradient checkpointing."""
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         return Block.forward(self, x_TD, cos, sin, attend)
@@ -72,7 +72,7 @@ class PunaPreTrainedModel(PreTrainedModel):
     head: Head | None = None
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Write as transformers does, under the family's architecture name, so that its readers load the folder."""
+        """Write the folder through transformers, with the family's architecture name in config.json, so that other programs load it."""
         super().save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if self.head is not None and path.is_file():
@@ -82,7 +82,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; raise CheckpointError if a folder's index or sizes do not match its safetensors files."""
+        """Return a model loaded by transformers. Raise CheckpointError if a folder's index or sizes do not match its safetensors files."""
         folder = Path(name) if isinstance(name, str | Path) else None
         if folder is not None and any((folder / file).is_file() for file in (INDEX, WEIGHTS)):
             check_files(folder)
@@ -90,7 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Return a wrapper of the same weights: training one trains the other. `options`: fields of the family's configuration."""
+        """Return a wrapper that shares `model`'s weights: training one trains both. `options`: fields of the family's configuration."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":
@@ -118,7 +118,7 @@ def _share(source: nn.Module, target: nn.Module) -> None:
 
 
 class PunaModel(PunaPreTrainedModel):
-    """The backbone: token ids or embeddings [B, T] to hidden states [B, T, D]."""
+    """The backbone: token ids [B, T] or embeddings [B, T, D] to hidden states [B, T, D]."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -135,8 +135,8 @@ class PunaModel(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any,
     ) -> BaseModelOutputWithPast:  # fmt: skip
-        """Return hidden states. `attention_mask` [B, T] marks real tokens; without one, `position_ids` that restart within a row begin a
-        new document. Other arguments of transformers' callers are ignored."""
+        """Return hidden states. `attention_mask` [B, T] marks real tokens. Without a mask and a cache, a new document begins wherever
+        `position_ids` do not count on. Requests for other outputs raise ValueError; other `kwargs` are ignored."""
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name, getattr(self.config, name, False)):
                 # TRL asks for router logits if the balance of experts has a weight.
@@ -176,7 +176,7 @@ class PunaModel(PunaPreTrainedModel):
         return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
 
     def _cached(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
-        """Compute a padded batch after the cache's keys and values; the cache grows by it."""
+        """Compute a padded batch that follows the tokens in the cache; add its keys and values to the cache."""
         B, T, D = x_BTD.shape
         past = cache.get_seq_length()
         indices = torch.arange(past, past + T, device=x_BTD.device)
@@ -203,7 +203,7 @@ class PunaModel(PunaPreTrainedModel):
 
 
 class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The language model: the backbone and the output layer, with transformers' `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     head: Head | None = "lm"
@@ -231,7 +231,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
 
 
 class PunaForSequenceClassification(PunaPreTrainedModel):
-    """A score per sequence, read at its last real token: the reward model."""
+    """The reward model: the scores of each sequence, read at its last real token."""
 
     head: Head | None = "scalar"
 
@@ -249,7 +249,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return the scores [B, labels], read at the mask's last token, or without a mask at the last one that is not padding."""
+        """Return the scores [B, labels], read at the last token of the mask, or without a mask at the last token that is not padding."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

@@ -20,7 +20,7 @@ from puna.models.transformer import Experts, Linear, Transformer
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-# On import it warns of a missing package for products that are not used here.
+# On import, bitsandbytes warns of a missing package for products that Puna does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -125,7 +125,7 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def merge(model: Transformer) -> None:
-    """Add each adapter's product to its matrix, remove the adapters, and unpack NF4 matrices; in place."""
+    """Merge each adapter into its matrix, remove the adapters, unpack NF4 matrices, and make all weights trainable; in place."""
     for name, module in list(model.named_modules()):
         if name.endswith(".base_layer"):
             continue

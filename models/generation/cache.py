@@ -1,4 +1,4 @@
-"""The memory of generation: keys and values in pages, by layer; `generation/pages.py` assigns them to answers."""
+"""The paged KV cache of generation, by layer; `generation/pages.py` assigns the pages to answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cache:
 
     @property
     def stores(self) -> list[Tensor]:
-        """Return all tensors with `count` pages."""
+        """Return the tensors that hold the pages: the layers' latents, or their keys and values."""
         return [*self.latents, *chain.from_iterable(self.layers)]
 
     @property

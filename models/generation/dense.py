@@ -24,7 +24,7 @@ from puna.models.transformer import Transformer, rotary_table
 if has_numba():
     from puna.kernels.cpu.int8_products import AVAILABLE
 
-# The parameter of a block that holds each of a layer's weights.
+# Fields of `DenseLayer` → names of a block's parameters.
 WEIGHTS = {
     "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
     **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
@@ -38,18 +38,18 @@ SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in 
 
 
 Pass = Callable[[Tensor, Layers, PagedPlan, Sequence[int | None]], Tensor]
-"""A pass through a model: embedded tokens, each layer's pages, plan and windows to hidden states."""
+"""A forward pass: (embedded tokens, each layer's pages, plan, each layer's window) → hidden states."""
 
 
 class Loops:
-    """The layers and the final norm with their rotation."""
+    """The layers and the final norm as compiled loops, with the rotary table."""
 
     def __init__(self, model: Transformer) -> None:
         self.config, self.layers = model.config, _dense_layers(model)
         self._turns = rotary_table(self.config, torch.arange(0), torch.float32)
 
     def __call__(self, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
-        """Compute hidden states in place of the embedded tokens; keys and values go into each layer's pages."""
+        """Return hidden states, computed in place in x_ND; write keys and values into each layer's pages."""
         longest = PAGE * plan.tables.shape[1]
         if len(self._turns[0]) < longest:
             self._turns = rotary_table(self.config, torch.arange(2 * longest), torch.float32)
@@ -58,8 +58,8 @@ class Loops:
 
 
 def loops(model: Transformer) -> Pass | None:
-    """Return the model's pass by compiled loops, or None if they cannot compute it (adapters). An offloaded model (`offload.py`) has its
-    own pass."""
+    """Return the model's forward pass by compiled loops, or None if they cannot compute it (see `fits`). An offloaded model (`offload.py`)
+    has its own pass."""
     own: Pass | None = getattr(model.model, "by_loops", None)
     if own is not None:
         return own
@@ -67,7 +67,7 @@ def loops(model: Transformer) -> Pass | None:
 
 
 def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor]) -> bool:
-    """True if loops can compute these layers of a model with these parameters."""
+    """True if compiled loops can compute these layers of a model with these parameters."""
     if not has_numba() or INTERPRETED or config.parallel_block:
         return False
     small = [module for module in blocks.modules() if isinstance(module, QuantisedLinear)]

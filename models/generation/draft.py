@@ -1,9 +1,9 @@
-"""Guesses by a draft: a smaller model of the same vocabulary that runs ahead of a larger one (Leviathan et al. 2023; Chen et al. 2023).
+"""Speculative decoding: a draft, a smaller model of the same vocabulary, guesses tokens (Leviathan et al. 2023; Chen et al. 2023).
 
-A draft has its own cache with the page numbers of the larger model's: a page is shared, copied, kept or released in both.
+A draft has its own cache with the larger model's page numbers: a page is shared, copied, kept or released in both caches.
 A guess drawn from the draft's distribution q is taken with probability min(1, p / q), where p is the larger model's. A rejected guess
-is replaced by a draw from the residual max(p - q, 0). So answers have the model's distribution, after penalties and cuts. At temperature 0
-a draft changes no token. Otherwise the tokens depend on the seed and on which steps had room for guesses.
+is replaced by a draw from the residual max(p - q, 0). So answers have the larger model's distribution, after penalties, biases, top-k,
+top-p and min-p. At temperature 0 a draft changes no token; else tokens also depend on which steps had room for guesses.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from puna.models.transformer import Transformer
 
 
 class DraftedEngine(Engine):
-    """An engine whose `draft` guesses up to `SamplingParams.speculate` tokens ahead; `limits` are those of `Engine`. A draft computes no
-    exact passes: nothing depends on its bits."""
+    """An engine whose `draft` guesses up to `SamplingParams.speculate` tokens ahead; `limits`: see `Engine`. A draft computes no
+    exact passes, because log-probs do not depend on the draft."""
 
     def __init__(self, model: Transformer, draft: Transformer, tokenizer: Tokenizer | None = None, **limits: Any) -> None:
         if draft.head != "lm" or draft.config.vocab_size != model.config.vocab_size:
@@ -47,7 +47,7 @@ class DraftedEngine(Engine):
         return self.model, self.draft
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Draw the guesses, one per answer at a time, then run the model. The draft reads the same prompts as the larger model."""
+        """Draw the guesses with the draft, one per answer and pass; then return the larger model's hidden states. Both read the prompts."""
         for answer in work:
             answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
         starting = [answer for answer in work if answer.count > 1 or not answer.logprobs]
@@ -69,7 +69,7 @@ class DraftedEngine(Engine):
         return super()._compute(work)
 
     def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
-        """Run the draft on each answer's `due` tokens; return the hidden states of the last ones [B, D]."""
+        """Run the draft on each answer's `due` tokens; return the hidden states [B, D] of each answer's last one."""
         work = [Stretch(answer.pages, answer.drafted, tokens) for answer, tokens in zip(answers, due, strict=True)]
         weight = self.draft.model.embed_tokens.weight
         with exact_passes(weight.dtype, weight.device, False):
@@ -82,7 +82,7 @@ class DraftedEngine(Engine):
         """Return the `Draw` of an answer's guess `number`, counted from 0 in this step."""
         params = answer.request.params
         if answer not in self._numbers:
-            seed = [params.seed, answer.number, *answer.request.words, 1]  # not the numbers of the answer's own draws
+            seed = [params.seed, answer.number, *answer.request.words, 1]  # with other numbers than the answer's own draws
             self._numbers[answer] = np.random.default_rng(seed).random((params.max_tokens, 2))
         before = [*answer.own, *answer.guess[:number]] if params.shifts else ()
         return Draw(params, self._numbers[answer][len(answer.logprobs) + number, 0], answer.request.prompt, before)
@@ -125,7 +125,7 @@ def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence
 
 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
-    """Return each row's distribution [S, V], in at least fp32, after penalties, masks and cuts, and the errors of rows that fail.
+    """Return each row's distribution [S, V] in at least fp32, after penalties, biases, top-k, top-p and min-p, and failed rows' errors.
 
     At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0.
     """

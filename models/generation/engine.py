@@ -65,7 +65,7 @@ def unchanged(watched: Any) -> bool:
 
 
 class Completion(NamedTuple):
-    """One answer: its tokens (a stop token included), their log-probs, and whether it ended by itself.
+    """One answer: its tokens (a stop token included), their log-probs, and whether a stop token or text ended it.
 
     `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks and cuts. A
     greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same at that temperature.
@@ -79,7 +79,7 @@ class Completion(NamedTuple):
 
     @property
     def mask(self) -> list[bool]:
-        """Return a mask of the tokens, True for those that the model wrote."""
+        """Return a mask of the tokens, True for tokens that the model wrote."""
         mask = [True] * len(self.tokens)
         for begin, end, _ in self.replies:
             mask[begin:end] = [False] * (end - begin)
@@ -98,7 +98,7 @@ class AnswerEngine(Protocol):
 
 
 class Event(NamedTuple):
-    """A drawn token of an answer; `completion` is set only with the last one."""
+    """A drawn token of an answer; `completion` is set only with the answer's last token."""
 
     request: Request
     number: int
@@ -110,8 +110,8 @@ class Event(NamedTuple):
 class Engine:
     """A generation engine for one model.
 
-    sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, beside one for each answer. memory:
-    bytes of keys and values. `generation_room` replaces None in these. exact: see above; it needs fp32 on a CPU. window: keep only the
+    sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, but at least one per running answer.
+    memory: bytes of the KV cache. `generation_room` replaces None in these. exact: see above; it needs fp32 on a CPU. window: keep only the
     first `sinks` and the last `window` tokens of each sequence (`sinks.py`); None: keep all.
     """
 
@@ -189,7 +189,7 @@ class Engine:
                 self.cancel(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Queue a prompt for the next steps."""
+        """Return the request for a prompt, queued for the next steps."""
         self._look()
         request = self._request(prompt, params)
         self.scheduler.add(request)
@@ -203,7 +203,7 @@ class Engine:
         return request
 
     def failed(self) -> list[tuple[Request, RowError]]:
-        """Return the requests that failed, each once, with the reason. They have ended; all others go on."""
+        """Return the requests that failed since the last call, with the reason. They have ended; all other requests continue."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -220,20 +220,20 @@ class Engine:
         self.scheduler.cancel(request)
 
     def clear(self) -> None:
-        """End every request and drop all that was computed: after a failure none of it can be trusted."""
+        """End every request and drop the caches, whose content cannot be trusted after a failure."""
         del self.caches, self.scheduler
         self._weights, self._places, self._failed = [], [], []
         self._renew()
 
     def _start_over(self) -> None:
-        """Queue all answers to be computed again on fresh pages: non-finite numbers would spread from the old ones."""
+        """Queue all answers to be computed again on fresh pages: non-finite numbers would spread from the old pages."""
         self.scheduler.restart()
         del self.caches
         self.caches = [Cache(model, len(self.scheduler.pool.references)) for model in self.models]
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one forward pass of the scheduled tokens and draw the next tokens; return none if no request is left."""
+        """Run one forward pass of the scheduled tokens and draw the next tokens; return their events, none if no request is left."""
         return self._end(*self._begin())
 
     def _begin(self) -> tuple[list[Answer], Drawn | None]:
@@ -260,7 +260,7 @@ class Engine:
 
     def _draw(self, ready: Sequence[Answer]) -> Drawn:
         draws: list[Draw] = []
-        parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of earlier ones whose prompts fork now
+        parts: list[tuple[Tensor, list[int]]] = []  # rows of this step, and of earlier steps whose prompts fork now
         for answer in ready:
             assert answer.hidden is not None
             (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
@@ -293,7 +293,7 @@ class Engine:
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
         """Record the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. The error of a failed row goes
-        into `errors`, and no later row counts."""
+        into `errors`; later rows are ignored."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
         for right, (token, logprob, error) in enumerate(rows):
@@ -311,7 +311,7 @@ class Engine:
             answer.pace.learn(len(guess), right)
 
     def _completion(self, answer: Answer) -> Completion | None:
-        """Return the answer if it ends with its last token."""
+        """Return the completion if the last token ends the answer, else None."""
         request, token = answer.request, answer.tokens[-1]
         finished = token in request.stop_ids or (bool(request.stop_texts) and self._stops(answer))
         if not finished and len(answer.logprobs) < request.params.max_tokens:
@@ -320,7 +320,7 @@ class Engine:
         return Completion(answer.own, answer.logprobs, finished)
 
     def _stops(self, answer: Answer) -> bool:
-        """True if a stop text stands in the answer's last tokens."""
+        """True if the text of the answer's last tokens contains a stop text."""
         texts = answer.request.stop_texts
         assert self.tokenizer is not None
         last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is at least a byte, a character at most four
@@ -328,22 +328,22 @@ class Engine:
 
     @property
     def models(self) -> tuple[Transformer, ...]:
-        """Return the models that compute, each with a cache of the same pages; the first one answers."""
+        """Return the models that run, each with its own cache but the same page numbers; the first one draws the answers."""
         return (self.model,)
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Return hidden states [N, D] of the due tokens."""
+        """Run the model on the answers' next tokens and guesses; return the hidden states [N, D]."""
         tokens = [[*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess] for answer in work]
         due = [Stretch(answer.pages, answer.place, some) for answer, some in zip(work, tokens, strict=True)]
         return run(self.model, self.caches[0], due, self._loops[0])
 
     def _look(self) -> None:
-        """Read the models' parameters anew: they may be other tensors than before."""
+        """Look up the models' parameters again, because their tensors may have been replaced."""
         self._parameters = [p for model in self.models for p in model.parameters()]
         self._renew()
 
     def _renew(self) -> None:
-        """Recompute the cache if the weights changed; allocate a new one if the model changed its device or dtype."""
+        """Drop the cached pages if the weights changed; allocate new caches if a model's device or dtype changed."""
         weights = [*map(Tensor.data_ptr, self._parameters)]
         if weights == self._weights and unchanged(self._watched):
             return

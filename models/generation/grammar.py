@@ -1,6 +1,6 @@
-"""Answers of a given form: a JSON schema as a mask of the tokens that may come next, by llguidance.
+"""Structured output: llguidance turns a JSON schema into a mask of the tokens that may come next.
 
-A schema with a keyword that llguidance does not support is refused.
+A schema with a keyword that llguidance does not support raises ValueError.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 STATES = 1024
-"""The maximum number of answers whose place in the schema is kept; others' places are found again from their first token."""
+"""The maximum number of token sequences whose parser state is kept; other states are recomputed from the first token."""
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The layout of json.dumps: with free choice of blanks, a weak model may write nothing else."""
+"""The layout of json.dumps: if white space were free, a weak model might write nothing else."""
 
 
 class Grammar:
@@ -52,7 +52,7 @@ class Grammar:
 
 
 class Mask:
-    """The tokens that may follow an answer's tokens, for `SamplingParams.mask`."""
+    """A function from an answer's tokens to the tokens that may follow, for `SamplingParams.mask`."""
 
     def __init__(self, start: LLMatcher, size: int) -> None:
         self.size, self._start = size, start

@@ -7,9 +7,9 @@ Two ways to the same numbers, up to the order of sums:
 - absorbed: the keys' matrix multiplies the queries, the values' matrix the softmax-weighted sums of latents: no key or value is spelled out
   (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.
 
-Passes that are not exact take the way with fewer multiplications.
+Other passes take the way with fewer multiplications; if an adapter wraps the matrix, they spell out.
 
-Shapes: N the step's tokens, H heads; widths L of latents, C of keys' own part, R of their rotated part, V of values; P pages of S tokens.
+Shapes: N the step's tokens, H heads; widths L of latents, C of keys' unrotated part, R of their rotated part, V of values; P pages of S.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device |
 
 
 class LatentPages(OverLatents):
-    """A step's attention over `layers` of `new_latents`, from layer `first` on, by the step's plan, with its tokens' places, [N] int64."""
+    """A step's attention over latents. `layers`: pages of each layer from `first` on. `places_N`: the tokens' places in them, int64."""
 
     def __init__(self, layers: Sequence[Tensor], plan: PagedPlan, places_N: Tensor, first: int = 0) -> None:
         self.layers, self.plan, self.places, self.first = layers, plan, places_N, first
@@ -79,7 +79,7 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _at_hand(self) -> tuple[Tensor, PagedPlan]:
-        """Return the pages that any query sees, and the plan renumbered to them."""
+        """Return the numbers of the pages that any query sees, int64, and the plan renumbered to these pages."""
         plan = self.plan
         tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
         last = np.zeros(len(tables), np.int32)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from puna.kernels.paged_attention import PAGE
 
 Node = tuple[int, tuple[int, ...]]
-"""The page before (-1 for the first of a path), and the tokens of this one."""
+"""The previous page (-1 for the first page of a path), and this page's tokens."""
 
 
 class OutOfPages(Exception):
@@ -84,7 +84,7 @@ class PagePool:
         return pages
 
     def keep(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Put a path's whole pages into the tree, except pages of tokens that the tree already holds."""
+        """Put a path's whole pages into the tree, up to the first page whose tokens the tree already holds in another page."""
         for page, node in zip(pages, _path(tokens, pages), strict=False):
             owner = self.tree.setdefault(node, page)
             if owner != page:  # no lookup would find this path's pages below another path's page

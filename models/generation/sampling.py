@@ -1,7 +1,7 @@
 """The draw of a step's tokens.
 
-Log-probs are those of the model's own distribution at the request's temperature (1 for a greedy draw), before penalties, masks and cuts:
-`Transformer.token_logprobs` returns the same for the same token.
+Log-probs are taken from the model's own distribution at the request's temperature (1 for a greedy draw), before penalties, biases,
+masks, top-k, top-p and min-p: `Transformer.token_logprobs` returns the same for the same token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from puna.kernels.operators import wide
 from puna.kernels.token_draw import LIKELIEST, invert, token_draw
 from puna.models.generation.sampling_params import SamplingParams
 
-NUCLEUS = 128  # number of likeliest tokens that cuts try first; flat distributions need more
+NUCLEUS = 128  # number of likeliest tokens that `_kept` sorts first; flat distributions need more
 DIVERGED = "the model's logits are not finite: its weights or its training have diverged"
 
 
 class RowError(ValueError):
-    """The reason why one row cannot be drawn; `asked`: the request's own parameters are at fault, not the model."""
+    """An error: a row's token cannot be drawn; `asked`: the request's own parameters are at fault, not the model."""
 
     def __init__(self, message: str, asked: bool = True) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class RowError(ValueError):
 
 
 class Draw(NamedTuple):
-    """One row's draw: its parameters, a number in [0, 1), and the tokens of the prompt and of the answer so far."""
+    """One row's draw: its parameters, a random number in [0, 1), and the tokens of the prompt and of the answer so far."""
 
     params: SamplingParams
     uniform: float
@@ -48,7 +48,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
-    """Draw one token per row by the inverse of the cumulative distribution at the row's number, or take it from `settled`.
+    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`, or take it from `settled`.
 
     A row fails by itself if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
     """
@@ -119,14 +119,14 @@ def shift(z_V: Tensor, row: Draw) -> None:
 
 
 def cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
-    """Return [S] int64: a token of softmax(z * scale) after the cuts, by the inverse of the cumulative distribution, likeliest first.
+    """Return [S] int64: tokens drawn from softmax(z * scale) after top-k, top-p and min-p, by the inverse cumulative distribution.
     `scale` and `uniforms` (in [0, 1)) are [S], on any device."""
     kept_SN, order_SN = _kept(torch.softmax(z_SV * scale.to(z_SV)[:, None], -1), cuts)
     return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
 
 
 def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
-    """Return the distribution that the cuts leave, [S, V] in p's dtype."""
+    """Return p_SV limited to each row's top-k, top-p and min-p tokens and renormalised, in p_SV's dtype."""
     kept_SN, order_SN = _kept(p_SV, cuts)
     whole = kept_SN.sum(-1, keepdim=True)
     return torch.zeros_like(p_SV).scatter_(1, order_SN, (kept_SN / whole).to(p_SV))

@@ -17,15 +17,15 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling of a prompt's answers.
+    """The sampling parameters of one prompt's answers.
 
     n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
-    likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose probability reaches it (nucleus sampling,
-    Holtzman et al. 2020). min_p: from tokens at least this share as likely as the likeliest (Nguyen et al. 2024). max_tokens: longest
-    answer. stop: token ids and texts that end an answer; None is the tokenizer's end of turn. seed: draws depend only on it, the prompt's
+    likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose sum reaches top_p (nucleus sampling,
+    Holtzman et al. 2020). min_p: from tokens at least this share as likely as the likeliest (Nguyen et al. 2024). max_tokens: maximum
+    length. stop: token ids and texts that end an answer; None is the tokenizer's end of turn. seed: draws depend only on it, the prompt's
     tokens and the answer's number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
     answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each
-    occurrence. logit_bias: added to logits, by token id. mask: the tokens that may follow an answer's tokens. speculate: tokens that a step
+    occurrence. logit_bias: added to logits, by token id. mask: returns the tokens that may follow. speculate: maximum tokens that a step
     may guess ahead (`schedule.Pace`). priority: waiting requests with the lowest number start first.
     """
 
@@ -67,7 +67,7 @@ class SamplingParams:
 
     @cached_property
     def cuts(self) -> bool:
-        """True if a draw is limited to some tokens."""
+        """True if top_k, top_p or min_p limits the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property

@@ -1,12 +1,12 @@
-"""The tokens that the next step computes: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
+"""Scheduling of the tokens of each step: continuous batching with chunked prefill (Yu et al. 2022; Agrawal et al. 2023).
 
-A request's prompt is computed once, by its first answer; the others begin where it ends, on its pages. An answer for which too few pages
-are free gives its own back and waits. Later it is recomputed from its tokens (Kwon et al. 2023), or from the prefixes in the tree.
+A request's prompt is computed once, by its first answer; its other answers begin after the prompt, on the same pages. If too few pages
+are free, the youngest answer gives its pages back and waits. Later it is recomputed (Kwon et al. 2023), except for prefixes in the tree.
 
-Further tokens are guessed: those that followed the same tokens before (prompt lookup, Saxena 2023), or those that a draft draws
+Further tokens are guessed: tokens that followed the same tokens before (prompt lookup, Saxena 2023), or tokens drawn by a draft
 (`draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number, so the token
-drawn there does not depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. It does so
-with the token's probability, as often as speculative sampling (Leviathan et al. 2023) can accept it.
+drawn there does not depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. The
+probability of acceptance is the token's, as in speculative sampling (Leviathan et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.sinks import Kept
 
 UNIFORMS = 256  # random numbers that are drawn together
-SIZES = (3, 2)  # numbers of equal tokens that a guess needs before it, the larger first
+SIZES = (3, 2)  # lengths of the n-grams that a lookup searches for, the longest first
 LONGEST_REST = 4
 UNKNOWN = -1
 Hidden = tuple[Tensor, int]
-"""Hidden states [N, D] of a step, and the row of an answer's last token; those after its guesses follow."""
+"""Hidden states [N, D] of a step, and the row of an answer's last token; the rows of its guesses follow."""
 
 
 class Pace:
@@ -46,7 +46,7 @@ class Pace:
         return [UNKNOWN] * min(self.length, most)
 
     def learn(self, guessed: int, right: int) -> None:
-        """Adapt the length to the last guess, of which `right` tokens were right."""
+        """Adapt the number of guesses to the last step, in which `right` of `guessed` tokens were right."""
         if guessed and not right:
             self.rest = min(2 * self.rest + 1, LONGEST_REST)
             self.length, self._left = 1, self.rest
@@ -59,11 +59,11 @@ class Lookup(Pace):
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._seen: dict[tuple[int, ...], int] = {}  # the last end of each run of tokens
+        self._seen: dict[tuple[int, ...], int] = {}  # the latest end of each n-gram
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that followed the latest earlier occurrence of the longest suffix of `tokens`, repeated as far as needed."""
+        """Return up to `most` tokens that followed the latest earlier occurrence of the last 3 (else 2) tokens, repeated if too few."""
         most = len(super().guess(tokens, most))
         if not most:
             return []
@@ -79,7 +79,7 @@ class Lookup(Pace):
 
 @dataclass(eq=False)
 class Answer:
-    """An answer in the making: `tokens` are the prompt's and its own, of which the first `computed` are in `pages`."""
+    """An unfinished answer: `tokens` are the prompt's and the answer's; the first `computed` of them are in `pages`."""
 
     request: Request
     number: int
@@ -87,9 +87,9 @@ class Answer:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     fallen: int = 0  # number of computed tokens dropped from the cache after its sinks
-    sliding: bool = False  # whether its pages are being copied for that
+    sliding: bool = False  # True while its later pages are copied for that
     room: int = 0  # number of tokens for which its pages are known to be unshared
-    hidden: Hidden | None = None  # of its last token, once computed
+    hidden: Hidden | None = None  # the hidden state of its last token, once computed
     count: int = 0  # number of its next tokens that this step computes
     guess: list[int] = field(default_factory=list)  # tokens that may follow them, computed with them
     pace: Pace | None = None  # the number of guesses
@@ -120,7 +120,7 @@ class Answer:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt with its parameters. `begun` answers have started, numbered from `first` on; `leading`: one of them is computing the prompt.
+    """A prompt with its parameters. `begun` answers have started, numbered from `first` on; `leading`: an answer is computing the prompt.
     `trunk`: the computed prompt's pages and last hidden state, kept until all answers have started."""
 
     prompt: list[int]
@@ -135,7 +135,7 @@ class Request:
 
 
 class Scheduler:
-    """Waiting requests, running answers, and their pages. `drafted`: a draft guesses. `kept`: the tokens kept of each sequence."""
+    """Waiting requests, running answers, and their pages. `drafted`: a draft model guesses. `kept`: limits of a sequence's cache."""
 
     def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False, kept: Kept | None = None) -> None:
         self.pool, self.sequences, self.step_tokens, self.drafted, self.kept = pool, sequences, step_tokens, drafted, kept
@@ -143,12 +143,12 @@ class Scheduler:
         self.paused: list[Answer] = []  # preempted, the oldest first
         self.running: list[Answer] = []  # the oldest first
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
-        self.turns: dict[Answer, list[int]] = {}  # pages whose keys to rotate back after that
+        self.turns: dict[Answer, list[int]] = {}  # pages whose keys are rotated back after these copies
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise ValueError if a whole answer would not fit into the cache."""
-        # A trunk's last page stays while its first answer writes to a copy, as does a shared page while tokens fall out before it.
+        # One page more: a trunk's last page stays while its first answer writes to a copy; so does a shared page that is rotated.
         tokens = len(request.prompt) + request.params.max_tokens
         pages = -(-self._held(tokens) // PAGE) + (request.params.n > 1 or self._held(tokens) < tokens)
         if pages > len(self.pool.references):
@@ -164,10 +164,10 @@ class Scheduler:
         return not (self.waiting or self.paused or self.running)
 
     def plan(self) -> list[Answer]:
-        """Return the next step's work: a token of each answer that decodes, then chunks of prompts, up to `step_tokens` in all."""
+        """Return the next step's work: the next token and guesses of each decoding answer, then chunks of prompts, up to `step_tokens`."""
         budget, work = self.step_tokens, []
         for answer in list(self.running):
-            if not answer.pages or answer.hidden is not None:  # preempted by an earlier answer, or only drawn from
+            if not answer.pages or answer.hidden is not None:  # preempted by an earlier answer, or computed and only to be drawn from
                 continue
             left = self._left(answer)
             answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1), left)
@@ -185,7 +185,7 @@ class Scheduler:
         return work
 
     def fork(self) -> Iterator[Answer]:
-        """Start as many answers to computed prompts as fit; each begins with the prompt's last hidden state."""
+        """Yield as many new answers to computed prompts as fit, each with the prompt's last hidden state."""
         for request in list(self.waiting):
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:
@@ -238,7 +238,7 @@ class Scheduler:
                 self._give_back(answer)
 
     def _admit(self) -> Answer | None:
-        """Return the next answer that must compute its prompt, if there is a place for it."""
+        """Return the next answer that must be computed, a paused one first; None if there is none, or too few pages are free."""
         paused = self.paused[0] if self.paused else None
         request = paused.request if paused else next((r for r in self.waiting if r.trunk is None and not r.leading), None)
         if request is None:
@@ -246,7 +246,7 @@ class Scheduler:
         tokens = paused.tokens if paused else request.prompt
         pages = self.pool.match(tokens[:-1])  # the last token is always computed, for its hidden state
         need = -(-self._held(len(tokens) + 1) // PAGE) - len(pages)
-        if self.running and self.pool.available < need + len(self.running):  # and a page per running answer
+        if self.running and self.pool.available < need + len(self.running):  # leave a page per running answer
             self.pool.release(pages)
             return None
         if paused:
@@ -272,7 +272,7 @@ class Scheduler:
             request.trunk = None
 
     def _make_room(self, answer: Answer) -> bool:
-        """Take pages for an answer's due tokens. If too few are free, pause the youngest answers, finally this one."""
+        """True if the answer gets pages for its due tokens. If too few are free, pause the youngest answers, finally this one."""
         while answer not in self.paused:
             try:
                 if self.kept is not None:
@@ -293,7 +293,7 @@ class Scheduler:
         return False
 
     def _guess(self, answer: Answer, most: int) -> list[int]:
-        """Guess up to `most` tokens after an answer's last one, if only that is left to compute and pages are free."""
+        """Return up to `most` guesses after an answer's last token; none if earlier tokens are left to compute, or few pages are free."""
         params = answer.request.params
         if not answer.logprobs or len(answer.tokens) - answer.computed > 1:
             return []
@@ -327,7 +327,7 @@ class Scheduler:
         return tokens if self.kept is None else min(tokens, self.kept.room)
 
     def _left(self, answer: Answer) -> int:
-        """Return the number of tokens that an answer may compute before others fall out."""
+        """Return the number of tokens that an answer may compute before its next pages are dropped."""
         return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
 
     def _slide(self, answer: Answer, kept: Kept) -> None:

@@ -1,7 +1,7 @@
 """Log-probs of given tokens, in passes between the engine's steps.
 
-Prompts with a common beginning share its computation: in sorted order each goes on from the cached keys and values of the one before it.
-Such a group is a lane; lanes run beside each other in one ragged pass of at most `step_tokens` tokens.
+Prompts with a common beginning share its computation: in sorted order, a prompt continues from the previous prompt's cached keys and
+values. Such a group is a lane; lanes that fit into `step_tokens` together run side by side in ragged passes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from puna.models.generation.step import Stretch, run
 BLOCK = 256
 """The number of tokens whose logits are in memory at once."""
 Lane = list[tuple[int, int]]
-"""Prompts by number, each with the number of tokens that it shares with the one before it."""
+"""Indices of prompts, each with the number of leading tokens that the prompt shares with the lane's previous prompt."""
 
 
 class Score(NamedTuple):
-    """A token's log-prob in nats given the tokens before it (None for the first), and the likeliest tokens with theirs."""
+    """A token's log-prob in nats given the tokens before it (None for the first), and the likeliest tokens with their log-probs."""
 
     logprob: float | None
     top: list[tuple[int, float]]
@@ -37,7 +37,7 @@ class Score(NamedTuple):
 class Scoring:
     """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`.
 
-    top: likeliest tokens to list at each place. temperature: the divisor of the logits. `step` raises RowError if logits are not finite.
+    top: number of likeliest tokens per place. temperature: the divisor of the logits. `step` raises RowError if logits are not finite.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], top: int = 0, temperature: float = 1.0) -> None:
@@ -62,7 +62,7 @@ class Scoring:
         yield from self._run_lanes(beside, longest)
 
     def _lanes(self) -> list[Lane]:
-        """Return the lanes: in sorted order, a prompt that shares half of its tokens with the one before joins its lane."""
+        """Return the lanes: in sorted order, a prompt joins the previous prompt's lane if it shares at least half of its tokens with it."""
         lanes: list[Lane] = []
         before: list[int] = []
         for number in sorted(range(len(self.prompts)), key=self.prompts.__getitem__):
@@ -79,7 +79,7 @@ class Scoring:
         return max(len(self.prompts[number]) for number, _ in lane)
 
     def _run_lanes(self, lanes: Sequence[Lane], longest: int) -> Iterator[bool]:
-        """Run lanes prompt by prompt, a prompt of more than `longest` tokens in several passes."""
+        """Score lanes side by side, prompt by prompt; yield False after each pass. A pass computes at most `longest` tokens of a prompt."""
         counts = [-(-self._length(lane) // PAGE) for lane in lanes]
         pages = [range(sum(counts[:k]), sum(counts[: k + 1])) for k in range(len(lanes))]
         cache, states = Cache(self.engine.model, sum(counts)), dict[int, Tensor]()  # states [T, D] of each lane's tokens so far

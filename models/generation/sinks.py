@@ -1,6 +1,6 @@
 """Endless generation in bounded memory: a cache of the first tokens (attention sinks) and the last ones (StreamingLLM, Xiao et al. 2024).
 
-Positions count within the cache, as in the paper's 3.2, and keys are cached rotated by them. So tokens are dropped in blocks, and the keys
+Positions count within the cache, as in the paper's 3.2, and keys are cached after rotation. So tokens are dropped in blocks, and the keys
 after a block are rotated back by its length, each key only a few times. The tokens that a token sees depend on its number alone, not on
 chunks, pauses or the batch.
 """
@@ -61,7 +61,7 @@ class Kept:
         """Rotate the keys in these pages back by `step` positions. keys: the rotated part of each layer's pages, [P, S, G, K]."""
         numbers = torch.tensor(pages, device=keys[0].device)
         cos, sin = rotary_table(config, torch.tensor([self.step], device=keys[0].device), wide(keys[0].dtype))
-        # Their first rotation multiplied keys by `growth` already.
+        # The first rotation already multiplied the keys by `growth`.
         growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
         cos, sin = cos / growth, sin / growth
         for keys_PSGK in keys:

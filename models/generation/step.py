@@ -1,6 +1,6 @@
 """One step of the model over ragged work: any number of tokens of any number of answers, over pages.
 
-Shapes: N tokens of the step, D model width. The decoder is that of training with another `attend`, on the model's own weights.
+Shapes: N tokens of the step, D model width. Training uses the same decoder and weights, with another `attend`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from puna.models.transformer import Attend, Transformer
 
 
 class Stretch(NamedTuple):
-    """Tokens of one answer to be computed, the cache position `begin` of the first, and the answer's pages up to the last."""
+    """Tokens of one answer to be computed, the cache position `begin` of the first, and the answer's pages up to the last token's."""
 
     pages: Sequence[int]
     begin: int

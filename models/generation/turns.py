@@ -1,6 +1,6 @@
-"""Answers in several turns: after each turn of the model something else replies, and the model goes on after the reply.
+"""Answers in several turns: after each turn of the model a function replies, and the model continues after the reply.
 
-An answer is one sequence: the model's turns and the replies between them. The engine keeps the pages of a turn, so the next one computes
+An answer is one sequence: the model's turns and the replies between them. The engine keeps the pages of a turn, so the next turn computes
 only the reply.
 """
 
@@ -14,16 +14,16 @@ from puna.models.generation.engine import Completion, Engine
 from puna.models.generation.sampling_params import SamplingParams
 
 Respond = Callable[[Sequence[tuple[list[int], Completion]]], Sequence[tuple[list[int], list[dict[str, Any]]] | None]]
-"""A function that returns what follows each answer (prompt, answer): tokens up to the model's next turn, and messages; None for nothing."""
+"""A function that returns, for each (prompt, answer), the reply's tokens up to the model's next turn, and its messages; None: no reply."""
 
 
 def converse(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, progress: Callable[[int, int], None] | None = None,
     turns: int = 1, respond: Respond = lambda answers: [None] * len(answers),
 ) -> list[list[Completion]]:  # fmt: skip
-    """Return `Engine.generate`'s answers of at most `turns` turns; `params.max_tokens` limits a whole answer, replies included.
+    """Return answers of at most `turns` model turns, as lists per prompt; `params.max_tokens` limits a whole answer, replies included.
 
-    An answer with no room for a token after a reply ends before that reply and counts as cut off."""
+    If a reply leaves no room for another token, the answer ends before that reply and is not `finished`."""
     answers = [(prompt, one) for prompt, some in zip(prompts, engine.generate(prompts, params, progress), strict=True) for one in some]
     going = [number for number, (_, one) in enumerate(answers) if one.finished]
     for _ in range(1, turns):

@@ -1,8 +1,8 @@
 """vLLM as the second engine of generation: the same prompts, parameters and completions, computed by its `LLM`.
 
-Its tokens are another draw of the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
-temperature. vLLM returns them raw (at temperature 1) or processed (after penalties and cuts, too). A request that neither fits (another
-temperature together with penalties or cuts) is refused.
+Its tokens are another draw from the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
+temperature. vLLM returns log-probs raw (at temperature 1) or processed (also after penalties, biases, top-k, top-p and min-p). Another
+temperature than 0 or 1 together with any of these raises ValueError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from puna.models.transformer import Transformer
 class VllmEngine:
     """A vLLM engine for the model in a folder of Hugging Face's layout.
 
-    weights: `same` or `fp8`, which vLLM computes as it loads them. memory: the share of the GPU's memory that it takes.
+    weights: `same`, or `fp8`: vLLM quantises them while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
     Raise ImportError without the package vllm.
     """
 
@@ -43,8 +43,8 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return answers as `Engine.generate` does. Equal prompts draw different answers. They depend only on seed and prompt, up to
-        rounding that varies with vLLM's batches. `progress` is called once, at the end."""
+        """Return answers as `Engine.generate` does. Equal prompts draw different answers. Answers depend only on seed and prompt, up
+        to rounding that varies with vLLM's batches. `progress` is called once, at the end."""
         if not prompts:
             return []
         repeats: Counter[tuple[int, ...]] = Counter()
@@ -61,7 +61,7 @@ class VllmEngine:
         return completions
 
     def holding(self, model: Transformer) -> VllmEngine:
-        """Return the engine with the weights of a model in training, which pass through its folder."""
+        """Return this engine with the weights of a model in training, which are saved to the engine's folder and reloaded from there."""
         save(model, self._settings["model"], self.tokenizer)
         if self._llm is not None:
             self._llm.collective_rpc("reload_weights")

@@ -1,1 +1,1 @@
-"""Languages and scripts, and a model that tells them apart."""
+"""Identification of languages and scripts, and facts about languages."""

@@ -1,7 +1,7 @@
-"""Naive Bayes on character n-grams: how probable a text is in each of some hundred languages.
+"""Naive Bayes on character n-grams: the log-probability of a text in each of several hundred languages.
 
 N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored, on
-its first 600 letters, as more do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`.
+its first 600 letters, because more do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Grams(NamedTuple):
-    """The classifier: `labels` str[n], one language each, grouped by script; `ranges` int64[scripts, 2];
-    `costs` uint8[2^BITS, n]: minus the log-probability of an n-gram in steps."""
+    """The classifier: `labels` str[n], a language each, grouped by script; `ranges` int64[scripts, 2]: first and end of a script's labels;
+    `costs` uint8[2^BITS, n]: minus an n-gram's log-probability, in steps of 1/16."""
 
     labels: tuple[str, ...]
     ranges: NDArray[np.int64]
@@ -57,7 +57,7 @@ def grams() -> Grams:
 
 @njit(cache=True)
 def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Return empty arrays that hold the letters and the bins of a text's first `limit` letters."""
+    """Return uninitialised arrays for the letters of a text, up to `limit`, and for the bins of their n-grams."""
     return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
 
 
@@ -96,7 +96,7 @@ def bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, 
 
 @njit(cache=True)
 def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, lower: Any, costs: Any) -> Any:
-    """Return the n-grams' summed costs for the labels in each text's range, int64[texts, labels], and the number of n-grams."""
+    """Return the n-grams' summed costs for the labels in each text's range, int64[texts, labels], and each text's number of n-grams."""
     total, counts = np.zeros((len(texts), costs.shape[1]), np.int64), np.empty(len(texts), np.int64)
     (letters, results), block = room(LIMIT), np.empty(costs.shape[1], np.uint16)
     for n in range(len(texts)):
@@ -108,7 +108,7 @@ def _total_costs(codes: Any, bounds: Any, texts: Any, ranges: Any, flags: Any, l
 @njit(cache=True)
 def _add_costs(places: Any, costs: Any, first: int, last: int, block: Any, total: Any) -> None:
     for begin in range(0, len(places), BLOCK):
-        # 256 costs fit into 16 bits, of which a register holds four times as many as of 64; each pass over the sums adds four rows.
+        # Sums of 256 costs fit into 16 bits, and a register holds four times as many of them as of 64 bits. A pass adds four rows.
         block[:] = 0
         rows = places[begin : begin + BLOCK]
         fours = len(rows) // 4 * 4
@@ -128,9 +128,9 @@ def _add_costs(places: Any, costs: Any, first: int, last: int, block: Any, total
 def advantages(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return each text's log-probability under each label of its script, minus the best label's, divided by the root of its number of
-    n-grams, as naive Bayes overstates the evidence of long texts: float64[texts, labels], -inf for other scripts' labels. Text n is
-    codes[bounds[n]:bounds[n + 1]]."""
+    """Return float64[texts, labels]: a text's log-probability under a label of its script, minus the best label's; -inf for other labels.
+    It is divided by the square root of the number of n-grams, because naive Bayes overstates the evidence of long texts. `texts`: indices
+    n of codes[bounds[n]:bounds[n + 1]]; `scripts`: indices into `CODES`."""
     model = grams()
     ranges = model.ranges[scripts]
     total, counts = _total_costs(codes, bounds, texts, ranges, *tables(), model.costs)

@@ -25,8 +25,8 @@ NOT_LAST = np.array([chr(byte) in NOTHING_IN for byte in range(256)])
 
 
 class Prose(NamedTuple):
-    """The prose of texts: data[bounds[n]:bounds[n + 1]] is text n in UTF-8, its lines joined by blanks. `letters` counts its letters
-    and marks of numbers such as ², `capitals` its capital letters."""
+    """The prose of texts: data[bounds[n]:bounds[n + 1]] is text n in UTF-8, its lines joined by blanks. `letters`: number of a text's
+    letters and of digits such as ²; `capitals`: number of its capital letters."""
 
     data: memoryview
     bounds: I64
@@ -34,15 +34,14 @@ class Prose(NamedTuple):
     capitals: I64
 
     def of(self, text: int) -> str:
-        """Return the lines of prose of one text."""
+        """Return the prose lines of the text with the index `text`, joined by blanks."""
         return str(self.data[self.bounds[text] : self.bounds[text + 1]], "utf-8", "surrogatepass")
 
 
 def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Prose:
-    """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]]; of a longer one, windows of `limit` characters in all.
-
-    A line is prose if it is mostly letters and spaces after its leading white space and bullets, and is not code. It must have several
-    words or be written without spaces."""
+    """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]]. Of a text over `limit` characters, `WINDOWS` windows of
+    `limit` characters in all are read. A line is prose if it is mostly letters and spaces after its leading white space and bullets,
+    and is not code. It must have several words, or characters outside ASCII."""
     room = int(offsets[-1] - offsets[0]) // (LEAST + 1) + WINDOWS * len(wanted) + 1
     begins, ends, letters, capitals = (np.empty(room, np.int64) for _ in range(4))
     unsure, bounds = np.empty(room, np.bool_), np.zeros(len(offsets), np.int64)

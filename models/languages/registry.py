@@ -1,8 +1,8 @@
 """Facts about each language: its stop words, and threshold factors relative to English.
 
-Recipes state thresholds for English; other languages multiply them by their factor for the signal. Without a factor (null), a rule skips
-the language's documents. `languages.tsv` has one row per language and script, with its evidence. `language.rows` names a file of the same
-form with a user's rows, which may leave out columns.
+Recipes state thresholds for English; for another language, a rule multiplies its threshold by the language's factor for the signal.
+Without a factor (null), the rule skips the language's documents. `languages.tsv` has one row per language and script, with its evidence.
+The setting `language.rows` names a file of the same form with a user's rows, which may leave out columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LanguageRow(BaseModel):
     family: str = Field("", description="Family of languages")
     group: str = Field("", description="Group of easily confused languages, whose probabilities are summed")
     stop_words: tuple[str, ...] = Field((), description="Frequent words, lower case")
-    factors: Mapping[str, float | None] = Field({}, description="Signal → factor of English's threshold; null: no basis, the rule abstains")
+    factors: Mapping[str, float | None] = Field({}, description="Signal → factor for English's threshold; null: the rule skips documents")
     evidence: str = Field("", description="Source of the row")
 
     @field_validator("stop_words")
@@ -48,7 +48,7 @@ class LanguageRow(BaseModel):
 
     @property
     def key(self) -> str:
-        """Name of the row: language and script."""
+        """Return the row's name: language and script, joined by a hyphen."""
         return f"{self.language}-{self.script}"
 
 
@@ -112,7 +112,7 @@ def shipped() -> dict[str, LanguageRow]:
 
 
 def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
-    """Return the shipped table with a user's rows on top. Missing fields of such a row come from the row it replaces, or its script's."""
+    """Return the shipped table with a user's rows on top. Missing fields come from the row that is replaced, or the script's row."""
     table = dict(shipped())
     for row in own:
         before = row_of(table, row.language, row.script)
@@ -123,7 +123,7 @@ def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
 
 
 def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> LanguageRow:
-    """Return the row of a language in a script, else the script's row, else the default row, which abstains from nearly all rules."""
+    """Return the row of a language in a script, else the script's row, else the default row, for which nearly all rules abstain."""
     return table.get(f"{language}-{script}") or table.get(f"-{script}") or table.get("-") or LanguageRow(factors=dict.fromkeys(SCALED))
 
 
@@ -142,7 +142,7 @@ class Names(NamedTuple):
         return cls(codes, {row.language: row.group for row in rows if row.group})
 
     def canonical(self, label: str) -> str:
-        """Return the language of a label of any identifier: `eng_Latn`, `eng` and `en` are `en`."""
+        """Return the language code for any identifier's label: `eng_Latn`, `eng` and `en` give `en`."""
         code = label.removeprefix("__label__").replace("_", "-").split("-")[0]
         return self.codes.get(code, code)
 

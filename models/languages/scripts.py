@@ -34,7 +34,7 @@ SIGN_E, ASAT, VIRAMA, FIRST_CONSONANT, LAST_CONSONANT = 0x1031, 0x103A, 0x1039, 
 
 @lru_cache(maxsize=1)
 def script_numbers() -> NDArray[np.uint8]:
-    """Return the number in `CODES` of every code point's script, uint8[0x110000]."""
+    """Return the index in `CODES` of every code point's script, uint8[0x110000]."""
     import regex
 
     points = np.flatnonzero(tables().flags & WORD)
@@ -66,8 +66,8 @@ def _count_scripts(
 def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Return the counts of Burmese signs that only Zawgyi text has, and that only Unicode text has.
 
-    In Zawgyi the vowel E stands before its consonant, in visual order, and U+1039 kills a vowel; in Unicode E follows a consonant or
-    a medial, U+1039 stacks two consonants, and U+103A kills a vowel, which in Zawgyi is a medial before a vowel or at the end.
+    In Zawgyi the vowel E stands before its consonant, in visual order, U+1039 kills a vowel, and U+103A is a medial. In Unicode, E follows
+    a consonant or a medial, U+1039 stacks two consonants, and U+103A kills a vowel.
     """
     zawgyi, plain = 0, 0
     for at in range(len(codes)):
@@ -89,7 +89,7 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
             else:
                 zawgyi += 1
         elif 0x1060 <= code <= 0x1081 and of_consonant:
-            # Zawgyi's stacked consonants; in Unicode letters of Shan, Mon and Karen, which begin syllables.
+            # Zawgyi's stacked consonants; in Unicode, letters of Shan, Mon and Karen, which do not follow a consonant.
             zawgyi += 1
         elif code == ASAT and of_consonant:
             plain += 1

@@ -1,9 +1,9 @@
-"""Vote on the language of a text: CLD2, Naive Bayes on the Declaration of Human Rights and lid.176 together.
+"""A vote on the language of a text by CLD2, naive Bayes (trained on the Universal Declaration of Human Rights) and lid.176.
 
-The voters know different languages and make different errors, so a language's score is the sum of the three log-probabilities. A fixed
-value stands for a language that a voter does not know. A script of only one language decides alone. So does CLD2 if it is sure of a
-language that it never confuses with another. If CLD2 and the n-grams agree, lid.176, the slowest, is not asked. The weights were chosen on
-news text in 122 languages (NTREX-128's first half).
+The voters know different languages and make different errors, so a language's score is a weighted sum of the three log-probabilities. A
+fixed value stands for a language that a voter does not know. A script of only one language decides alone. CLD2 decides alone if it is sure
+of a language that it never confuses with another. If CLD2 and the n-grams agree, lid.176, the slowest, is not run. The weights were chosen
+on news text in 122 languages (NTREX-128's first half).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ ABSORBING = frozenset(  # ISO 639; xx: CLD2's code for a script whose languages 
 """Languages that CLD2 wrongly reports as sure for texts in others (the Declaration in 448 languages, NTREX-128's first half)."""
 SCRIPT_FROM = 0.8
 SHOWN, PIECES = 700, 2  # characters of a text that are read, and the number of pieces they come from
-CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"  # written in one, seldom in the other
+CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"  # characters written in one, seldom in the other
 
 
 class Weights(NamedTuple):
-    """Weights of the voters: `weight` times the logarithm of a probability, at least `least`; `unknown` stands for the probability of a
-    language that a voter does not know."""
+    """A voter's weight: the evidence is `weight` times the log of the voter's probability, which counts as at least `least`. `unknown`: the
+    probability that stands for a language unknown to the voter."""
 
     weight: float
     least: float
     unknown: float
 
     def of(self, share: float) -> float:
-        """Return the evidence for a language that has this share of the text."""
+        """Return the evidence for a language with this probability (for CLD2, share of the text)."""
         return self.weight * math.log(max(share, self.least))
 
 
@@ -68,7 +68,7 @@ TOGETHER = 256  # texts of a batch, whose arrays fit into the processor's second
 
 
 class Found(NamedTuple):
-    """The language of a text (ISO 639), the summed probability of its group of confusable languages, and its script (ISO 15924)."""
+    """A text's language (ISO 639) and script (ISO 15924). `score`: the language group's probability; CLD2's share if CLD2 decided."""
 
     language: str
     score: float
@@ -118,7 +118,7 @@ def group_numbers(languages: Sequence[str], groups: Mapping[str, str]) -> NDArra
 
 
 def _alone(known: set[str]) -> dict[int, str]:
-    """Return script number → language, for scripts that only one language of the identifiers or the n-grams uses."""
+    """Return script number → language, for scripts that only one of the voters' languages uses."""
     model = grams()
     writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
     for row in shipped().values():
@@ -191,7 +191,7 @@ def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
 def _totals(
     texts: list[str], codes: NDArray[np.uint32], bounds: NDArray[np.int64], numbers: NDArray[np.int64], by_cld2: dict[int, dict[int, float]]
 ) -> NDArray[np.float64]:
-    """Return each language's joint log-probability for the texts in `by_cld2` (row → CLD2's shares), float64[texts, languages]."""
+    """Return the voters' summed evidence for each language, for the texts in `by_cld2` (row → CLD2's shares), float64[texts, languages]."""
     panel, rows = voters(), np.array(list(by_cld2))
     # Han has so many characters that the n-grams of a short text show its subject, not its language.
     results = advantages(codes, bounds, rows, np.where(numbers[rows] == HANI, 0, numbers[rows]))
@@ -240,7 +240,7 @@ def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
 
 
 def _lid(text: str) -> list[tuple[str, float]]:
-    """Return the most probable languages by lid.176 (Joulin et al. 2016)."""
+    """Return lid.176's most probable languages, with their probabilities (Joulin et al. 2016)."""
     # The wrapper's `predict` fails under numpy 2; the binding below it does not use numpy.
     results = lid().f.predict(text.replace("\n", " ") + "\n", ASKED, LID.least, "strict")
     return [(_code(label.removeprefix("__label__")), min(float(probability), 1.0)) for probability, label in results]

@@ -1,1 +1,1 @@
-"""Models larger than the memory."""
+"""Inference with models larger than the memory: plans, and layers loaded for each pass."""

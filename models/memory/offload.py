@@ -1,8 +1,8 @@
 """A model larger than its memory: resident layers, and streamed layers whose weights are loaded for each pass.
 
-Streamed layers are loaded in turn while the layers before them compute: from disk into one of two buffers, by a thread; to a GPU into one
-of two slots, by a copy stream from pinned memory. `planner.py` chooses how many layers are resident. All operations and their order are the
-same as for a model in memory, so answers are bit-identical.
+Streamed layers are loaded in turn while the layers before them compute. A thread reads them from disk into one of a few buffers; for a GPU,
+a copy stream moves them from pinned memory into one of two slots. `planner.py` chooses how many layers are resident. All operations and
+their order are the same as for a model in memory, so answers are bit-identical.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class Source:
         self.reader = Reader(sorted({one.path for one in by_name.values()}))
 
     def take_empty(self) -> Transformer:
-        """Return the model without weights, and forget it: the readers of its layers must not hold it."""
+        """Return the model without weights, and drop this reference: the layers' reader must not keep the model alive."""
         model, self._empty = self._empty, None
         assert model is not None
         return model
 
     def weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's tensors by their names in a block."""
+        """Return a layer's tensors by their names in a block; `tensors`: by their names in the files, without the layer's prefix."""
         state = from_disk({f"{LAYERS}0.{part}": tensor for part, tensor in tensors.items()}, self._one_layer)
         return {name.removeprefix(f"{LAYERS}0."): tensor for name, tensor in state.items()}
 
     def rest(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors that belong to no layer."""
+        """Return the tensors outside the layers, read from disk."""
         return {name: self._read(Layout.of({name: one}), device)[name] for name, one in self._rest.items()}
 
     def layer(self, number: int, device: torch.device) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ class Disk:
 
 
 class Host:
-    """Layers in pinned memory beside a GPU."""
+    """Layers in the host's pinned memory, to be copied to a GPU."""
 
     def __init__(self, source: Source, numbers: Sequence[int]) -> None:
         place = torch.device("cpu")
@@ -147,7 +147,7 @@ class Shell:
             module._parameters[part] = nn.Parameter(weights[name], requires_grad=False)
 
     def copy(self, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Copy these weights into the block's own memory."""
+        """Copy these weights into the block's own memory, which the first call allocates."""
         if next(self.block.parameters()).is_meta:
             self.put({name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in weights.items()})
         for name, (module, part) in self._places.items():
@@ -213,7 +213,7 @@ class Copies:
         return output
 
     def _fetch(self, number: int) -> Slot:
-        """Copy a layer's weights into the first slot, in the background."""
+        """Start a copy of a layer's weights into the first slot, in the background; return the slot."""
         slot = self._slots[0]
         while self._taken:
             self._taken.pop(0).copied.synchronize()
@@ -243,10 +243,10 @@ class ExactPass:
     """The generation pass of an offloaded model on a CPU: exact operators, bit-identical to the compiled loops for models in memory."""
 
     def __init__(self, model: Transformer) -> None:
-        self._decoder = weakref.ref(model.model)  # weak, as the decoder holds this object
+        self._decoder = weakref.ref(model.model)  # weak, because the decoder holds this object
 
     def __call__(self, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
-        """Return hidden states of embedded tokens; their keys and values go into each layer's pages."""
+        """Return hidden states of the embedded tokens x_ND; write keys and values into each layer's pages."""
         decoder = self._decoder()
         assert decoder is not None
         with exact_passes(x_ND.dtype, x_ND.device):
@@ -259,7 +259,7 @@ def spread(streamed: int, layers: int) -> list[int]:
 
 
 def offloaded(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
-    """Return the model with all but `streamed` of its layers on the device, and the shelf of the others (None if there are none)."""
+    """Return the model with all but `streamed` of its layers on the device, and the shelf of streamed layers, None if there are none."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)

@@ -1,4 +1,4 @@
-"""The fastest plan for a model larger than its memory: resident layers, concurrent answers, tokens per step (FlexGen, Sheng et al. 2023).
+"""Choice of the fastest plan for a model larger than the memory: layers, answers, tokens per step (FlexGen, Sheng et al. 2023).
 
 In a pass, loading the streamed layers overlaps with computing all layers: it takes the longer of both times, plus a quarter of the shorter.
 Loading does not depend on the number of tokens. Computing a layer takes the longer of reading its weights from memory and multiplying.
@@ -34,8 +34,8 @@ EXPOSED = 0.25  # share of the shorter of loading and computing that does not ov
 
 @dataclass(frozen=True)
 class Rates:
-    """The machine's rates with this model, per second: bytes of streamed layers loaded, bytes of weights read for one token, operations on
-    many tokens."""
+    """The machine's rates with this model, per second. `bringing`: bytes of streamed layers loaded; `bandwidth`: bytes of weights read for
+    one token; `flops`: operations for many tokens."""
 
     bringing: float
     bandwidth: float
@@ -44,7 +44,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes in bytes. `brought`: bytes read for a streamed layer; `beside`: bytes of the buffers for streamed layers."""
+    """A model's sizes in bytes. `rest`: weights outside the layers; `brought`: read per streamed layer; `beside`: buffers for streaming."""
 
     config: ModelConfig
     element: int
@@ -56,8 +56,8 @@ class Shape:
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
-        """Return the shape of a model. Streaming needs two buffers on a CPU, and an unpacked layer if its dtype differs; two layers on a
-        GPU."""
+        """Return the shape of a model. Streaming needs two buffers on a CPU, and a converted layer if the files store it differently; two
+        layers on a GPU."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
@@ -66,11 +66,11 @@ class Shape:
         return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, source.read_bytes, beside, token)
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes of an answer's keys and values."""
+        """Return the bytes of the keys and values of a prompt with its answer, `tokens` in all: its pages, and one page more."""
         return (-(-tokens // PAGE) + 1) * PAGE * self.token
 
     def scratch(self, step_tokens: int, answers: int) -> int:
-        """Return the temporary bytes of a step: one layer's activations of its tokens, and four fp32 copies of the answers' logits."""
+        """Return the temporary bytes of a step: one layer's activations of `step_tokens` tokens, and four fp32 copies of the logits."""
         config = self.config
         heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
         inner = config.intermediate_size
@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: streamed layers, concurrent answers, tokens per step, bytes of keys and values; and the expected speed."""
+    """A plan and its speed: `streamed` of `layers` layers are loaded per pass; `pages`: bytes of the KV cache; `memory`: bytes in all."""
 
     streamed: int
     layers: int
@@ -105,8 +105,8 @@ class Plan:
 
 
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
-    """Return the plan that fits with the most tokens per second; among those within a hundredth of it, the one with the fewest answers.
-    `step_tokens`: tokens of a pass (None: chosen here). Raise ValueError, with the memory needed, if nothing fits."""
+    """Return the plan with the fewest concurrent answers among those that fit and reach at least 99 % of the best plan's tokens per second.
+    `step_tokens`: maximum tokens of a pass (None: chosen here). Raise ValueError, with the memory needed, if nothing fits."""
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
@@ -144,7 +144,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 
 
 def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
-    """Return the seconds of a pass over `tokens` tokens, each after `context` others, with logits for `drawn`; and its bottleneck."""
+    """Return the seconds and the bottleneck of a pass over `tokens` tokens, each after `context` others; `drawn` of them get logits."""
     config = shape.config
     bringing = streamed * shape.brought / rates.bringing
     head = config.vocab_size * config.hidden_size
@@ -158,7 +158,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
-    """Return the rates of this machine with this model's first layer. It takes a few seconds."""
+    """Return this machine's rates, measured on the model's first layer. It takes a few seconds."""
     shell = Shell(source.config)
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]
@@ -174,7 +174,7 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
 
 
 def _disk_rate(source: Source) -> float:
-    """Return the disk's rate for layers, in bytes per second: the median of several reads, as other programs use the disk too."""
+    """Return the disk's rate for layers, in bytes per second: the median of several reads, because other programs use the disk."""
     buffer, rates = Buffer(source.read_bytes), []
     for layout in source.layouts[:PROBE_LAYERS]:
         before = time.perf_counter()

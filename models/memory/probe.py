@@ -18,16 +18,16 @@ from puna.models.forest import Forest
 from puna.models.machine import Clock, Machine, best_seconds
 
 PROBE_PARAMETERS = 100_000_000
-"""The largest model that `measure` builds; beyond it one linear layer's products stand for all."""
+"""The largest model that `measure` builds; for a larger one, it times the products of one linear layer."""
 
 
 @cache
 def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter) -> Machine:
-    """Return this CPU's fp32 rates at a model's shapes, in documents of `context` tokens, on torch's threads. It takes a few seconds.
+    """Return this CPU's fp32 rates at a model's shapes, for documents of `context` tokens (at most 1024), on torch's threads.
 
     Each rate is the best of several tries. Attention and SwiGLU are timed alone, then forward and backward of the model with two of its
-    layers: the remaining time is that of the matrix products. `clock` may be `time.process_time` on one thread, which other work on the
-    machine disturbs less.
+    layers: the remaining time goes to the matrix products. On one thread, `clock` may be `time.process_time`, which other programs disturb
+    less.
     """
     generator = torch.Generator().manual_seed(0)
     context = min(context, 1024)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors read from disk layer by layer, ahead of need, into memory of their own.
+"""Reading of a checkpoint's tensors from disk, layer by layer and ahead of use, into buffers.
 
 Reads bypass the page cache if the file system allows (O_DIRECT): this is several times faster than the page faults of a memory map, and
 takes no memory beyond the buffers. Cached pages are copied (RWF_NOWAIT). Without O_DIRECT, pages are dropped from the cache after reading.
@@ -49,7 +49,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The extents that are read into one buffer, and the places of its tensors."""
+    """The extents that are read into one buffer, and the places of the tensors in it."""
 
     extents: tuple[Extent, ...]
     places: tuple[Place, ...]
@@ -61,7 +61,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, Entry]) -> Layout:
-        """Return a layout that reads neighbouring tensors together."""
+        """Return a layout for these tensors in which neighbouring tensors are read together."""
         extents: list[Extent] = []
         places = []
         for name, one in sorted(tensors.items(), key=lambda item: (item[1].path, item[1].begin)):
@@ -152,7 +152,7 @@ def _close(*files: dict[Path, int]) -> None:
 
 @dataclass
 class Counts:
-    """The work of a loader: bytes read, seconds of reading, and seconds that others waited for it."""
+    """The work of a loader: bytes read, seconds of reading, and seconds that `Loader.take` waited."""
 
     bytes: int = 0
     reading: float = 0.0
@@ -160,7 +160,7 @@ class Counts:
 
     @property
     def hidden(self) -> float:
-        """Share of the reading time in which computation did not wait."""
+        """Return the share of the reading time in which computation did not wait."""
         return 1.0 - min(self.waiting / self.reading, 1.0) if self.reading else 0.0
 
 
@@ -204,7 +204,7 @@ def _load(
     reader: Reader, layouts: dict[int, Layout], free: queue.SimpleQueue[Buffer | None],
     ready: queue.SimpleQueue[tuple[int, Buffer] | OSError], counts: Counts,
 ) -> None:  # fmt: skip
-    """Run the thread. It holds no reference to its loader, so that it stops when the loader is deleted."""
+    """Read layouts in a cycle, in the loader's thread. It holds no reference to the loader, so that it stops when the loader is deleted."""
     while True:
         for number, layout in layouts.items():
             buffer = free.get()

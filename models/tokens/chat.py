@@ -1,8 +1,8 @@
 """Conversations as token ids with their loss mask, by the model's own chat template.
 
-Each answer is rendered as in serving: P is the conversation before it with the generation prompt, F the conversation with it. F must begin
-with P. The text after P up to the first stop token is the answer, and only it is trained. An answer that cannot be separated this way is
-refused with its turn and the reason (`ChatError`).
+Each answer is rendered as in serving. P is the conversation before the answer, with the generation prompt; F is the conversation up to
+the answer. F must begin with P. The text of F after P, up to the first stop token, is the answer; only the answer and this token are
+trained. An answer that cannot be separated this way raises ChatError with its turn and the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_t
 
 
 class ChatError(ValueError):
-    """A conversation that the template cannot render, or whose answers cannot be separated: `turn`, from 0, and `reason`."""
+    """An error: the template cannot render a conversation, or an answer cannot be separated. `turn` counts from 0."""
 
     def __init__(self, turn: int, reason: str) -> None:
         super().__init__(f"turn {turn}: {reason}")
@@ -37,7 +37,7 @@ class ChatError(ValueError):
 
 @dataclass
 class Row:
-    """Token ids and, for each, whether it is trained: it belongs to an answer or is the token that ends one."""
+    """A training row: token ids, and a flag per token, True for tokens of an answer and for the stop token that ends it."""
 
     ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -72,8 +72,8 @@ class ChatFormat(Vocabulary):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end an answer: the configuration's. If the template writes none of them after an answer, add the special
-        token that it writes there."""
+        """Return the ids of the tokens that end an answer: the stop tokens of the configuration, and, if the template writes none of these
+        after an answer, the special token that it writes there."""
         if self.template is None:
             return self._stops
         for dialogue in (PROBE[:2], PROBE):
@@ -91,7 +91,7 @@ class ChatFormat(Vocabulary):
         """Return the ids of a conversation, up to where the model's answer begins, as transformers' `apply_chat_template` does.
 
         A message is a mapping with `role` and `content`. Special tokens in its text are read as text. Raise ChatError if the template
-        refuses it.
+        refuses the conversation.
         """
         (plain, guarded), mark = self.guard(([dict(message) for message in messages], tools))
         return self.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
@@ -99,10 +99,10 @@ class ChatFormat(Vocabulary):
     def render_pair(
         self, prompt: str | Sequence[Message], answer: str | Message, finished: bool = True, tools: Tools = None
     ) -> tuple[list[int], list[int], list[bool]]:
-        """Return the prompt ids (up to where the answer begins), answer ids, and the answer's format mask.
+        """Return the prompt ids (up to where the answer begins), the answer ids, and a mask of the template's tokens in the answer.
 
         A string is one user message, or the assistant's. Special tokens that a message writes out are read as text. The answer ends in its
-        stop token unless it was cut off (`finished=False`). The mask holds one flag per *answer* token, True for tokens that only the
+        stop token unless it was truncated (`finished=False`). The mask holds one flag per *answer* token, True for tokens that only the
         template writes: headers, the stop token. Raise ChatError if the answer cannot be separated.
         """
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -115,8 +115,8 @@ class ChatFormat(Vocabulary):
         return prompt_ids, ids, [i in self.special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
     def reply(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, list[int]]:
-        """Return the stop token of an answer, and the ids after it: these messages, up to where the next answer begins. Special tokens in
-        their text are read as text. Raise ChatError if the template refuses them there."""
+        """Return (stop token of an answer, the ids after it). The ids render `messages`, up to where the next answer begins; special
+        tokens in their text are read as text. Raise ChatError if the template refuses the messages after an answer."""
         (turns, guarded), mark = self.guard(([*PROBE[:2], *(dict(message) for message in messages)], tools))
         behind = self._render(turns, True, guarded, {}).partition(PROBE[1]["content"])[2]
         stop = self.find_special(behind, self.stop_ids)
@@ -127,7 +127,7 @@ class ChatFormat(Vocabulary):
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[Row]:
         """Return rows that train every answer of a conversation once: ids and loss mask, rendered together.
 
-        There are several rows if the template renders earlier answers differently before later turns. Raise ChatError with the turn and the
+        There are several rows if later turns change how the template renders earlier answers. Raise ChatError with the turn and the
         reason if an answer cannot be separated, or a turn writes out a special token.
         """
         self._check(messages, tools)
@@ -159,8 +159,8 @@ class ChatFormat(Vocabulary):
         return True
 
     def _encoded(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        """Return the ids of prompt and answer, and the answer's character spans; the answer is encoded apart if a token would cross the
-        border."""
+        """Return the ids of prompt and answer, and the answer's character spans; the answer is encoded separately if a token would cross
+        their border."""
         prompt_ids, _ = self.encode_markup(prompt, mark)
         ids, spans = self.encode_markup(prompt + answer, mark)
         if ids[: len(prompt_ids)] == prompt_ids:
@@ -224,7 +224,7 @@ class ChatFormat(Vocabulary):
             raise ChatError(max(len(messages) - 1, 0), f"the chat template refuses it: {error}") from error
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
-        """Raise ChatError for turns that no training row may hold."""
+        """Raise ChatError for a turn without a role, content that is not text, or a special token written out in turns or tools."""
         for turn, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
                 raise ChatError(turn, "it names no role")
@@ -237,7 +237,7 @@ class ChatFormat(Vocabulary):
             raise ChatError(0, f"the tools write out the control token {token}")
 
     def _check_shown(self, messages: Sequence[Message], turn: int, prompt: str, body: str) -> None:
-        """Raise ChatError if the template leaves out a part of the answer, or a turn since the answer before it."""
+        """Raise ChatError if the template leaves out a part of the answer, or a turn since the previous answer."""
         squeezed = _squeezed(body)
         for name, part in _parts(messages[turn]):
             if _squeezed(part) not in squeezed:

@@ -1,4 +1,4 @@
-"""Growth of a vocabulary: further merges for a byte-pair tokenizer, and the rows of a model for new tokens."""
+"""Growth of a vocabulary: further merges for a byte-pair tokenizer, and a model's rows for the new tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 SIGN = 0x10000
-"""Code point that stands for token 0 while merges are learned, the next one for token 1, …"""
+"""Code point that stands for token 0 while merges are learned; SIGN + i stands for token i."""
 
 
 def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
@@ -35,7 +35,7 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
     learned = tokenizers.Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     signs = (" ".join("".join(chr(SIGN + id_) for id_ in word) for word in tokenizer.words(text)) for text in texts)
-    # Extra merges, as pairs whose text is already a token are skipped.
+    # More merges than needed, because pairs whose text is already a token are skipped.
     size = len(pieces) + count + count // 8 + 64
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=[chr(SIGN + id_) for id_ in pieces], min_frequency=2, show_progress=False
@@ -52,7 +52,7 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:
     """Return the model with rows for the tokens that `new` adds to `old`; raise ValueError unless `new` begins with `old`'s tokens.
 
-    A new row is the mean of the rows of the old tokens that encode the token's text; of all rows if it is no text (Hewitt 2021). Old rows,
+    A new row is the mean of the rows of the old tokens that encode the token's text; of all rows if it has no text (Hewitt 2021). Old rows,
     and so the logits of old tokens, do not change.
     """
     import torch
@@ -79,7 +79,7 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
 
 
 def _old_ids(piece: bytes | None, old: Tokenizer) -> list[int]:
-    """Return the old tokens of a new one's bytes; none for a special token and for part of a character."""
+    """Return the old token ids of a new token's bytes; none for a special token or a token with part of a character."""
     try:
         return old.encode((piece or b"").decode())
     except UnicodeDecodeError:

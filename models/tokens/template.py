@@ -50,15 +50,15 @@ OWN = {"llama3": LLAMA3, "chatml": CHATML}  # Puna's own templates by name
 
 
 class TemplateError(ValueError):
-    """A template that does not compile, or that refuses a conversation; the text says why."""
+    """An error: a template does not compile, or refuses a conversation; the message says why."""
 
 
 class TemplateLimitError(TemplateError):
-    """A template that took too much time or memory."""
+    """An error: a template took too much time or memory."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` writes the text between the tags."""
+    """The block `{% generation %}…{% endgeneration %}`, which writes the text between its tags."""
 
     tags = {"generation"}
 
@@ -83,7 +83,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """`dict(…)` in a template, without the attributes of the type."""
+    """The function `dict(…)` of templates, without the attributes of Python's type."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -155,7 +155,7 @@ _process = Process(__name__)
 
 
 def serve() -> None:
-    """Answer the requests on standard input (`bounded_process.py`)."""
+    """Answer requests on standard input: compile and render templates (`bounded_process.py`)."""
     compiled: dict[bytes, _Programs] = {}
 
     def answer(key: bytes, definition: Any, request: Any) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _prepared(message: Message) -> dict[str, Any]:
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the message with each tool call's arguments in one form."""
+    """Return the message with `form` applied to the arguments of its tool calls."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -58,8 +58,8 @@ class Tokenizer(ChatFormat):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn merges from texts until there are `vocab_size` tokens (6 special ones, 256 bytes). The result depends on how often each
-        word occurs, not on the order of the texts or on the number of threads. A text too poor in words yields fewer tokens."""
+        """Return a tokenizer of `vocab_size` tokens (6 special ones, 256 bytes, and merges learned from the texts). It depends on how often
+        each word occurs, not on the order of the texts or the number of threads. Texts with too few words give fewer tokens."""
         if vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
@@ -79,7 +79,7 @@ class Tokenizer(ChatFormat):
 
     @staticmethod
     def load(folder: Path | str) -> Tokenizer:
-        """Read the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
+        """Return the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
 
         `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
         `generation_config.json` and `config.json` complete it if they exist.
@@ -106,11 +106,11 @@ class Tokenizer(ChatFormat):
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def with_template(self, source: str | Mapping[str, str]) -> Tokenizer:
-        """Return the same vocabulary with another chat template. Raise TemplateError if it does not compile."""
+        """Return a tokenizer of the same vocabulary with another chat template. Raise TemplateError if the template does not compile."""
         return Tokenizer(self.backend, self.named, source, self._stops, self.generation)
 
     def with_backend(self, backend: tokenizers.Tokenizer) -> Tokenizer:
-        """Return another vocabulary with the same special tokens and chat template."""
+        """Return a tokenizer with the vocabulary `backend`, and the same special tokens and chat template."""
         return Tokenizer(backend, self.named, None if self.template is None else self.template.source, self._stops, self.generation)
 
     def document(self, text: str) -> list[int]:
@@ -119,7 +119,7 @@ class Tokenizer(ChatFormat):
 
     @property
     def end(self) -> list[int]:
-        """The token that ends a document, if the model has one."""
+        """Return a list with the token that ends a document; it is empty if the model has none."""
         return [] if self.eos is None else [self.eos]
 
     @property
@@ -137,18 +137,18 @@ class Tokenizer(ChatFormat):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling fields that the model's configuration sets: those of `SamplingParams` (temperature, top_p, top_k, …)."""
+        """Return the model's defaults for `SamplingParams` (temperature, top_p, top_k, …); none unless its `do_sample` is true."""
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
 
 
 class TextStream:
-    """A decoder of a stream of tokens. It returns text once that is certain: whole characters that cannot belong to a stop text."""
+    """A decoder of a stream of tokens. It returns text once the text is certain: whole characters that cannot belong to a stop text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
         self._read = 0  # leading tokens that serve as context: a token decoded alone may lose its leading blank
-        self._held, self._given = "", 0  # decoded text that is not returned yet; characters of the current text that are
+        self._held, self._given = "", 0  # decoded text not yet returned; number of returned characters of the current text
 
     def add(self, token: int, last: bool = False) -> str:
         """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""

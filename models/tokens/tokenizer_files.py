@@ -15,15 +15,15 @@ from puna.models.tokens.vocabulary import with_tokens
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a name; a chat template may use them."""
-TOKENS = 1 << 22  # most tokens, and the bound of their ids
-ADDED = 1 << 16  # most tokens that are added to a vocabulary
-LONGEST = 1 << 12  # most characters of a token
-REPEATS = 16  # most copies of the text in a post-processor
-WORD = 256  # most characters of a token or word for Unigram and WordPiece, which search the vocabulary at every character
+TOKENS = 1 << 22  # maximum number of tokens, and the bound of their ids
+ADDED = 1 << 16  # maximum number of tokens that are added to a vocabulary
+LONGEST = 1 << 12  # maximum characters of a token
+REPEATS = 16  # maximum copies of the text in a post-processor
+WORD = 256  # maximum characters of a token or word for Unigram and WordPiece, which search the vocabulary at every character
 
 
 class TokenizerError(ValueError):
-    """A folder that holds no tokenizer, or one that cannot be read."""
+    """An error: a folder holds no tokenizer, or the tokenizer cannot be read or used."""
 
 
 class TokenizerFiles(NamedTuple):
@@ -87,7 +87,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Return a token's text, written as it is or as an object."""
+    """Return a token's text from a string or an object with `content`; None if it has none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
@@ -127,7 +127,7 @@ SAMPLING = {
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """Return the sampling fields of generation_config.json; raise TokenizerError for one that is not a number or out of range."""
+    """Return generation_config.json without `NOT_SAMPLING` and nulls; raise TokenizerError if a field in `SAMPLING` is out of range."""
     path = folder / "generation_config.json"
     fields = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
     for name, (low, high) in SAMPLING.items():

@@ -1,7 +1,7 @@
 """Safety of untrusted tokenizers: known steps run directly; others are first tried on each text, with limits on time and memory.
 
 A backtracking regular expression may take time that is polynomial or exponential in a text's length, and replacements may multiply the
-text; the pattern does not show this in general. So a separate process first cuts each text as the tokenizer would, without the vocabulary.
+text; the pattern does not show this in general. So a separate process first runs a tokenizer's steps on each text, without the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN = {
 }  # fmt: skip
 """Steps that take linear time, apart from their patterns."""
 MEMORY = 1 << 30  # bytes of memory that a trial may take
-GROWTH, LITERAL = 64, 256  # most growth of a text by known steps, and most characters of a literal pattern
+GROWTH, LITERAL = 64, 256  # maximum growth of a text by known steps, and maximum characters of a literal pattern
 
 
 def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def unknown(steps: object) -> str | None:
-    """Return the first normalizer, pre-tokenizer or decoder whose cost may be superlinear in the text's length, or None."""
+    """Return a description of the first step (normalizer, pre-tokenizer, decoder) that may take superlinear time; None if there is none."""
     growth = 1
     for step in _steps(steps):
         kind, pattern = step.get("type"), step.get("pattern")
@@ -92,7 +92,7 @@ class Trial:
 
     @staticmethod
     def of(steps: Mapping[str, Any]) -> Trial | None:
-        """Return the trial of these steps (`normalizer`, `pre_tokenizer`, `added_tokens`); None if all are known."""
+        """Return the trial of these steps (`normalizer`, `pre_tokenizer`, `added_tokens`); None if all are known to be safe."""
         why = unknown([steps.get("normalizer"), steps.get("pre_tokenizer")])
         return None if why is None else Trial({name: steps.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}, why)
 
@@ -110,7 +110,7 @@ _process = Process(__name__)
 
 
 def serve() -> None:
-    """Cut the texts on standard input (`bounded_process.py`)."""
+    """Run a tokenizer's steps on texts from standard input; answer only with errors (`bounded_process.py`)."""
     ready: dict[bytes, tokenizers.Tokenizer] = {}
 
     def answer(key: bytes, steps: Any, request: Any) -> dict[str, Any]:

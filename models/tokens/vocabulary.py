@@ -23,7 +23,7 @@ _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
 LONG = 1 << 14
-"""Characters above which a text is encoded without blocking other threads."""
+"""Number of characters above which a text is encoded without blocking other threads."""
 
 
 class Vocabulary:
@@ -156,7 +156,7 @@ class Vocabulary:
         return self._encode(text)
 
     def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids and character spans of markup that follows the token `special`, or some text."""
+        """Return the ids and character spans of markup that follows the token `special` (None: other text)."""
         lead = self.token(special) if special is not None else "\n" if self._by_context else ""
         lead_ids = [special] if special is not None else self.encode(lead)
         ids, spans = self.encode_markup(lead + text, mark)
@@ -188,7 +188,7 @@ class Vocabulary:
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
     def guard(self, value: Any) -> tuple[Any, str | None]:
-        """Return `value` with a mark inside every special token that its strings write out, and the mark; None if it needs none."""
+        """Return `value` with a mark inside every special token that its strings write out, and the mark, None if not needed."""
         if self.special_in(value) is None:
             return value, None
         text = json.dumps(value, ensure_ascii=False, default=str)

@@ -25,8 +25,8 @@ def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """Return the average of models or state dictionaries with the same names and shapes. `weights` need not add up to 1; None: all equal.
-    The fp64 mean does not depend on the states' order; a tensor gets its widest dtype."""
+    """Return the average of models or state dicts with the same names and shapes. `weights` need not add up to 1; None: all equal.
+    The fp64 mean does not depend on the states' order; it is returned in the widest dtype of the averaged tensors."""
     tables = [_table(state) for state in states]
     shares = _shares(len(tables), weights)
     for number, table in enumerate(tables[1:], 2):
@@ -36,7 +36,7 @@ def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequenc
 
 def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None) -> None:
     """Write the `average` of Hugging Face model folders to `target`, with the configuration and tokenizer of the first folder. Raise
-    ValueError if config.json, or the names or shapes of tensors, differ."""
+    ValueError if the configurations (except for their dtype), or the names or shapes of tensors, differ."""
     shares = _shares(len(folders), weights)
     shapes = [json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) for folder in folders]
     formats = {str(shape.pop("torch_dtype", None)) for shape in shapes}

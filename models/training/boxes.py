@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by boxes: (start, stop) along each dimension of a whole tensor, in one file or several."""
+"""Reading of a checkpoint's tensors, from one file or several, by boxes: (start, stop) along each dimension of the whole tensor."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def names(path: Path, index: Index | None) -> set[str]:
 
 
 def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
-    """Return boxes of a checkpoint's tensors. `wanted`: name → (whole shape, box); None: all tensors, whole. `index`: the boxes in each
-    file; None: one file has all tensors whole. Only boxes that overlap wanted ones are read."""
+    """Return boxes of a checkpoint's tensors. `wanted`: name → (whole shape, box); None: all tensors, whole. `index`: each file's
+    boxes; None: one file has all tensors whole. Only boxes that overlap wanted ones are read. Raise ValueError if any are missing."""
     import torch
     from safetensors import safe_open
 

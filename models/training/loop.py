@@ -32,7 +32,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TrainingDiverged(RuntimeError):
-    """Error of a training whose loss or gradient is not finite, or spikes, for several steps in a row."""
+    """An error: the loss or the gradient is not finite, or spikes, for several steps in a row."""
 
 
 def train(
@@ -41,18 +41,18 @@ def train(
     rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None, sampled: bool = False,
     watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None = None, device: torch.device | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise `model` in place and return one row per step, as the table `training_log` holds it.
+    """Optimise `model` in place; return the rows of the table `training_log`, one per step.
 
     batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
     After training in bf16 the model has its fp32 weights again. With several processes it has whole weights after training, in
     `on_step` of `watched` steps, and, if batches are `sampled` from it, before each step. state: state of the optimisers to continue from
-    (`Trainer.adopt`), or the folder of the training that left it; None: a fresh start. mesh: the ranks of the layout; None: all processes.
+    (`Trainer.adopt`), or the folder of an earlier training; None: a fresh start. mesh: the ranks of the layout; None: all processes.
     device: where this rank's pieces of weights are; None: the model's device.
 
     checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
     (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; raise ValueError if the
-    state has another configuration, seed or initial weights. `TrainingDiverged` after `max_skipped` refused steps in a row.
+    state has another configuration, seed or initial weights. Raise TrainingDiverged after `max_skipped` skipped steps in a row.
     """
     identity = {"config": config.identity(), "seed": seed, "rate_scales": dict(rate_scales or {})}
     was_training = model.training
@@ -67,7 +67,7 @@ def train(
             assert checkpoint_dir is not None
             tensors = trainer.tensors() | {f"average.{name}": value for name, value in average.items()}
             record = {**identity, "precision": trainer.precision, **progress("step", config.steps, log)}
-            # Moments in files are more than the memory holds: no copy of them.
+            # Moments in files may be larger than the memory, so they are not copied.
             return trainer.parallel.save_state(checkpoint_dir, len(log), tensors, record, config.optimizer.state_in == "memory")
 
         saved = write if checkpoint_dir is not None else None
@@ -81,7 +81,7 @@ def train(
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
             _average(average, trainer.weights, config, row)
-            if on_step is not None:  # before the step is saved: after a crash none is left without its call
+            if on_step is not None:  # before the step is saved: so after a crash no saved step lacks its call
                 with trainer.whole_weights(watched(step)):
                     on_step(row)
             saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
@@ -102,8 +102,8 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces. It sums each
-    element's bits, plus one, times factors of its name and of its place along each dimension, modulo 2^64."""
+    """Return a hash of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces. It is
+    the sum, modulo 2^64, of each element's bits plus one, times factors drawn for the tensor's name and the element's indices."""
     total = np.zeros(1, np.int64)
     for name, tensor in tensors.items():
         piece = parallel.piece_of(name, tensor)
@@ -133,7 +133,7 @@ def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dic
 
 
 def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
-    """Return `compute` in the precision of the checkpoint under `folder`, if there is one: `fastest` is measured at each start, so a
+    """Return `compute` with the precision of the checkpoint under `folder`, if there is one: `fastest` is measured at each start, so a
     resumed training could otherwise change its precision."""
     record = None if folder is None else load_record(folder)
     if record is None or "precision" not in record:
@@ -142,7 +142,7 @@ def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
 
 
 def _resume(folder: Path | None, trainer: Trainer, average: dict[str, Tensor], identity: dict[str, Any]) -> tuple[int, TrainLog]:
-    """Return the first step to compute and the rows of earlier steps."""
+    """Restore the newest checkpoint, if any; return the first step to compute and the rows of earlier steps."""
     own = trainer.tensors()
     averages = {f"average.{name}": weight for name, weight in trainer.weights.items()}
     state = None if folder is None else trainer.parallel.load_state(folder, own, averages)
@@ -157,7 +157,7 @@ def _resume(folder: Path | None, trainer: Trainer, average: dict[str, Tensor], i
 
 
 def _average(average: dict[str, Tensor], weights: dict[str, nn.Parameter], config: TrainConfig, row: Row) -> None:
-    """Add the weights after a step to the running average, if its schedule has one."""
+    """Include the weights after a step in the running average, if the schedule averages this step."""
     steps, step = config.averaged_steps(), int(row["step"])
     if step in steps:
         _include(average, weights, 1.0 / sum(one <= step for one in steps))

@@ -29,8 +29,8 @@ class PairLogprobs:
     """M preference pairs; all tensors are [M] float32, in nats or tokens.
 
     chosen, rejected       summed log-probabilities of the two answers under the policy
-    reference_chosen, reference_rejected    the same under the reference; zeros for a loss without one
-    chosen_tokens, rejected_tokens          tokens that those sums count, at least 1
+    reference_chosen, reference_rejected    the same under the reference; zeros for a loss without a reference
+    chosen_tokens, rejected_tokens          number of tokens in these sums, at least 1
     """
 
     chosen: Tensor
@@ -42,18 +42,18 @@ class PairLogprobs:
 
     @property
     def chosen_ratio(self) -> Tensor:
-        """Return [M], the log of policy over reference."""
+        """Return [M]: log(policy / reference) of the chosen answers."""
         return self.chosen - self.reference_chosen
 
     @property
     def rejected_ratio(self) -> Tensor:
-        """Return [M], the log of policy over reference."""
+        """Return [M]: log(policy / reference) of the rejected answers."""
         return self.rejected - self.reference_rejected
 
 
 @dataclass(frozen=True)
 class PairLosses:
-    """Losses [M] of pairs, and the implicit rewards [M] of their answers, for accuracy and margin."""
+    """Losses [M] of pairs, and the implicit rewards [M] of their answers, for the metrics accuracy and margin."""
 
     losses: Tensor
     chosen_reward: Tensor
@@ -84,7 +84,7 @@ LOSSES: Registry[PreferenceLoss] = Registry("preference loss", "puna.losses")
 
 
 def preference_loss(name: str, *, of: Literal["pairs", "answers"] = "pairs", needs_reference: bool = True) -> Callable[[F], F]:
-    """Register a function as the loss `name`, see `PreferenceLoss`; raise ValueError if there is one of that name already."""
+    """Return a decorator that registers a function as the loss `name`, see `PreferenceLoss`; ValueError if the name is taken."""
 
     def register(function: F) -> F:
         LOSSES.register(name, PreferenceLoss(name, function, of, needs_reference))
@@ -134,7 +134,7 @@ def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) ->
 def sigmoid_norm(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``-log sigmoid(beta * (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens))``.
 
-    DPO normalized by length, as Tülu 3 is trained (Lambert et al. 2024, section 5.1).
+    Length-normalised DPO, the loss of Tülu 3 (Lambert et al. 2024, section 5.1).
     """
     chosen, rejected = beta * pairs.chosen_ratio / pairs.chosen_tokens, beta * pairs.rejected_ratio / pairs.rejected_tokens
     return PairLosses(_minus_logsigmoid(chosen - rejected), chosen, rejected)
@@ -152,7 +152,7 @@ def apo_zero(pairs: PairLogprobs, beta: float) -> PairLosses:
 
 @preference_loss("apo_down")
 def apo_down(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """Return ``sigmoid(beta * chosen_ratio) + 1 - sigmoid(beta * (chosen_ratio - rejected_ratio))`` (APO-down, the same, equation 8).
+    """Return ``sigmoid(beta * chosen_ratio) + 1 - sigmoid(beta * (chosen_ratio - rejected_ratio))`` (APO-down, same paper, equation 8).
 
     For chosen answers that are worse than the model's own: they become less likely, rejected ones still less.
     """
@@ -162,7 +162,7 @@ def apo_down(pairs: PairLogprobs, beta: float) -> PairLosses:
 
 @preference_loss("hinge")
 def hinge(pairs: PairLogprobs, beta: float) -> PairLosses:
-    """Return ``max(0, 1 - beta * (chosen_ratio - rejected_ratio))`` (SLiC, Zhao et al. 2023, as TRL has it)."""
+    """Return ``max(0, 1 - beta * (chosen_ratio - rejected_ratio))`` (SLiC, Zhao et al. 2023, in TRL's form)."""
     return _log_ratio_losses(lambda logits: (1 - logits).relu(), pairs, beta)
 
 
@@ -170,7 +170,7 @@ def hinge(pairs: PairLogprobs, beta: float) -> PairLosses:
 def ipo(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``(chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1 / (2 beta))^2``.
 
-    IPO (Azar et al. 2023, equation 17, beta its tau), ratios averaged over tokens as its authors run it.
+    IPO (Azar et al. 2023, equation 17, with beta for tau); ratios are averaged over tokens, as in the authors' runs.
     """
     chosen, rejected = pairs.chosen_ratio / pairs.chosen_tokens, pairs.rejected_ratio / pairs.rejected_tokens
     return PairLosses((chosen - rejected - 1 / (2 * beta)).square(), beta * chosen, beta * rejected)
@@ -187,7 +187,7 @@ def simpo(pairs: PairLogprobs, beta: float, *, gamma: Margin = 0.5) -> PairLosse
 def orpo(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` (Hong et al. 2024).
 
-    The odds ``p / (1 - p)`` are of p = exp(mean log-probability of a token). ORPO's likelihood term is the objective's.
+    The odds are ``p / (1 - p)`` with p = exp(mean log-probability of a token). ORPO's likelihood term is the objective's NLL term.
     """
     chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
@@ -201,7 +201,7 @@ def kto(
     """Return ``weight * (1 - sigmoid(beta * (ratio - kl)))`` of good answers, ``weight * (1 - sigmoid(beta * (kl - ratio)))`` of bad ones.
 
     KTO (Ethayarajh et al. 2024, equation 8). ratios [A] float: log of policy over reference of an answer; desirable [A] bool;
-    kl: at least 0, the mean ratio of answers to other prompts, which passes no gradient -> losses [A].
+    kl: the mean log-ratio of answers to other prompts, at least 0; it passes no gradient -> losses [A].
     """
     import torch
 
@@ -216,5 +216,5 @@ def _log1mexp(x: Tensor) -> Tensor:
 
     x = x.clamp(max=-1e-7)
     near = x > -0.6931471805599453
-    # Each branch sees only arguments that it can take: a bare where() would pass NaN backwards.
+    # Each branch sees only arguments in its domain: a bare where() would pass NaN backwards.
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))

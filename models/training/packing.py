@@ -17,12 +17,12 @@ BatchT = TypeVar("BatchT")
 
 
 def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the order [count] int64 in which an epoch (from 0) visits the examples."""
+    """Return a permutation [count] int64: the order in which an epoch (from 0) visits the examples."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
-    """Return the examples of a step, counted from 1: the next `batch_size` of an endless sequence of epochs. Every example comes exactly
+    """Return the indices of the examples of a step (from 1): the next `batch_size` of endless epochs. Every example comes exactly
     once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats one."""
     ramp = Ramp((batch_size,)) if isinstance(batch_size, int) else batch_size
     if count < 1 or step < 1:
@@ -39,8 +39,8 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
 def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
     """Return rows of at most `micro_batch_tokens` tokens, as lists of indices of examples.
 
-    Best-fit decreasing: longest first, each into the fullest row that has room, found by bisection; at most 11/9
-    of the fewest rows possible, plus one. Raise ValueError for an example longer than a row.
+    Best-fit decreasing: the longest example first, into the fullest row that has room, found by bisection. It gives at most 11/9 of the
+    fewest possible rows, plus one. Raise ValueError for an example longer than a row.
     """
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
@@ -85,7 +85,7 @@ def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterato
 class Sampler(Generic[ExampleT, BatchT]):
     """A function from a step to its micro-batches, for the training loop.
 
-    A step takes `batch_size` examples (a `Ramp`: more as training goes on), packs them into rows of at most
+    A step takes `batch_size` examples (a `Ramp`: more in later steps), packs them into rows of at most
     `micro_batch_tokens` tokens by `length` of an example, and calls `collate` on the examples of each row.
     """
 

@@ -1,7 +1,7 @@
 """The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
 Rollout k draws prompts, samples and minibatches from (seed, k), so weights, moments and a few numbers after it are the whole state. Within
-a rollout, scored waves of answers are saved, and after an update the input of all its updates. A resumed run is bit-identical.
+a rollout, scored waves of answers are saved, and after an update the input of all the rollout's updates. A resumed run is bit-identical.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Parts = dict[str, tuple[nn.Module, Ppo | Value, float | None, Mapping[str, float
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's answers with the rollout's results; [n] are its answer tokens, answer by answer; `mask`: the trained ones."""
+    """One prompt's answers: `scores` and `finished` by answer, other tensors by answer token; `mask`: True for trained tokens."""
 
     prompt: list[int]
     answers: list[list[int]]
@@ -66,11 +66,11 @@ def train_ppo(
     """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), unequal_prompts (share whose answers earn differently), kl (nats per answer to the
-    reference; without a penalty on it in about `WATCHED` rollouts, first and last among them, where alone the reference is
-    computed), gold (where a reward model rewards, the mean of the verifiers' scores beside it), clip_fraction,
-    approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished. Of another engine's answers: mismatch,
-    the KL divergence of its tokens to the policy's, nats per token, and importance, their mean weight in the loss.
+    score (raw mean), unequal_prompts (share of prompts whose answers differ in reward), kl (nats per
+    answer to the reference; without a KL penalty only in about `WATCHED` rollouts, the first and the last included), gold (mean score of
+    the verifiers, if a reward model gives the reward), clip_fraction,
+    approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished. If another engine answers: mismatch,
+    the KL divergence of its tokens from the policy's in nats per token, and importance, the tokens' mean weight in the loss.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
     `rate_scales`: factors of the policy's learning rate by parameter name.
@@ -105,9 +105,9 @@ def train_grpo(
 ) -> TrainLog:  # fmt: skip
     """Optimise the policy in place, without a critic: each answer is compared with the others to its prompt. Otherwise as `train_ppo`.
 
-    The reward is the score, less `unfinished_penalty` if the answer was cut off, less the KL penalty of the whole answer
-    (as RLOO has it); all tokens of an answer have its advantage (`group_advantages`), or their own (`step_advantages`). Groups whose
-    advantages are all 0 count in the mean and are not computed, unless there is an entropy bonus.
+    The reward is the score, less `unfinished_penalty` if the answer was truncated, less the KL penalty of the whole answer
+    (as in RLOO); all tokens of an answer have its advantage (`group_advantages`), or their own (`step_advantages`). Groups whose
+    advantages are all 0 count in the mean but are not computed, unless there is an entropy bonus.
     """
     config = rollouts.config
     objective = Ppo(
@@ -158,7 +158,7 @@ def _train(
 
     def write() -> Job | None:
         assert checkpoint_dir is not None
-        # Between the updates of a rollout, the weights that sample the next one are gone: then the state of its start stays.
+        # Between a rollout's updates, the weights that sample the next rollout are gone, so the state before the updates stays.
         return None if stale and state.begun else _saving(checkpoint_dir, trainers, identity, config, state)
 
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def _train(
             stack.enter_context(trainer)
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
-        if ranks.processes == 1:  # not between the critic's layers, as the policy is updated by then
+        if ranks.processes == 1:  # not between the critic's layers, because the policy is updated by then
             stack.enter_context(between_layers((parts["policy"][0], reference.model), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             start = time.perf_counter()
@@ -221,7 +221,7 @@ class Begun:
 
 @dataclass
 class State:
-    """The state of a training besides weights and moments: numbers, log, the rollout in training, and the next one if it is sampled."""
+    """The state of a training besides weights and moments: numbers, log, the rollout in training, and the next rollout if it is sampled."""
 
     numbers: dict[str, float]
     log: TrainLog
@@ -281,7 +281,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     part = np.array_split(order, config.minibatches)[index]
     minibatch = [rollout_state.groups[i] for i in sorted(part.tolist())]
     teaching = minibatch
-    if len(trainers) == 1 and not config.entropy_weight:  # without an advantage a group has no gradient; one must stay
+    if len(trainers) == 1 and not config.entropy_weight:  # without an advantage a group has no gradient; one group must stay
         teaching = [group for group in minibatch if bool(group.advantages.any())] or minibatch[:1]
     tokens, teaching_tokens = (sum(int(group.mask.sum()) for group in groups) for groups in (minibatch, teaching))
     left_out = (tokens - teaching_tokens, (len(minibatch) - len(teaching)) * config.answers)
@@ -296,7 +296,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
 
 
 def _finish(begun: Begun, rollout: int) -> Row:
-    """Return the row of a rollout, means over its updates."""
+    """Return the row of a rollout; losses and metrics are means over its updates."""
     mean = {who: {name: sum(row[name] for row in some) / len(some) for name in some[0]} for who, some in begun.rows.items()}
     rows = [row for some in begun.rows.values() for row in some]
     policy, critic = mean["policy"], mean.get("critic")
@@ -331,7 +331,7 @@ def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
 
 
 def _saving(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State) -> Job | None:
-    """Return a job that writes the state; write it at once where moments are in files, of which memory holds no copy."""
+    """Return a job that writes the state. If moments are in files, which are not copied, write it at once and return None."""
     ranks, done = trainers["policy"], 0
     tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
     record = {**identity, "precision": ranks.precision, "numbers": state.numbers, **progress("rollout", config.rollouts, state.log)}

@@ -23,13 +23,13 @@ class Registry(dict[str, T]):
         self.what, self.group = what, group
 
     def register(self, name: str, entry: T) -> None:
-        """Add an entry; raise ValueError if the name is taken by another. A module that is imported again replaces its own."""
+        """Add an entry; raise ValueError if the name is taken by another. A module that is imported again replaces its entries."""
         if name in self and _address(self[name]) != _address(entry):
             raise ValueError(f"there is a {self.what} {name!r} already, in {_address(self[name])[0]}")
         self[name] = entry
 
     def named(self, name: str) -> T:
-        """Return an entry, looked for in the plugins of other packages too; raise ValueError if there is none."""
+        """Return an entry; if it is not registered, import other packages' plugins first. Raise ValueError if there is none."""
         for offer in () if name in self else entry_points(group=self.group):
             try:
                 offer.load()

@@ -28,8 +28,8 @@ def iterate(
 ) -> None:  # fmt: skip
     """Call `step` until it returns True, at most `most` times.
 
-    `arrays` returns the arrays that hold its state, and `take` sets them again. state: folder in which `Saver` saves them, and at the end
-    if the work took `REPEATED_SECONDS`. identity: values that must be equal in the attempt that continues.
+    `arrays` returns the arrays that hold the state of `step`, and `take` restores them. state: folder in which `Saver` saves them, also at
+    the end if the work took `REPEATED_SECONDS`. identity: values that must be equal in the attempt that continues.
     """
     done, ended, seconds = 0, False, 0.0
     own = dict(identity or {})

@@ -39,15 +39,15 @@ Scores = Sequence[Sequence[Any]]
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
 """Function that returns each answer's reward; or by name: the reward as `score`, its parts, and the `steps` as (end, reward)."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
-"""Function that stores the rows of a rollout's answers; None: a resumed run has stored them before."""
+"""Function that stores the rows of a rollout's answers; None: an earlier attempt of the run has stored them."""
 Remember = Callable[[str, Callable[[], Any]], Any]
 """Function that returns the JSON value of a name, and computes it with the given function the first time."""
 WAVE_FLOPS = 3e11
-"""Operations of the answers that are sampled on a CPU before they are saved: some seconds of a core."""
+"""FLOPs of the answers that a CPU samples between two saves: some seconds of a core."""
 MISMATCH = 0.1
 """Divergence of another engine's log-probs from the policy's, nats per token, beyond which its answers are refused."""
 WATCHED = 8
-"""Rollouts of a run, besides the last one, whose KL divergence is measured although the reward does not need it."""
+"""Number of rollouts of a run, besides the last, whose KL divergence is measured although the reward does not need it."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Sampled:
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
     `mask`: True at the policy's own tokens; `logprobs` and those of the `reference` are 0 elsewhere. `kl`: nats per answer to the
-    reference, whose log-probs are the policy's own, and count for nothing, if it is None. `score` and `unequal`: the mean score, and the
-    share of prompts whose answers differ in reward, of all that was drawn, which `resample` chose from. `version`: the rollouts on which
-    the weights that answered had been trained. `parts` of the scores, [A] each, by name, and the answers' `steps`: where each ends, in
-    tokens, and its reward. `importance`: weights of the tokens in the loss; `mismatch`: how far another engine's log-probs lie from the
-    policy's (nats per token, the mean of log q - log p). Puna's own are the policy's: 1 and None.
+    reference; if it is None, `reference` is the policy's log-probs. `score`, `unequal`: the mean score, and the share of prompts whose
+    answers differ in reward, of all sampled prompts, among which `resample` chose. `version`: number of rollouts on which the answering
+    weights had been trained. `parts`: parts of the scores, [A] each, by name, and `steps`: for each answer, (end in tokens, reward) of its
+    steps. `importance`: the tokens' weights in the loss; `mismatch`: the mean of log q - log p over tokens, with q another engine's and p
+    the policy's probability. With Puna's engine they are 1 and None.
     """
 
     asked: list[list[int]]
@@ -99,7 +99,7 @@ class Sampled:
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers, their scores, whether rewards differ (a cut-off answer earns less), and the scores' parts by name."""
+    """A prompt with its answers, their scores, whether rewards differ (a truncated answer earns less), and the scores' parts by name."""
 
     prompt: list[int]
     completions: Sequence[Completion]
@@ -110,11 +110,11 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollouts(Generic[Config]):
-    """The source of a training's answers.
+    """The models, prompts and settings by which a training's answers are sampled and scored.
 
     `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
-    `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that sample; None: those of the configuration. Each answers its part of
-    the prompts, and all score all answers; in exact passes the answers are those of one process. `keep` gets the rows of the answers.
+    `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that sample; None: as configured. Each rank answers some of the
+    prompts, and all ranks score all answers; in exact passes the answers equal one process's answers. `keep` gets the rows of the answers.
     `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
     policy's device. `between`: the scorer of the rollouts that `watched_rollouts` leaves out; None: `scorer`. `other`: gives another engine
     that holds a model's weights, whose answers are weighed by `importance_weights`; None: Puna's engine.
@@ -137,7 +137,7 @@ class Rollouts(Generic[Config]):
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
 
-        ValueError if Puna's log-probs of the first prompt's answers are not those of the policy, or another engine's are too far from it.
+        Raise ValueError if Puna's log-probs of the first prompt's answers differ from the policy's, or another engine's differ too much.
         """
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
@@ -153,7 +153,7 @@ class Rollouts(Generic[Config]):
             unequal=sum(one.unequal for one in candidates) / len(candidates),
             parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
-        if self.other is None:  # the engine's log-probs are the trainer's: one forest mask serves both
+        if self.other is None:  # Puna's engine computes the trainer's own log-probs: they are only checked
             self._check(rollout, sampled)
         else:
             sampled = self._weighed(rollout, sampled)
@@ -166,8 +166,8 @@ class Rollouts(Generic[Config]):
 
     @torch.no_grad()
     def _check(self, rollout: int, sampled: Sampled) -> None:
-        """Raise ValueError if log-probs differ from those of a training pass, where such passes are exact; those of adapters and of a
-        rank's piece may differ by 1e-4."""
+        """Raise ValueError if log-probs differ from those of a training pass, where such passes are exact; with adapters or a model
+        cut over ranks, they may differ by 1e-4."""
         held, targets = alone(self.policy), Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
         if not can_be_exact(*self._place):
             return
@@ -184,7 +184,7 @@ class Rollouts(Generic[Config]):
     def _weighed(self, rollout: int, sampled: Sampled) -> Sampled:
         """Return another engine's answers with the policy's log-probs and the weights of their tokens.
 
-        The policy is asked as it will be trained, so that the ratios of a rollout's first update are 1."""
+        The log-probs are computed as in training, so that the ratios of a rollout's first update are 1."""
         mask, drawn = sampled.mask, sampled.logprobs
         with exact_passes(*self._place, can_be_exact(*self._place)):
             own = torch.where(mask, self._asked_logprobs(self.policy, sampled.asked, sampled.answers), 0.0)
@@ -200,7 +200,7 @@ class Rollouts(Generic[Config]):
         return replace(sampled, completions=completions, importance=importance, mismatch=mismatch)
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
-        """Return a rollout's prompts with answers. While too few have unequal scores, sample more prompts, up to `resample` times."""
+        """Return a rollout's prompts with answers. While too few have unequal rewards, sample more prompts, up to `resample` times."""
         config, candidates, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
         exact = can_be_exact(*self._place)
@@ -271,8 +271,8 @@ class Rollouts(Generic[Config]):
 class Source:
     """A source of rollouts: the training ranks sample on request, or separate ranks do so while others train.
 
-    held: this rank's policy. folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: the
-    training's. `follow` is called after each wave.
+    held: this rank's policy. folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: values
+    that identify the training. `follow` is called after each wave.
     """
 
     def __init__(self, rollouts: Rollouts[Any], held: Parallel, groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
@@ -292,13 +292,13 @@ class Source:
         return replace(self.rollouts, policy=self.groups.answering(self.held)).sample(rollout, self._remember(rollout), version)
 
     def take(self) -> Sampled:
-        """Return the rollout that was asked for."""
+        """Return the rollout requested by `ask`, once it is sampled."""
         sampled = Sampled.read(self.groups.take(self.follow)) if self.groups.apart else self._sampled
         assert sampled is not None
         return sampled
 
     def forget(self, rollout: int) -> None:
-        """Remove the waves of a rollout."""
+        """Remove the saved waves of a rollout."""
         if self._folder is not None:
             shutil.rmtree(self._of(rollout), ignore_errors=True)
 
@@ -327,7 +327,7 @@ class Source:
 
 
 def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
-    """Return a scorer by a reward model."""
+    """Return a scorer that gives a reward model's rewards."""
 
     @torch.no_grad()
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:

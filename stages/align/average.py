@@ -1,4 +1,4 @@
-"""Averaging the weights of models, with weights given or searched on a development set."""
+"""Averages of models, with weights that are given or searched on a development set."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 MOST_TRIALS = 500
 """Maximum number of averages that one search tries."""
 SCORED_TOKENS = 8192
-"""Tokens of a packed row that a reward model reads."""
+"""Maximum tokens of a packed row for a reward model."""
 
 
 class SearchConfig(RewardSettings):
     """Settings of the search: the weights to try, and how answers are sampled and scored."""
 
-    steps: int = Field(4, ge=1, le=20, description="Parts of 1: every way to divide them among the models is tried")
+    steps: int = Field(4, ge=1, le=20, description="Equal parts of the total weight; every division among the models is tried")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
-    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
     reward: Reward = Field("verifier", description=REWARDS)
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
     """Settings of the average: the weight of each model, or their search."""
 
-    weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; none: searched if prompts are given, else equal")
-    search: SearchConfig = Field(SearchConfig(), description="The search on a development set")
+    weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: searched if prompts are given, else equal")
+    search: SearchConfig = Field(SearchConfig(), description="Settings of the search")
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
@@ -59,10 +59,10 @@ def average(
 ) -> None:  # fmt: skip
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
-    The average of reward models costs no more than one (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's
-    prompts. Unless it is empty or `weights` are set, the weights with the highest mean reward of its answers are chosen, at equal rewards
-    the more even ones (`search.reward`: by verifiers, `reward_model` or both; the first model is the model before training). Metrics:
-    `weight_N` of each model and, after a search, `development_score`, the mean reward, beside the score of equal weights.
+    An average of reward models costs as much as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's
+    prompts. If it has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; among equals, the
+    most even. `search.reward`: verifiers, `reward_model` or both score answers; the first model is the model before training. Metrics:
+    `weight_N` of each model and, after a search, `development_score` (the mean reward) and the score of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 
@@ -97,7 +97,7 @@ def _searched(
     models: Sequence[Artifact], prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], config: AverageConfig,
     run: StageRun,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the weights whose average answers the development set best."""
+    """Return the weights of the average whose answers to the development set have the highest mean reward."""
     from puna.models.training import average as averaging
 
     equal = tuple(1 / len(models) for _ in models)
@@ -130,7 +130,7 @@ def _searched(
 
 
 class _Development:
-    """Development prompts, answered with the same draws for every average."""
+    """The development prompts, which every average answers with the same random numbers, and the rewards of the answers."""
 
     def __init__(
         self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig,
@@ -159,12 +159,12 @@ class _Development:
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
     def center(self, network: Transformer) -> float:
-        """Center all further rewards by those of a model's answers; return the center."""
+        """Center all further rewards on the rewards of a model's answers; return the center."""
         self._rewards = self._rewards.centered(self._ids, self._answers(network))
         return self._rewards.center
 
     def score(self, network: Transformer) -> float:
-        """Return the mean reward. An answer whose verifier fails counts as 0."""
+        """Return the mean reward of a model's answers. An answer whose verifier fails counts as 0."""
         rewards = [reward for (reward,) in self._rewards(self._ids, self._answers(network))]
         return sum(rewards) / len(rewards)
 

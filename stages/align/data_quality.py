@@ -29,41 +29,41 @@ EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b
 """Pictographs, dingbats, regional indicators and the emoji variation selector."""
 
 BLOCK, HELD = 256, 8192
-"""Numbers of new and of kept vectors that one product compares."""
+"""Maximum numbers of new and of kept vectors in one matrix product."""
 
 Row = dict[str, Any]
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 LEVELS = ("easy", "medium", "hard")
 
 PHRASES = ("i'm sorry", "i apologize", "as an ai", "i cannot help", "certainly!")
-"""Overused ways to begin; the first two are the paper's examples."""
+"""Overused phrases; the first two are examples in the Llama 3 paper."""
 
 
 class Rules(StageConfig):
     """Rules on the text of an answer."""
 
     phrases: tuple[str, ...] = Field(PHRASES, description="Overused phrases, in lower case")
-    phrase_share: float = Field(0.01, ge=0, le=1, description="Maximum share of answers with the same phrase; the best-scored ones stay")
+    phrase_share: float = Field(0.01, ge=0, le=1, description="Maximum share of answers with the same phrase; the best-scored are kept")
     max_emoji: int = Field(0, ge=0, description="Maximum number of emoji in an answer")
     max_exclamation_marks: int = Field(1, ge=0, description="Maximum number of exclamation marks in an answer")
 
 
 class Semantic(StageConfig):
-    """Removal of answers that say the same thing."""
+    """Settings of the removal of near-duplicates in meaning."""
 
     clusters: int = Field(1, ge=1, description="Clusters within which near-duplicates are searched; 1: all pairs, in quadratic time")
-    max_similarity: float = Field(0.98, gt=0, le=1, description="Maximum cosine of a kept dialogue's embedding to better kept ones")
+    max_similarity: float = Field(0.98, gt=0, le=1, description="Maximum cosine similarity of two kept dialogues")
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
     """Settings of the filters."""
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
-    reward_quantile: float = Field(0.75, ge=0, lt=1, description="An answer is good when its reward lies in the part above this quantile")
+    reward_quantile: float = Field(0.75, ge=0, lt=1, description="An answer is good if its reward is not below this quantile")
     min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: share of equal samples that makes an answer good, too")
     judge: JudgeSettings | None = Field(None, description="Judge of answers, in place of agreement, and of difficulty; null: none")
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
-    keep: int | None = Field(None, ge=1, description="Maximum number kept, drawn by quality times one plus difficulty; null: all")
+    keep: int | None = Field(None, ge=1, description="Maximum number of kept rows, drawn by quality times one plus difficulty; null: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
@@ -81,15 +81,15 @@ def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
 def data_quality(instructions: Instructions, model: Model, judge: Model | None, config: DataQualityConfig, run: StageRun) -> None:
     """Drop overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
 
-    A good answer has a reward in the top part or, with the setting `judge`, the full score of `judge`, a language model (none: `model`);
-    without that setting, or enough agreement of the prompt's samples. Rows without a score pass, unless the judge graded them lower.
-    Difficulty is the judge's or else one minus the agreement. Near-duplicates are found by the cosine of `model`'s mean hidden states,
-    minus their mean over all dialogues. Each cluster keeps dialogues greedily by quality times difficulty; `keep` draws by the same
-    product. Rows that the chat template of `model` refuses, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
+    An answer is good if its reward is high. With the setting `judge`, the full score of the language model `judge` (default: `model`) is
+    enough, too; without it, enough agreement of the prompt's samples. Rows without a score pass, unless the judge graded them lower.
+    Difficulty is the judge's grade, else one minus the agreement. Near-duplicates are found by the cosine of `model`'s mean hidden states,
+    centred over all dialogues. Each cluster keeps dialogues greedily by quality times one plus difficulty; `keep` draws by this product.
+    Rows that the chat template of `model` refuses, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
     `given_easy`, `given_medium` and `given_hard` count the rows that reach the rule on quality, by difficulty (below 1/3, below 2/3,
-    above); `kept_easy` and so on count the kept rows. Of rows with a reward and a grade, `reward_and_judge`, `reward_only`, `judge_only`
-    and `neither` count those that each finds good. The side table `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2),
+    above); `kept_easy` and so on count the kept rows. `reward_and_judge`, `reward_only`, `judge_only` and `neither` count the rows with a
+    reward and a grade by which of the two is good. The side table `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2),
     `intentions`.
     """
     if not instructions.rows():
@@ -133,7 +133,7 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
 
 
 Verdict = tuple[str, float | None, float | None, str | None]
-"""Rule, value, threshold, detail."""
+"""The result of a rule that drops a row: rule, value, threshold, detail."""
 
 
 def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
@@ -153,7 +153,7 @@ def _answer(row: Row) -> str:
 
 
 def _without_blanks(row: Row) -> tuple[str, ...]:
-    """Return a conversation with the blanks around its contents removed."""
+    """Return a conversation's messages as text, with the whitespace around their contents removed."""
     return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
 
 
@@ -162,7 +162,7 @@ def _best_first(row: Row) -> tuple[float, str]:
 
 
 def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
-    """Drop the worst answers with a phrase, so that at most `phrase_share` of all hold it."""
+    """Return a rule that drops the worst answers with a phrase, so that at most a share `phrase_share` of all answers has it."""
     verdicts: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:
@@ -173,7 +173,7 @@ def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
 
 
 def _text_rule(rules: Rules) -> Any:
-    """Drop answers that are empty, or have too many emoji or exclamation marks."""
+    """Return a rule that drops answers that are empty, or have too many emoji or exclamation marks."""
 
     def judge(row: Row) -> Verdict | None:
         turns = [message for message in messages_of(row) if message.get("role") == "assistant"]
@@ -192,7 +192,7 @@ def _text_rule(rules: Rules) -> Any:
 
 
 def _duplicate_rule(rows: Sequence[Row]) -> Any:
-    """Drop repeated conversations; of each the best-scored copy is kept."""
+    """Return a rule that drops repeated conversations, except the best-scored copy."""
     first_ids: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
         first_ids.setdefault(_without_blanks(row), row["id"])
@@ -205,7 +205,7 @@ def _duplicate_rule(rows: Sequence[Row]) -> Any:
 
 
 def _quality_rule(rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun) -> Any:
-    """Keep rewards in the top part OR the judge's full score, without a judge enough agreement. Unscored rows pass."""
+    """Return a rule that keeps high rewards, the judge's full scores, or, without a judge, enough agreement. Unscored rows pass."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
     both = [row for row in rows if grades and row["score"] is not None and row["id"] in grades.quality]
@@ -245,7 +245,7 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
     """Return quality (the larger of reward rank and judge's points, 0 to 1) times one plus difficulty, by id.
 
-    A row without a score or grade has quality 1; one without a difficulty has difficulty 1.
+    A row without a score or grade has quality 1; a row without a difficulty has difficulty 1.
     """
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
@@ -257,7 +257,7 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
 
 
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
-    """Draw `keep` rows without replacement, with probabilities proportional to their worth; drop the others.
+    """Return a rule that drops all but `keep` rows, drawn without replacement with probabilities proportional to their worth.
 
     The rows with the smallest Exp(worth) numbers are drawn (Efraimidis and Spirakis 2006); these depend only on ids and the seed.
     """
@@ -271,7 +271,7 @@ def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQuality
 
 
 def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: dict[str, float], run: StageRun) -> None:
-    """Report the number of easy, medium and hard rows before the rule on quality and after all rules, where difficulty is known."""
+    """Report the numbers of easy, medium and hard rows before the rule on quality and after all rules, if difficulties are known."""
     if not any(row["id"] in difficulty for row in given):
         return
     bars: dict[str, list[tuple[Any, float]]] = {}
@@ -284,7 +284,7 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
 
 
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
-    """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, less the mean of all dialogues.
+    """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, minus the mean of all dialogues.
 
     Uncentred hidden states share a large common direction, so that every cosine is near 1. The states are saved in `folder`.
     """
@@ -312,7 +312,7 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
 
 
 def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rounds: int = 20) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the cluster of each vector, int64 [n], by spherical k-means that starts from `clusters` of the vectors."""
+    """Return the cluster of each vector, int64 [n], by spherical k-means that starts from `clusters` random vectors."""
     centres = vectors[generator.choice(len(vectors), clusters, replace=False)]
     assigned = np.full(len(vectors), -1)
     for _ in range(rounds):
@@ -331,8 +331,8 @@ def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rou
 def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, float]]:
     """Return the vectors that a greedy pass drops: (index, index of the most similar kept vector, their cosine).
 
-    A vector is kept while its largest cosine to the kept ones before it is below `max_similarity`. Every vector is compared with
-    every kept one, a block of them in one product.
+    A vector is kept if its largest cosine to the vectors kept before is below `max_similarity`. Every vector is compared with every
+    kept vector, a block in one matrix product.
     """
     indices = np.empty(len(vectors), np.int64)
     held = np.empty_like(vectors)

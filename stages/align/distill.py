@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class DistillConfig(AdapterConfig):
     """Settings of the student's sampling and of its training."""
 
-    answers: int = Field(1, ge=1, description="Answers that the student samples to each prompt of a step")
+    answers: int = Field(1, ge=1, description="Number of answers that the student samples for each prompt")
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of the compared distributions")
-    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
     beta: float = Field(1.0, ge=0, le=1, description="1: KL(student || teacher); 0: KL(teacher || student); between: Jensen-Shannon")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with its answers")
 
@@ -50,11 +50,11 @@ def needs(config: DistillConfig, facts: Facts) -> list[str]:
 @stage(kind="model", device=True, ranks=True, needs=needs)
 def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillConfig, run: StageRun) -> None:
     """Distil `teacher` into `student` on the student's own answers to the training prompts (GKD, Agarwal et al. 2024, with
-    on-policy data only; Lu and Thinking Machines 2025). Both must have one tokenizer.
+    on-policy data only; Lu and Thinking Machines 2025). Both must have the same tokenizer.
 
-    In each step the current student answers the next `training.batch_size` prompts. The loss is the mean divergence between its and the
-    teacher's distributions over the vocabulary, nats per token of these answers. No reference or reward is needed. Compare the result with
-    `sft` on answers that the teacher samples. Prompts that the chat template refuses, and too long ones, are in `dropped`; see `bad_rows`.
+    In each step the current student answers the next `training.batch_size` prompts. The loss is the mean divergence between the student's
+    and the teacher's next-token distributions, in nats per token of these answers. No gold answer or reward is needed. Compare the result
+    with `sft` on the teacher's samples. Prompts that the chat template refuses, and too long prompts, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.objectives import Distill
     from puna.models.training.parallel.parallel import asked
@@ -86,7 +86,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
 def _sampled(
     model: Transformer, prompts: Sequence[list[int]], stop: Sequence[int], config: DistillConfig, run: StageRun
 ) -> Callable[[int], list[Targets]]:
-    """Return a function of the step that samples its batches: prompts shuffled each epoch, answered by the current model."""
+    """Return a function that samples the batches of a step: prompts, shuffled in each epoch, with answers of the current model."""
     from puna.models.generation import Engine, SamplingParams
     from puna.models.training.objectives import Targets
     from puna.models.training.packing import pack, step_indices

@@ -1,4 +1,4 @@
-"""Direct preference optimisation of a policy."""
+"""Direct preference optimisation (DPO) of a policy, and its variants."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
-    """Train by DPO, or another preference loss, with format tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
+    """Train by DPO or another preference loss, with template tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; if the loss needs its log-probabilities, they are computed once, before the first
     step, for the preferences that training reaches. Values that `reference_logprobs` has stored are read instead; the metric
-    `reference_answers` counts the computed ones. With loss kto the best answers of a preference (edited, chosen and their equals) are good
-    ones, the worst are bad ones. The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto
-    the latter is between the means of good and bad answers. Preferences that the chat template refuses, those longer than a packed row, and
-    (except with kto) those with one side only are in `dropped`; see `bad_rows`.
+    `reference_answers` counts computed answers. With loss kto the best answers of a preference (edited, chosen and their equals) are good
+    ones, the worst are bad ones. The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto,
+    the margin is the mean of good minus the mean of bad answers. Preferences that the chat template refuses, that are longer than a
+    packed row, or (except with kto) that have only good or only bad answers are in `dropped`; see `bad_rows`.
     """
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
@@ -61,7 +61,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
 
 def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) -> DpoBatch:
-    """Pack pairs into one row, with their answers' reference log-probabilities."""
+    """Return a batch of pairs, packed into one row, from examples and the reference log-probabilities of their answers."""
     import torch
 
     from puna.models.training.objectives import DpoBatch
@@ -79,7 +79,7 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
 
 
 def objective(config: DpoConfig) -> Dpo:
-    """Return the configured loss of pairs."""
+    """Return the loss on preference pairs with the configured parameters."""
     from puna.models.training.objectives import Dpo
 
     return Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
@@ -159,7 +159,7 @@ def _fit(
 
 
 def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
-    """Report the mean implicit reward of held-out good answers less that of bad ones."""
+    """Report the margin on held-out answers: the mean implicit reward of good answers minus the mean of bad answers."""
     rewards: list[list[float]] = [[], []]
     for example, before, after in zip(examples, known, Reference(config, run).of(model, examples, "heldout"), strict=True):
         for group in example.groups:
@@ -172,9 +172,9 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Pair each prompt with as many answers of other examples as it has of its own, or as a row holds.
+    """Return each example's prompt with answers of other examples: as many as the example has, or as fit into a row.
 
-    Answers are taken cyclically in a random order: if all fit, each is taken about equally often.
+    Answers are taken cyclically in a random order. If all fit, every answer is taken about equally often.
     """
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
@@ -196,7 +196,7 @@ def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: 
 
 
 def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
-    """Pack examples and their mismatched ones into one row, with the reference's log-probabilities of both."""
+    """Return a batch of examples and of their mismatched examples, with the reference's log-probabilities of both."""
     import torch
 
     from puna.models.training.objectives import KtoBatch

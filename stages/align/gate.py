@@ -18,9 +18,9 @@ from puna.storage import Artifact, PunaError
 class ApprovalConfig(StageConfig):
     """A person's decision."""
 
-    by: str = Field(min_length=1, description="Who decides")
+    by: str = Field(min_length=1, description="Name of the person who decides")
     approved: bool = Field(True, description="Whether the candidate takes the policy's place")
-    reason: str = Field("", description="Why")
+    reason: str = Field("", description="Reason for the decision")
 
 
 @stage(kind="evaluation")
@@ -44,13 +44,13 @@ class GateConfig(StageConfig):
     """Bounds that a candidate must meet."""
 
     metric: str = Field("score", min_length=1, description="Name of the per-prompt scores to compare")
-    min_gain: float = Field(0.0, ge=-1, le=1, description="The 95 % interval of the mean gain over all prompts must lie above this")
-    max_fall: float = Field(0.05, ge=0, le=1, description="Largest fall of a task's mean score, or relative rise of bits or perplexity")
+    min_gain: float = Field(0.0, ge=-1, le=1, description="Lower bound: the 95 % interval of the mean gain over all prompts must lie above")
+    max_fall: float = Field(0.05, ge=0, le=1, description="Maximum fall of a task's mean score, or relative rise of bits or perplexity")
     decision: Literal["measured", "person"] = Field("measured", description="measured: these bounds decide; person: an approval decides")
 
 
 class Comparison(NamedTuple):
-    """Two models on one task's prompts: mean scores, and the gain from one to the other with its paired interval."""
+    """A comparison of two models on one task's prompts: mean scores, and the gain from `before` to `after` with its paired interval."""
 
     task: str
     before: Interval
@@ -92,7 +92,7 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
-    """Return the reasons against a candidate by benchmarks, one sentence each. PunaError if the two cannot be compared."""
+    """Return the reasons of benchmarks against a candidate, one sentence each. Raise PunaError if the two cannot be compared."""
     rows, remarks = differences(measured([before]), measured([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")
@@ -111,7 +111,7 @@ def gate(
 ) -> None:  # fmt: skip
     """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and decide whether it may replace the policy.
 
-    `before` and `after` are the evaluations of the two, whose `scores` hold one score for each of `prompts`. An answer that could
+    `before` and `after` are the evaluations of both models; their `scores` hold one score for each of `prompts`. An answer that could
     not be scored counts as 0 if the other model's was scored. `benchmark_before` and `benchmark_after`: the same task files asked of both;
     no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
     `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of each task.
@@ -152,7 +152,7 @@ def gate(
 
 
 def _scores(evaluation: Artifact, tasks: Mapping[str, str], metric: str) -> dict[str, float]:
-    """Return the score of each prompt. PunaError if there are none, or scores of unknown prompts."""
+    """Return prompt → score. Raise PunaError if there are no scores, or scores of unknown prompts."""
     rows = evaluation.read(SCORES).to_pylist() if SCORES in evaluation.tables else []
     comparisons = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
     if not comparisons:

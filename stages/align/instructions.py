@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def instruction(name: str, prompt_id: str, prompt: Row, answer: Mapping[str, Any], source: str, score: float | None = None) -> Row:
-    """Return a row of the instructions table to train on: a prompt's conversation, answered by a message of the assistant."""
+    """Return a training row of the instructions table: the messages of a prompt, then the assistant's message `answer`."""
     messages = dump([*messages_of(prompt), dict(answer)])
     row = {"id": name, "prompt_id": prompt_id, "task": prompt["task"], "split": "train", "messages": messages, "tools": prompt["tools"]}
     return {**row, "source": source, "score": score}
@@ -36,7 +36,7 @@ class ChosenConfig(StageConfig):
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """Take the better answer of each training preference, or its edit; each answer of a prompt is taken once."""
+    """Take the better answer of each training preference or, if there is one, its edit. Equal answers to a prompt are taken once."""
     rows = {}
     for artifact in preferences:
         for row in artifact.read().to_pylist():
@@ -52,7 +52,7 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
 
 
 class InstructionsConfig(StageConfig):
-    """Name of the source."""
+    """Settings of the instructions."""
 
     source: str = Field("gold", min_length=1, description="Name of the source in the instructions table")
 
@@ -61,7 +61,7 @@ class InstructionsConfig(StageConfig):
 def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) -> None:
     """Pair training prompts with their reference answers, in place of human annotators' demonstrations.
 
-    Held-out prompts are left out; those without a reference are in `dropped`. Raise PunaError if none has a reference.
+    Held-out prompts are left out; training prompts without a reference are in `dropped`. Raise PunaError if none has a reference.
     """
     questions = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     if not questions:

@@ -22,19 +22,19 @@ ALIAS = "judged@latest"
 
 
 class Judgement(BaseModel):
-    """A person's judgement of a pair, one line of the file that `puna annotate` writes. A person's last one on a pair counts."""
+    """A person's judgement of a pair, one line of the file that `puna annotate` writes. A person's last judgement of a pair counts."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str = Field(min_length=1, description="Id of the pair")
-    by: str = Field(min_length=1, max_length=100, description="Who judges")
+    by: str = Field(min_length=1, max_length=100, description="Name of the person who judges")
     better: Literal["first", "second"] | None = Field(None, description="The better answer; null: skipped")
     level: Level | None = Field(None, description="How much better; null: skipped")
     edited: str | None = Field(None, max_length=100_000, description="The better answer, improved")
-    prompt: str | None = Field(None, max_length=100_000, description="The prompt as it should have been asked")
+    prompt: str | None = Field(None, max_length=100_000, description="The prompt, improved")
 
     @property
     def worth(self) -> int:
-        """Return 4 (the first is significantly better) to -4 (the second is), 0 if skipped."""
+        """Return the level as a number: 4 if the first answer is significantly better, -4 if the second is, 0 if the pair was skipped."""
         if self.better is None or self.level is None:
             return 0
         size = STEPS - LEVELS.index(self.level)
@@ -42,14 +42,14 @@ class Judgement(BaseModel):
 
 
 class JudgementsConfig(SeededConfig):
-    """Pairs to draw, and the share of them to hold out."""
+    """Settings of the drawn pairs, and the share of prompts to hold out."""
 
-    pairs_per_prompt: int = Field(1, ge=1, description="Most pairs drawn for a prompt")
+    pairs_per_prompt: int = Field(1, ge=1, description="Maximum number of pairs drawn for a prompt")
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training to measure the reward model")
 
 
 def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfig) -> dict[str, tuple[Row, Row]]:
-    """Return pairs of finished, different answers to one prompt by pair id, in a shuffled order that the seed decides."""
+    """Return pair id → two finished, different answers to one prompt, in an order that the seed shuffles."""
     import numpy as np
 
     pairs = {}
@@ -91,7 +91,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
     `judged`: files of JSON lines, a `Judgement` each. If several people judged a pair, the mean of their signed levels decides; `dropped`
     holds the pairs that all skipped (`skipped`) or whose levels cancel out (`no_majority`). If the prompt was edited, both answers stay and
-    the conversation is the edited one. Metrics: `judges`, and `agreement` and `alpha` if two people judged a pair.
+    the conversation is the edited prompt. Metrics: `judges`, and `agreement` and `alpha` if two people judged a pair.
     """
     questions, by_prompt = read_answers(answers, prompts)
     pairs = pairs_to_judge(by_prompt, config)
@@ -149,7 +149,7 @@ def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement
 
 
 def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
-    """Yield each line with its number and file."""
+    """Yield the number, text and file of each line that is not blank."""
     for source in judged:
         for file in source.files:
             with file.open() as handle:

@@ -13,13 +13,13 @@ from puna.stages.draws import hashed
 class NewPromptsConfig(SeededConfig):
     """Number and purpose of the prompts."""
 
-    count: int = Field(400, ge=1, description="Prompts of each task, or fewer if the pool has no more")
+    count: int = Field(400, ge=1, description="Number of prompts of each task; fewer if the pool has no more")
     split: Literal["train", "heldout"] = Field("train", description="Purpose of the prompts: training, or only comparisons")
 
 
 @stage(kind="prompts")
 def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
-    """Take training prompts of a pool that are not among `used`, in the order of a hash of their id; none if none are left.
+    """Take training prompts of a pool that are not among `used`, in the order of a hash of their id. The output may be empty.
 
     A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that stay unused.
     """

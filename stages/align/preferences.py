@@ -1,9 +1,9 @@
-"""Preference pairs: two answers of different models, how much better the better one is, and an edit.
+"""Preference pairs: two answers to a prompt, how much better the better answer is, and an edit.
 
 The annotator is simulated, so that every preference can be traced to the prompt's verifier. `draw_pairs` pairs the answers to a
-prompt; `quality` is what the annotator sees of an answer; `judge` compares two, with noise on their margin as annotators make mistakes, and
-edits a chosen answer that is not right into the reference. If the rejected answer is the reference there is no edit: one text cannot be the
-best and the worst.
+prompt; `quality` is the number by which the annotator ranks an answer. `judge` compares two answers, with noise on their margin, since
+annotators make mistakes; it edits a chosen answer that is not right into the reference. If the rejected answer is the reference, there is
+no edit: one text cannot be the best and the worst.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Row = dict[str, Any]
 class Thresholds(StageConfig):
     """Minimum margin of each level, as a difference of qualities (0 to 1)."""
 
-    significantly_better: float = Field(0.6, gt=0, description="Minimum margin of `significantly_better`, quality")
-    better: float = Field(0.35, gt=0, description="Minimum margin of `better`, quality")
-    slightly_better: float = Field(0.15, gt=0, description="Minimum margin of `slightly_better`, quality")
-    marginally_better: float = Field(0.05, gt=0, description="Minimum margin of `marginally_better`, quality; closer answers are dropped")
+    significantly_better: float = Field(0.6, gt=0, description="Minimum margin of `significantly_better`")
+    better: float = Field(0.35, gt=0, description="Minimum margin of `better`")
+    slightly_better: float = Field(0.15, gt=0, description="Minimum margin of `slightly_better`")
+    marginally_better: float = Field(0.05, gt=0, description="Minimum margin of `marginally_better`; closer answers are dropped")
 
     @model_validator(mode="after")
     def _falls(self) -> Thresholds:
@@ -56,10 +56,10 @@ class PreferencesConfig(SeededConfig):
     gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in quality, beside closeness to the reference")
     taste: dict[str, JsonValue] | None = Field(None, description="Verifier {name: …, …} of the annotator's taste, in place of closeness")
     judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
-    noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin, quality")
+    noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin")
     flips: float = Field(0.0, ge=0, lt=0.5, description="Share of preferences that the annotator reverses")
     unfinished: Literal["drop", "wrong"] = Field("drop", description="A cut-off answer drops its pair, or is wrong and may be rejected")
-    edit: bool = Field(True, description="Improve a chosen answer that is not right to the reference answer")
+    edit: bool = Field(True, description="Edit a chosen answer that is not right into the reference answer")
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training to measure the reward model")
 
     def reaches(self) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ class PreferencesConfig(SeededConfig):
 
 @stage(kind="preferences")
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
-    """Label four-level preferences between answers of different models, with an edit step (Llama 3, section 4.2.1).
+    """Label four-level preferences between answers, of different models if several answered, with an edit step (Llama 3, section 4.2.1).
 
     Input rows are the drawn pairs. `dropped` holds pairs with identical, similar or unfinished answers, and pairs with an answer without a
     gold score because its verifier failed (`unscored`). Raise PunaError if a prompt has no verifier.
@@ -138,7 +138,7 @@ def _report(kept: list[Row], dropped: list[Row], run: StageRun) -> None:
 
 
 def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) -> Iterator[tuple[Row, Row]]:
-    """Yield up to `most` disjoint pairs of answers, of two different models where two or more answered.
+    """Yield up to `most` disjoint pairs of answers, of two different models if several models answered.
 
     The next pair comes from the two models with most answers left, so that few are left over.
     """
@@ -163,7 +163,7 @@ def judge(
 ) -> tuple[Row, str | None, float | None]:
     """Return a row of the preferences table without its split, the rule that drops it or None, and the margin.
 
-    `noise` is a standard normal draw; `mistaken`: the wrong answer is taken for the better one.
+    `noise` is a standard normal draw; `mistaken`: the annotator takes the worse answer for the better one.
     """
     row: Row = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
     cut = [answer for answer in (first, second) if not answer["finished"]]
@@ -180,7 +180,7 @@ def judge(
     level = config.thresholds.level(abs(margin))
     if level is None:
         return row, "similar", abs(margin)
-    if chosen in cut:  # chosen by mistake or for its taste: a model must not learn to write until it is cut off
+    if chosen in cut:  # a cut-off answer may be chosen by mistake or for taste, but a model must not learn to write until it is cut off
         return row, "unfinished", None
     # An annotator who prefers a wrong answer by mistake would not write the rejected right one as its improvement.
     improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
@@ -209,7 +209,7 @@ def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> fl
 
 
 def closeness(text: str, reference: str) -> float:
-    """Return one minus the edit distance as a fraction of the longer text, 1 for two empty texts."""
+    """Return 1 minus the edit distance divided by the length of the longer text; 1 for two empty texts."""
     longer = max(len(text), len(reference))
     return 1.0 - edit_distance(text, reference) / longer if longer else 1.0
 

@@ -13,7 +13,7 @@ from puna.stages.training.train import frozen_dtype, load_model
 
 
 class ReferenceLogprobsConfig(BadRowsConfig):
-    """Tokens to count, and the size of a forward pass."""
+    """Settings of the tokens to count, and of the size of a forward pass."""
 
     mask_format: bool = Field(True, description="Leave out header and termination tokens, as `dpo` does with its mask_format")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row has no log-probabilities")
@@ -23,9 +23,9 @@ class ReferenceLogprobsConfig(BadRowsConfig):
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 
-    `dpo` from that model on these preferences in this precision reads them instead of computing its own, with any loss. A row of `scores`
-    is named after the tokens of a prompt and an answer, the precision and the model's data digest. Preferences that the chat template
-    refuses, and too long ones, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
+    A `dpo` run from this model, on these preferences and in the same precision, reads the values instead of computing them, with any loss.
+    A row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest. Preferences that the
+    chat template refuses, and too long preferences, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
     """
     import torch
 

@@ -70,7 +70,7 @@ def _without(config: RolloutsConfig) -> str:
 
 
 class PpoConfig(PpoSettings, RolloutsConfig):
-    """Settings of the optimization."""
+    """Settings of PPO."""
 
 
 @stage(kind="model", device=True, ranks=True, needs=needs, named=verifiers_named)
@@ -82,7 +82,7 @@ def ppo(
     The reward is a frozen reward model's number (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
     `reward`. The critic starts as the first reward model, or else as the policy with a zero head. `judges` are models that verifiers name.
     An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
-    chat template refuses, and those that with their answers may be longer than a row, are in `dropped`; see `bad_rows`.
+    chat template refuses, and prompts that may not fit into a row with their answers, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.ppo import train_ppo
 
@@ -90,7 +90,7 @@ def ppo(
 
 
 class GrpoConfig(GrpoSettings, TurnsConfig, RolloutsConfig):
-    """Settings of the optimization."""
+    """Settings of GRPO and RLOO."""
 
     reward: Reward = Field("verifier", description=REWARDS)
 
@@ -105,11 +105,11 @@ class GrpoConfig(GrpoSettings, TurnsConfig, RolloutsConfig):
 def grpo(
     policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: GrpoConfig, run: StageRun
 ) -> None:
-    """Train by comparing each answer with the others to its prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
+    """Train by comparing the answers to a prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
-    The loss is PPO's clipped surrogate, a mean over the tokens of an update (as DAPO has it), unless `surrogate`, `ratio` and
-    `normalizer` say otherwise; the KL divergence to the starting policy is subtracted from the answer's reward. Rewards, `judges` and
-    dropped prompts are as in `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of the others.
+    By default the loss is PPO's clipped surrogate, a mean over the tokens of an update, like DAPO's; `surrogate`, `ratio` and `normalizer`
+    change it. The KL divergence to the starting policy is subtracted from an answer's reward. For rewards, `judges` and dropped prompts,
+    see `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of all other prompts.
     """
     from puna.models.training.ppo import train_grpo
 
@@ -208,7 +208,7 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
-    """Record the numbers of checks, tokens, updates and answers. Resampling counts as if every rollout used all of it."""
+    """Record the numbers of checks, tokens, updates and answers. Resampling counts as if every rollout used its maximum."""
     each = config.prompts * config.answers
     draws = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"
@@ -220,7 +220,7 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
 
 
 def _centered(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
-    """Center the rewards by the untrained policy's answers to one rollout's number of prompts, the same in a resumed run."""
+    """Center the rewards on the untrained policy's answers to a rollout's number of prompts, which a resumed run draws again."""
     from puna.models.generation import SamplingParams
     from puna.models.training.parallel.staged_engine import held_engine
 

@@ -40,12 +40,12 @@ class RejectionSampleConfig(RewardedConfig, SeededConfig):
 
     pick: Pick = Field("reward_model", description="The highest reward; a random answer; the most frequent text; or a random right answer")
     correct: bool = Field(False, description="The reward model chooses only among answers that the prompt's verifier calls right")
-    most: int = Field(1, ge=1, description="Different answers to take for each prompt, the first choice first")
+    most: int = Field(1, ge=1, description="Maximum number of different answers per prompt, the first choice first")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
 def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
-    """Return the need of a reward model, if `pick` uses one and none is given."""
+    """Require a reward model if `pick` uses one."""
     return [] if config.pick != "reward_model" or "reward_model" in facts.inputs else [NO_REWARD_MODEL]
 
 
@@ -53,12 +53,12 @@ def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
 def rejection_sample(
     answers: Answers, reward_model: list[Model] | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
-    """Choose one finished answer for each prompt, or several: the one with the highest reward (Llama 3, section 4.2.2), or see `pick`.
+    """Choose finished answers for each prompt, by default one with the highest reward (Llama 3, section 4.2.2); see `pick` and `most`.
 
     The side table `scores` holds each instruction's `agreement`: the share of the prompt's answers with the same text. If the reward model
     picks, `scores` also holds the `reward` of each answer. `dropped` holds prompts whose answers were all cut off (`unfinished`), that have
     no right answer (`none_right`), or that cannot be scored; see `bad_rows`. Metrics compare the gold accuracy of the picked answers with
-    that of the mean answer and of the best one.
+    the accuracies of the mean answer and of the best answer.
     """
     questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
@@ -87,7 +87,7 @@ def rejection_sample(
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         rule, count = ("none_right", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
         dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(questions[key]))})
-    # Each of a prompt's several answers counts.
+    # If several answers to a prompt are picked, each one counts as an input row.
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)
     run.write_rows(scores, "scores")

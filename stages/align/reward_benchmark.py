@@ -1,4 +1,4 @@
-"""Measurement of a reward model: on pairs of answers by subset, and on the answers of a model."""
+"""The benchmark of a reward model: on pairs of answers by subset, and on the answers of a model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from puna.storage import Artifact, PunaError
 
 Row = dict[str, Any]
 STEPS = 20
-"""Bars of the distribution of rewards."""
+"""Number of bars in the histogram of rewards."""
 
 
 class Judged(NamedTuple):
-    """A pair of answers: its subset, the rewards of both, and whether the chosen one is longer (one half: equal length)."""
+    """A pair of answers: its subset and both rewards. `longer`: 1 if the chosen answer is longer, one half for equal lengths, else 0."""
 
     id: str
     subset: str
@@ -44,11 +44,11 @@ def reward_benchmark(
 ) -> None:  # fmt: skip
     """Measure a reward model, or several as one: its accuracy on pairs of each subset, and its rewards of n answers to a prompt.
 
-    A pair is right where the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs' task.
+    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs' task.
     Rows: `accuracy`, with `always_longer` and `always_shorter` (in characters) beside it, and the mean `margin`; the metric
     `subset_mean` weighs all subsets alike. With `answers` and their `prompts`: the `reward` of the mean answer, its `spread` (standard
-    deviation) over the answers to a prompt, and the `best_reward`. If verifiers scored the answers, also the share of right ones: of all
-    (`right`), of those with the highest reward (`right_of_best`), and of prompts with any right answer (`right_of_any`). `scores` holds
+    deviation) over the answers to a prompt, and the `best_reward`. If verifiers scored the answers, also shares of right answers: of all
+    (`right`) and of the best by reward (`right_of_best`); and the share of prompts with any right answer (`right_of_any`). `scores` holds
     each reward.
     """
     if not preferences and answers is None:
@@ -66,7 +66,7 @@ def reward_benchmark(
 def _judged(
     preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows, run: StageRun
 ) -> list[Judged]:
-    """Return the pairs with their rewards; those without both answers, and those that cannot be rendered, are dropped."""
+    """Return the pairs with their rewards; drop pairs that lack an answer or cannot be rendered."""
     check_one_tokenizer(models, "reward models of an ensemble read the same tokens")
     rows, tokenizer = read_preferences(preferences, None), tokenizer_of(models[0])
     for row in rows:

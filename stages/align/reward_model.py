@@ -30,11 +30,11 @@ MEASURED = 32
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
     """Train a reward model by Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
-    (Llama 3, section 4.1.2). A ranking of more answers is one group of as many tiers; equals make no pair. With `head_only` the
-    model's layers stay as they are.
+    (Llama 3, section 4.1.2). A longer ranking is one group with a tier per rank; equal answers make no pair. With `head_only` only the
+    head is trained.
 
     The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` is the
-    share on equally many random training prompts, at least 32. `heldout_longer_accuracy` is the accuracy of always
+    share on random training prompts, as many as held-out prompts, at least 32. `heldout_longer_accuracy` is the accuracy of always
     preferring the longer answer. `heldout_accuracy_LEVEL` is the accuracy on one level. `heldout_calibration_error` compares the
     probabilities implied by reward differences with the observed shares. Preferences that the chat template refuses, and those
     longer than a packed row, are in `dropped`; see `bad_rows`.
@@ -69,7 +69,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 
 
 def collate(examples: list[Example]) -> RewardBatch:
-    """Pack prompts into one row, all ranked answers as branches, compared within their group."""
+    """Return a batch of prompts packed into one row, with all ranked answers as branches, which are compared within their group."""
     from dataclasses import replace
 
     import torch
@@ -84,7 +84,7 @@ def collate(examples: list[Example]) -> RewardBatch:
 
 
 def _train(model: Transformer, head: Tensor | None, examples: list[Example], config: RewardModelConfig, run: StageRun) -> None:
-    """Train in place. `head`: the policy's own head, if its likelihood counts."""
+    """Train the model in place. `head`: the language model's head for the NLL term; None without this term."""
     from puna.models.training.objectives import Reward
     from puna.models.training.packing import Sampler
 
@@ -102,7 +102,7 @@ def _drawn(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
 
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
-    """Report the accuracy on chosen against rejected answers, and on edited against chosen ones."""
+    """Report the accuracy on chosen against rejected answers, and on edited against chosen answers."""
     examples, size = [one.example for one in found], config.training.compute.micro_batch_tokens
     rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
     report(*pairs(found, rewards), split, run)
@@ -126,14 +126,14 @@ def score_answers(
 
 
 BINS = ((-0.5, "half or less"), (-0.1, "shorter"), (0.1, "about as long"), (0.5, "longer"), (1.0, "twice or more"))
-"""Upper ends of the chosen answer's length minus the rejected answer's, as a share of the longer one."""
+"""Upper end and name of each bin of the length difference: chosen minus rejected, as a share of the longer answer."""
 STEPS = 10
 """Number of bins in which claimed and observed accuracy are compared."""
 
 
 class Pair(NamedTuple):
-    """A chosen and a rejected answer. `right`: 1 if the rewards order them correctly, one half for a tie; `longer`: the same by length;
-    `difference`: of lengths, as a share of the longer one; `margin`: of rewards."""
+    """A chosen and a rejected answer. `right`: 1 if the chosen answer has the higher reward, one half for a tie, else 0; `longer`: the same
+    for the lengths. `difference`: length difference as a share of the longer answer; `margin`: reward difference."""
 
     level: str | None
     right: float

@@ -42,17 +42,17 @@ Progress = Callable[[int, int], None]
 class SampleConfig(BadRowsConfig, SeededConfig):
     """Settings of the sampling."""
 
-    answers: int = Field(8, ge=1, le=1024, description="Answers to each prompt from each model")
+    answers: int = Field(8, ge=1, le=1024, description="Number of answers to each prompt from each model")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature; 0: likeliest token; null: the model's, or 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens of this probability; null: the model's, or 1")
-    top_k: int | None = Field(None, ge=0, description="Draw from this many likeliest tokens, 0: from all; null: the model's, or all")
+    top_p: float | None = Field(None, gt=0, le=1, description="Total probability of the tokens to draw from; null: the model's, or 1")
+    top_k: int | None = Field(None, ge=0, description="Number of likeliest tokens to draw from, 0: all; null: the model's, or all")
     min_p: float | None = Field(None, ge=0, le=1, description="Minimum probability relative to the likeliest; null: the model's, or 0")
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="Penalty of repeated tokens; null: the model's, or 1")
-    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    split: Literal["train", "heldout"] = Field("train", description="Prompts that are answered")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
+    split: Literal["train", "heldout"] = Field("train", description="Split of the prompts to answer")
     serving: ServingSettings = Field(ServingSettings(), description="Settings of the models' computation")
     endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that answer, too, without token ids and log-probs")
-    draft_weights: Weights = Field("same", description="A draft's matrices: as they are, or in 8 bits (a model may draft for itself)")
+    draft_weights: Weights = Field("same", description="A draft's weights: as they are, or in 8 bits (a model may draft for itself)")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
@@ -81,12 +81,12 @@ def sample(
     models that verifiers name. `draft` is a smaller model with the same tokenizer, which guesses ahead for each of the models: answers
     have the same distribution.
 
-    A model's own sampling parameters are those of the generation_config.json that it was imported with. Metrics record the parameters used,
+    A model's own sampling parameters come from the generation_config.json that it was imported with. Metrics record the parameters used,
     by name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
 
-    Rows name a model by its data digest, which also seeds its draws: like this artifact's own key, they depend on the model's content, not
-    on how or in which order it was given. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies,
-    and prompts that an endpoint refuses are in `dropped` (`refused`).
+    Rows name a model by its data digest, which also seeds its sampling. So answers depend on a model's content, not on how it was made or
+    on its place among `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies, and prompts
+    that an endpoint refuses are in `dropped` (`refused`).
     """
     models = models or []
     if not models and not config.endpoints:
@@ -205,7 +205,7 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
 def replies_of(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], bad: BadRows, count: int, fields: dict[str, Any], seed: int
 ) -> list[tuple[dict[str, Any], list[Reply]]]:
-    """Return `count` replies to each row of prompts that the endpoint takes; `fields` are those of each request."""
+    """Return `count` replies to each row of prompts that the endpoint accepts. `fields`: further fields of every request."""
     requests = list(bad.rendered(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
     each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in requests for i in range(count)]))
     answered = []
@@ -219,7 +219,7 @@ def replies_of(
 
 
 def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun, speculate: int) -> SamplingParams:
-    """Return a model's sampling parameters: the configured ones, else its own. The metrics record them."""
+    """Return a model's sampling parameters: the configured values, else the model's own. The metrics record them."""
     from puna.models.generation import SamplingParams
 
     options = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
@@ -259,9 +259,9 @@ def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Comp
 def read_answers(
     answers: Artifact, prompts: Artifact, learned: bool = True
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Return the prompts by id, and the answers (without their tokens) by prompt id, as training data if they are `learned` from.
+    """Return id → prompt, and prompt id → answers without their tokens. `learned`: the answers become training data.
 
-    Raise PunaError if there are none, a prompt is not among `prompts`, or training data answers a held-out prompt.
+    Raise PunaError if there are no answers, a prompt is not among `prompts`, or training data answers a held-out prompt.
     """
     columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
     if not answers.rows():

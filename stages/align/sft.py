@@ -27,7 +27,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
     """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 
     Several sets of instructions are read as one, held-out rows left out; each learned token of a step weighs the same.
-    Rows that the chat template refuses, and those longer than a packed row, are in `dropped`; see `bad_rows`. The scores on `tasks`
+    Rows that the chat template refuses, and rows longer than a packed row, are in `dropped`; see `bad_rows`. The scores on `tasks`
     (folders of task files and their data) are in the log and the metrics.
     """
     rows = read_instructions(instructions)
@@ -52,7 +52,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
 
 
 def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """Return the training rows, in an order that does not depend on that of the artifacts."""
+    """Return the training rows of all artifacts, sorted, so that the order of the artifacts does not matter."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
         raise PunaError(f"there are no training instructions in {', '.join(a.id for a in artifacts)}: nothing to fine-tune on")
@@ -66,7 +66,7 @@ def collate(examples: list[Example]) -> Targets:
 
 
 def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: SftConfig, bad: BadRows) -> list[Example]:
-    """Render each conversation, cut where the first answer begins; several examples if the template asks for it."""
+    """Return examples of the conversations, each split where the first answer begins. A chat template may require several per row."""
 
     def longest(examples: list[Example]) -> int:
         return max(map(len, examples))
@@ -106,7 +106,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
 @contextmanager
 def noised(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
-    """Add noise to embeddings in passes that keep a gradient, uniform in ``+-alpha / sqrt(tokens x width)`` (NEFTune)."""
+    """Within the context, add uniform noise in ``+-alpha / sqrt(tokens x width)`` to embeddings in passes with gradients (NEFTune)."""
     import torch
 
     bound = alpha / math.sqrt(tokens * model.config.hidden_size)

@@ -55,13 +55,13 @@ class SynthesizeConfig(TurnsConfig, BadRowsConfig, SeededConfig):
     problems: Literal["given", "maths", "code"] = Field(
         "given", description="The training prompts, checked by verifiers; or new problems: maths, checked by agreement; code, by tests"
     )
-    count: int = Field(100, ge=1, le=1_000_000, description="Problems that the model writes; not with `given`")
-    shots: int = Field(4, ge=1, le=50, description="Training prompts shown as examples for each new problem")
-    answers: int = Field(8, ge=1, le=1024, description="Answers to each problem")
+    count: int = Field(100, ge=1, le=1_000_000, description="Number of problems that the model writes; unused with `given`")
+    shots: int = Field(4, ge=1, le=50, description="Number of training prompts shown as examples for each new problem")
+    answers: int = Field(8, ge=1, le=1024, description="Number of answers to each problem")
     retries: int = Field(1, ge=0, le=10, description="Retries of a problem without a right answer, with the check's message")
     temperature: float = Field(0.7, ge=0, le=10, description="Sampling temperature of problems, tests and answers")
-    max_tokens: int = Field(256, ge=1, description="Longest problem or answer, its end token included, tokens")
-    min_agreement: float = Field(0.5, gt=0, le=1, description="With maths: share of the answers that must agree on the result, fraction")
+    max_tokens: int = Field(256, ge=1, description="Maximum tokens of a problem or answer, with its end token")
+    min_agreement: float = Field(0.5, gt=0, le=1, description="With maths: minimum share of answers with the same result (0 to 1)")
     min_tests: int = Field(2, ge=1, le=100, description="With code: minimum number of tests that fail without a solution")
     max_similarity: float = Field(0.6, gt=0, le=1, description="Maximum share of a problem's word trigrams in a prompt or other problem")
     source: str = Field("synthetic", min_length=1, description="Name of the source in the instructions table")
@@ -83,7 +83,7 @@ def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
 
 
 class Text(NamedTuple):
-    """A generated text; `finished` is false if it was cut off. `before`: the turns and replies that it follows."""
+    """A generated text. `finished`: false if it was cut off. `before`: the turns and tool results between the prompt and this text."""
 
     text: str
     finished: bool
@@ -100,19 +100,19 @@ class Text(NamedTuple):
         return [self.text.strip(), *map(dump, self.before)]
 
     def after(self, row: Row) -> Row:
-        """Return the prompt of this text, which has the turns before it."""
+        """Return the row with the turns before this text added to its messages."""
         return {**row, "messages": dump([*messages_of(row), *self.before])} if self.before else row
 
 
 @stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
 def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
-    """Write one checked answer of the model for each problem that has one; see `problems`.
+    """Write a right answer of the model to each problem that it solves; see `problems`.
 
     A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
-    (`right`) and how often it was tried (`tries`). With `tools` an answer is right if the verifier passes its last turn, and tools were
+    (`right`) and the number of tries (`tries`). With `tools` an answer is right if the verifier passes its last turn, and tools were
     called and every call ran; it is kept with its calls and their results. `dropped` holds written problems that were cut off
-    (`unfinished`) or are `empty`. It also holds problems that resemble a prompt or another problem (`copied`), have too few tests that
-    fail without a solution (`tests`), have no right answer (`none_right`), or cannot be asked, see `bad_rows`. The metrics
+    (`unfinished`) or are `empty`. It also holds problems that resemble a prompt or another problem (`copied`), or have too few tests that
+    fail without a solution (`tests`); problems without a right answer (`none_right`); and bad rows (see `bad_rows`). The metrics
     `right_after_1`, `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name.
     With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
     """
@@ -170,7 +170,7 @@ class Writer:
         self.dropped: list[Row] = []
 
     def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
-        """Sample `count` texts for each row, none for a row that is refused or too long. `purpose` seeds the draws."""
+        """Return `count` sampled texts for each row; none for a row that is refused or too long. `purpose` seeds the sampling."""
         config, bad, seed = self._config, BadRows(self._config, "synthesize"), self._run.seed(purpose)
         texts: dict[str, list[Text]] = {}
         if self.endpoint is not None:
@@ -186,7 +186,7 @@ class Writer:
     def _sampled(
         self, network: Transformer, tokenizer: Tokenizer, rows: Sequence[Row], bad: BadRows, count: int, seed: int, purpose: str
     ) -> dict[str, list[Text]]:
-        """Return the texts of the store's model by row."""
+        """Return row id → texts sampled from the store's model."""
         from puna.models.generation import Engine, SamplingParams
 
         config, within = self._config, context_limit(network, self._config.max_tokens)
@@ -225,7 +225,7 @@ class Check:
 
 
 def agreed(texts: Sequence[str], share: float) -> list[Score]:
-    """Score 1 for texts with the most frequent final answer, if it is unique and at least `share` of all; else 0."""
+    """Return the texts' scores: 1 for the most frequent final answer, if it is unique and at least `share` of all texts have it; else 0."""
     finals = [None if (result := final_answer(text)) is None else " ".join(result.casefold().split()) for text in texts]
     counts = Counter(final for final in finals if final).most_common(2)
     alone = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
@@ -237,7 +237,7 @@ def agreed(texts: Sequence[str], share: float) -> list[Score]:
 def _new_problems(
     train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun
 ) -> list[Row]:
-    """Write new problems after examples, unlike all known ones; problems of programs get tests."""
+    """Return problems written after examples, without copies of known problems; with `code`, problems get tests."""
     requests = []
     for number in range(config.count):
         generator = run.generator("problem", number)
@@ -273,7 +273,7 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 
 
 def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
-    """Return the programming problems with tests by the model. A test that passes without a solution is left out."""
+    """Return the programming problems with tests by the model. Drop tests that pass without a solution, then problems with few tests."""
     requests = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]

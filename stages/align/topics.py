@@ -43,15 +43,15 @@ class TopicsConfig(BadRowsConfig, SeededConfig):
 
 @stage(kind="instructions", filters="instructions", needs=model_template)
 def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
-    """Classify the topic of each instruction (Llama 3, section 4.2.3, has a language model finetuned for that), and balance the topics.
+    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, with a finetuned language model).
 
     `labelled`: examples whose `task` is their topic, `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
-    learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine ones together. Rows stay as
+    learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine topics together. Rows stay as
     they are. The side table `scores` holds the most probable `fine:NAME` and `coarse:NAME` of each row with their probability.
 
-    The metrics `fine_accuracy` and `coarse_accuracy` are of the labelled examples, each classified by a fit that did not see it; beside
-    them stand two controls fitted alike: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words.
-    They hold for requests like the labelled ones only.
+    The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two controls are measured in the same
+    way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words. The accuracies hold only for
+    requests like the labelled examples.
     """
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     exemplars = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
@@ -97,7 +97,7 @@ class Labelled(NamedTuple):
 
 
 def coarse(topic: str) -> str:
-    """Return the coarse topic of a fine one: the part before the first slash."""
+    """Return the coarse topic of a fine topic: the part before the first slash."""
     return topic.partition("/")[0]
 
 
@@ -151,7 +151,7 @@ def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.
 
 
 def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
-    """Classify texts by multinomial naive Bayes over lower-case words, one added to every count."""
+    """Return the topics of texts by multinomial naive Bayes over lower-case words, with add-one smoothing."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     of_topic = Counter(one.topic for one in examples)
     for one in examples:
@@ -166,7 +166,7 @@ def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
 
 
 def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsConfig, run: StageRun) -> None:
-    """Report cross-validated accuracy on the labelled examples, beside that of both controls."""
+    """Report the cross-validated accuracies of the classifier and of both controls on the labelled examples."""
     right: Counter[str] = Counter()
     for number in np.unique(fold).tolist():
         out = [one for one, at in zip(examples, fold, strict=True) if at == number]
@@ -204,7 +204,7 @@ def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, flo
 
 
 def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:
-    """Return the instructions above `max_per_topic`, each with its topic and the topic's count."""
+    """Return id → (topic, number of instructions of the topic), for the instructions beyond `max_per_topic`."""
     if config.max_per_topic is None:
         return {}
     counts = Counter(topic[name] for name in names)

@@ -12,7 +12,7 @@ from puna.storage import PunaError
 
 
 class StageConfig(Settings):
-    """Base of every stage configuration and of its nested groups."""
+    """The base class of every stage configuration and of its nested groups."""
 
     def reaches(self) -> list[tuple[str, str]]:
         """Return the functions and classes that the settings name, as module and symbol. The key covers the code that they reach."""
@@ -20,7 +20,7 @@ class StageConfig(Settings):
 
 
 class SeededConfig(StageConfig):
-    """Configuration of a stage that draws random numbers."""
+    """The base class of the configuration of a stage that draws random numbers."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of every random choice of the stage")
 
@@ -67,7 +67,7 @@ def _suggestion(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) ->
         if isinstance(part, str):
             field = kind.model_fields.get(part)
             groups = _groups(field.annotation) if field else []
-            if len(groups) != 1:  # one of several alternatives: which one was meant is not known
+            if len(groups) != 1:  # the field has several alternatives, and it is unknown which one was meant
                 return ""
             kind = groups[0]
     return did_you_mean(wrong, kind.model_fields)

@@ -18,7 +18,7 @@ from puna.storage.schemas import KINDS
 Looked = tuple[tuple[str, ...], float]
 """Sampled texts of some inputs, and the sampled share of their bytes."""
 GLANCE, LOOK = 0.1, 0.4
-"""Seconds to read pages, and again to extract their texts, in a short sample and in one that is long enough for a complaint."""
+"""Seconds to read pages, and again to extract their texts: for a short sample, and for a sample that is large enough for a complaint."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Stage:
     doc: str = field(default="", compare=False)
 
     def tables(self, config: StageConfig) -> dict[str, tuple[str, ...]] | None:
-        """Return the columns of the tables of signals that the stage will write, or None if it does not declare them."""
+        """Return table → columns of the signals that the stage will write; None if it does not declare them."""
         if callable(self.signals):
             return dict(self.signals(config))
         return {"signals": ("id", *self.signals)} if self.signals else None
@@ -173,8 +173,8 @@ def stage(
 ) -> Callable[[Callable[..., None]], Stage]:  # fmt: skip
     """Declare a stage.
 
-    `kind`: what it writes. `filters`: the input whose rows are all either kept or in `dropped`; checked at commit. `version`: replaces the
-    hash of the reached code in the artifact's key. `needs(config, facts)`: the needs that cannot be met, asked before anything runs.
+    `kind`: the artifact's kind. `filters`: the input whose rows are all either kept or in `dropped`; checked at commit. `version`: replaces
+    the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs that cannot be met, asked before anything runs.
     `device`: it computes on an accelerator in one process; on a cluster, one worker with an accelerator runs it whole. `ranks`: all
     processes that were started together run it. `signals`: the signals it writes, or a function from its configuration to the columns of
     its tables. A rule on another signal is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see
@@ -207,7 +207,7 @@ def stage(
 
 
 def input_spec(where: str, name: str, hint: Any) -> InputSpec:
-    """Return the input that a parameter's annotation declares; raise TypeError, beginning with `where`, if there is none."""
+    """Return the input that a parameter's annotation declares; raise TypeError, with `where` in its message, if there is none."""
     optional = many = False
     if get_origin(hint) in (typing.Union, types.UnionType):
         members = [h for h in get_args(hint) if h is not type(None)]

@@ -125,8 +125,8 @@ def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
     """Compare the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged.
 
-    Every stage does so after reading them, so that no result of damaged bytes is committed. Only long stages do so before, too, since each
-    comparison costs about 3 % of a curation. `quick`: compare only sizes and times.
+    All inputs are compared after the run, so that no result of damaged bytes is committed. Before the run, only inputs of `device` stages
+    are, since a comparison costs about 3 % of a curation. `quick`: compare only sizes and times.
     """
     for spec in stage.inputs:
         for item in inputs[spec.name]:
@@ -149,7 +149,7 @@ def _on_worker(
     stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, submit: Callable[..., Future[tuple[str, str, bool]]],
     run: str, part_rows: int | None,
 ) -> tuple[Artifact, bool]:  # fmt: skip
-    """Run the stage on a worker, which opens the store at the same address."""
+    """Run the stage on a worker, which opens the store at the same URI; return the artifact, and whether it was reused."""
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
@@ -174,13 +174,13 @@ def _perform_there(
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
-    """Return the artifact of this identity, or an older one that was declared equivalent; None if it is gone, damaged or suspect."""
+    """Return the artifact of this identity, or an equivalent older artifact (see `accept`); None if it is gone, damaged or suspect."""
     keys = dict.fromkeys((store.accepted(identity.key), identity.key))
     return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 
 
 def _good(artifact: Artifact | None, store: Store) -> Artifact | None:
-    """Return an artifact unless a quick look finds damage or it is suspect."""
+    """Return the artifact; None if it is missing or suspect, or a quick check finds damage."""
     return None if artifact is None or artifact.damage(quick=True) or artifact.key in store.suspects() else artifact
 
 
@@ -216,7 +216,7 @@ def _make(
             if isinstance(item, External):
                 item.check_unchanged()
     except PunaError:
-        work.discard()  # its parts do not have the content that its key names
+        work.discard()  # the parts were made by other code or inputs than the key names
         raise
     filtered = stage.check(given)[stage.filters] if stage.filters else []
     if stage.kind == "signals":

@@ -1,4 +1,4 @@
-"""Inputs from outside the store, by URI: the files that `ingest` reads."""
+"""External inputs: files outside the store, named by URI."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ExternalFile:
         return public(self.address)
 
     def changed(self) -> bool:
-        """True if the file was written or removed since its digest."""
+        """True if the file was written or removed since its digest was taken."""
         import fsspec
 
         system, path = fsspec.core.url_to_fs(self.address)
@@ -71,7 +71,7 @@ class External:
 
     @staticmethod
     def of(sent: dict[str, Any]) -> External:
-        """Return the input from the values of its `dataclasses.asdict`."""
+        """Return the input from the dict that `dataclasses.asdict` made of it."""
         return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
 
     def check_unchanged(self) -> None:
@@ -139,7 +139,7 @@ CHUNK_BYTES = 1 << 22
 
 
 def is_named(text: str) -> bool:
-    """True if a text gives an input with its name: NAME=URI."""
+    """True if a text has the form NAME=URI."""
     head, sign, _ = text.partition("=")
     return bool(sign) and head.replace("_", "").replace("-", "").isalnum()
 

@@ -76,7 +76,7 @@ class Meter:
         return processes
 
     def _cpu_of(self, below: Iterable[psutil.Process]) -> float:
-        # An ended process adds its time to its parent's, so that none is lost between two samples.
+        # An ended process adds its CPU time to its parent's, so no time is lost between two samples.
         mine = self._me.cpu_times()
         return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in below)
 
@@ -87,7 +87,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         try:
             listed = [pid for one in Path(f"/proc/{process.pid}/task").iterdir() for pid in (one / "children").read_text().split()]
-        except OSError:  # no Linux, or it has just ended
+        except OSError:  # not Linux, or the process has just ended
             return list(process.children())
         for pid in listed:
             with contextlib.suppress(psutil.Error):

@@ -1,7 +1,7 @@
-"""Common layouts of data sets: the columns that each needs, and their recognition.
+"""Common layouts of data sets: the columns that each layout needs, and the recognition of a data set's layout.
 
-Layouts are tried in the order of `LAYOUTS`. If the data fit several of them, or one in several ways, an error lists the candidates
-and how to declare one (`layout`, `columns`).
+All layouts of a kind are tried. If the data fit several of them, or one in several ways, an error lists the candidates and how to
+declare one (`layout`, `columns`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "id": (),
     **{name: (name,) for name in SINGLE_NAMED},
 }
-"""Usual names of each field's column, in the order of preference; a field without one has to be mapped."""
+"""Usual names of each field's column, in order of preference. A field without usual names has to be mapped."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: the required fields (each entry: one of these), the optional fields, and a description of its distinctive features."""
+    """A layout. `needs`: groups of fields; one field of each group is required; `may`: optional fields; `why`: distinctive features."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -95,12 +95,12 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
     }
 }
-"""Columns of known data sets by kind, and their content: without them a row would have another meaning."""
+"""Columns of known data sets by kind, with a description. A row that was read without such a column would have another meaning."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Reading plan of an input's rows. `declared`: the user named the layout, so that numbers may be labels."""
+    """Plan for reading an input's rows. `declared`: the user named the layout, so that 1 and 0 may be labels."""
 
     layout: str
     columns: dict[str, str]
@@ -108,19 +108,19 @@ class Plan:
     declared: bool
 
     def get(self, row: Fields, field: str) -> Any:
-        """Return the value of a field, None if it has no column or the row lacks it."""
+        """Return a field's value in a row; None if the field has no column or the row lacks the column."""
         return field_at(row, self.columns[field]) if field in self.columns else None
 
     def name(self, field: str) -> str:
-        """Return the column of a field, for messages."""
+        """Return the column of a field, or the field's name if it has none, for messages."""
         return self.columns.get(field, field)
 
 
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
-    """Return the plan to read an input, with the layout recognised by its first rows. Raise PunaError if the layout is unclear.
+    """Return the plan to read an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear.
 
-    `layout="auto"` recognises one; `given` maps fields to columns and overrides the usual names. `verified`: the user names the
-    verifier of rows without one. Known benchmarks come before the layouts of prompts, unless rows have a column `verifier`.
+    `layout="auto"` recognises the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a
+    verifier for rows that have none. With "auto", benchmarks are tried before layouts of prompts, unless rows have a `verifier`.
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
@@ -199,7 +199,7 @@ def _fits(one: Layout, rows: Sequence[Fields], given: Mapping[str, str]) -> bool
 
 
 def _scored(answers: Any) -> bool:
-    """True if a list, or the JSON text of one, holds answers with scores."""
+    """True if a list of answers, or its JSON text, has an answer with a score."""
     if isinstance(answers, str):
         try:
             answers = json.loads(answers)
@@ -212,7 +212,7 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return field → column. Several columns for a needed field are refused; of optional ones the first is taken."""
+    """Return field → column, the first if an optional field has several. Raise PunaError if a needed one, or `reference`, has several."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.needed, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]

@@ -17,10 +17,10 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @stage(kind="model")
 def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -> None:
-    """Merge the adapters of a folder in PEFT's layout into the model's weights, in their number format.
+    """Merge the adapters of a folder in PEFT's format into the model's weights, which keep their dtype.
 
     The folder holds adapter_config.json and adapter_model.safetensors, from PEFT, TRL, a stage with `lora.keep`, or `hf://OWNER/NAME`. Any
-    type that PEFT can merge from that file alone will do (LoRA, DoRA, LoHa, IA3 and others). Unexpected and missing tensors are errors.
+    type that PEFT can merge from these files alone is accepted (LoRA, DoRA, LoHa, IA3, …). Unexpected and missing tensors are errors.
     The tokenizer stays the model's.
     """
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
@@ -49,7 +49,7 @@ def _folder(adapter: External, run: StageRun) -> Path:
 
 
 def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
-    """Return the network with merged adapters, and the adapters' number of parameters. No more memory is allocated than the file holds."""
+    """Return the network with merged adapters, and the number of LoRA and `modules_to_save` parameters (other types count 0)."""
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError
 

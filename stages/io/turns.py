@@ -26,7 +26,7 @@ class Refused(Exception):
 
 
 def messages(value: Any, field: str) -> list[Message]:
-    """Return a list of messages, from messages (role and content, or from and value), their JSON text, or an HH dialogue."""
+    """Return messages in Puna's format. `value`: a message or a list (role and content, or from and value), its JSON, or an HH dialogue."""
     if isinstance(value, str):
         if HUMAN.match(value):
             return dialogue(value, field)
@@ -48,7 +48,7 @@ def parsed(text: str, field: str) -> Any:
 
 
 def message(turn: Any, field: str) -> Message:
-    """Return one message with a known role and text; null keys are left out, further keys kept."""
+    """Return a message with Puna's name of the role and the content as text. Drop keys with null, keep further keys."""
     if not isinstance(turn, dict):
         raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
     names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
@@ -82,7 +82,7 @@ def _content(content: Any, field: str, calls: bool) -> str:
 
 
 def _calls(value: Any, field: str) -> list[Message]:
-    """Return the tool calls of a turn that is one call, or a list of them, as JSON."""
+    """Return the tool calls of a turn whose content is a call or a list of calls, as objects or as JSON text."""
     value = parsed(value, field) if isinstance(value, str) else value
     calls = value if isinstance(value, list) else [value]
     for call in calls:
@@ -110,7 +110,7 @@ def is_dialogue(value: Any) -> bool:
 
 
 def text(value: Any, field: str) -> str:
-    """Return a non-empty text, or refuse the value."""
+    """Return `value` if it is text that is not blank, else raise Refused."""
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if not isinstance(value, str):
@@ -121,7 +121,7 @@ def text(value: Any, field: str) -> str:
 
 
 def number(value: Any, field: str) -> float:
-    """Return a finite number, also from its text."""
+    """Return a finite number, or the number that a text spells, as a float; raise Refused for another value."""
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if isinstance(value, str):
@@ -135,7 +135,7 @@ def number(value: Any, field: str) -> float:
 
 
 def truth(value: Any, field: str, numbers: bool) -> bool:
-    """Return the boolean that a value stands for; with `numbers`, 1 and 0 count too."""
+    """Return a boolean, or the boolean that a text spells; with `numbers`, 1 is true and 0 is false. Raise Refused for another value."""
     words = {"true": True, "false": False, **({"1": True, "0": False} if numbers else {})}
     if value is None:
         raise Refused(field, "missing", "is missing or null")

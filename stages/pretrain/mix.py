@@ -16,14 +16,14 @@ from puna.stages.training.corpus import check_mixture, of_part
 from puna.storage import Artifact, Part, PunaError
 
 TOLERANCE = 1e-6
-"""Tolerance of weights that should add up to 1, for their rounding."""
+"""Tolerance for rounding errors of weights that should add up to 1."""
 
 
 class MixConfig(SeededConfig):
     """Settings of the mixture's weights."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Category → share of training text, adding up to 1; none: the experiment's, or the text's shares"
+        default_factory=dict, description="Category → share of training text, adding up to 1; if empty, the experiment's, else the text's"
     )
     max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
@@ -36,7 +36,7 @@ class MixConfig(SeededConfig):
     @classmethod
     def _factors_are_shares(cls, factors: dict[str, float]) -> dict[str, float]:
         if wrong := [name for name, factor in factors.items() if not 0 <= factor <= 1]:
-            raise ValueError(f"what is left of the weight of {wrong[0]!r} must lie in 0..1")
+            raise ValueError(f"factor of {wrong[0]!r} must lie in 0..1")
         return factors
 
     @field_validator("weights")
@@ -63,8 +63,8 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
     most `max_share`. Overrepresented subjects (the report names arts and entertainment) keep the fraction `down_sample` of their weight.
-    Training reads as much text as one pass over all documents: a category of weight w is read w x all / own times, at most `max_repeats`
-    (four passes cost little: Muennighoff et al. 2023). A fractional number of epochs becomes an integer per document by a hash of its id.
+    Training reads as much text as one pass over all documents: a category of weight w is read w x all bytes / its bytes times, at most
+    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A hash of a document's id rounds its epochs to an integer.
     Held-out documents stay held out.
     """
     check_mixture(run, documents, split)
@@ -105,7 +105,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Return weight and epochs of each category, from `wanted` or else its share of the text (`sizes`, bytes).
+    """Return the weight and epochs of each category. The weights are `wanted`, or if it is empty, shares of the text (`sizes`, bytes).
 
     The excess of a category over `max_repeats` or `max_share` goes to the others, in proportion to their weights.
     """
@@ -172,7 +172,7 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
 
 
 def _measured(part: Part, split: Artifact) -> pa.Table:
-    """Return a part's documents with their category, split and size in bytes."""
+    """Return a part's documents: id, category, `heldout` and size in bytes."""
     table = part.read()
     ids = table["id"]
     own = split.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", "category", "split"])
@@ -224,7 +224,7 @@ def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[
     overlap = {category: weight for category, weight in weighting.items() if training.get(category)}
     share = sum(overlap.values())
     late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in weighting}
-    # `_check_weights` refuses weights that do not add up, or of no category here.
+    # `_check_weights` refuses weights that do not add up to 1, or that name no category of this corpus.
     if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and share == sum(weighting.values())):
         return weighting, []
     return {c: weight * (1 - sum(late.values())) / share for c, weight in overlap.items()} | late, sorted(late)

@@ -46,19 +46,19 @@ class PretrainConfig(SizedConfig):
     z_loss: float = Field(
         0.0, ge=0, le=1, description="Weight of the squared log-normaliser of the logits in the loss, for stability (OLMo: 1e-5); 0: none"
     )
-    needle: NeedleSettings = Field(NeedleSettings(), description="Passages that phases with `accept` must find in held-out text")
+    needle: NeedleSettings = Field(NeedleSettings(), description="Passages to find in held-out text after phases with `accept`")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents held out for validation (0 to 1)")
-    validation_tokens: int = Field(40_000, ge=100, description="Maximum tokens of those documents (the last one may go over)")
+    validation_tokens: int = Field(40_000, ge=100, description="Maximum tokens held out for validation (the last document may exceed it)")
     validate_every: int = Field(100, ge=1, description="Steps between measurements of the validation loss")
     ask_every: int = Field(1000, ge=1, description="Steps between evaluations on the input tasks; also after a phase's last step")
     checkpoint_every: int = Field(
-        100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from; they change no result. Slow steps "
-        "are also saved by time, see compute.save_seconds",
+        100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from; they change no result. If steps "
+        "are slow, checkpoints are also saved by time, see compute.save_seconds",
     )  # fmt: skip
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Require memory for the layers, or for the input model. The vocabulary is not known yet and is not counted."""
+    """Return complaints: two inputs set the size, settings that an input decides, too little memory (new models: without embeddings)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
@@ -78,11 +78,11 @@ def pretrain(
 ) -> None:  # fmt: skip
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from scratch or from an input model.
 
-    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases run in order, each on the
-    tokens that it names (`tokens` are the initial ones). Later phases may lengthen the context, and run again until they are accepted;
-    annealing takes the rate to 0 and averages the checkpoints on the way. A few documents of the initial tokens are held out from all
-    phases: their loss is logged, and averaged weights are used only if they lower it. The optimizer's moments pass from phase to phase and
-    are saved with the model. After a crash, training resumes bit by bit from the last checkpoint, on a GPU with `compute.deterministic`.
+    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases run in order; a phase reads
+    the tokens that it names (`tokens` are the initial ones). A phase may lengthen the context, and with `accept` it is repeated until
+    it is accepted; annealing lowers the learning rate to 0 and averages checkpoints on the way. A few documents of the initial tokens are
+    held out from all phases: their loss is logged, and averaged weights are used only if they lower it. The optimizer's moments pass from
+    phase to phase and are saved with the model. A crashed run resumes bit-identically (on a GPU: with `compute.deterministic`).
     `size`, from `choose_size`, sets the model, the optimizer and the first phase; the loss after that phase is reported with its forecast.
     Scores on `tasks` (folders of task files and data) are in the log and the metrics.
     """
@@ -147,7 +147,7 @@ def _sources(
 
 
 def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with their steps, and the run's tokens before each, counting every row as full."""
+    """Return the phases with their steps, and the number of tokens that the run reads before each phase if all rows are full."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
         if len(rows := {sources[name].row_length for name in phase.sources}) > 1:
@@ -175,7 +175,7 @@ def _keep_moments(state: Path, folder: Path) -> None:
 
 
 def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
-    """Return a model artifact's optimizer state, with zeros for new tokens; None if there is none, as with an imported model."""
+    """Return a model artifact's optimizer state, with zeros for new tokens; None if it has none (an imported model)."""
     from safetensors.torch import load_file
     from torch.nn.functional import pad
 
@@ -198,7 +198,7 @@ def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int)
 
 
 def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
-    """Return the model with the phase's context and rotary base."""
+    """Return the model with the phase's context length, rotary base and rotary scaling."""
     from puna.models.transformer import Transformer
 
     old = model.config
@@ -215,7 +215,7 @@ def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
 
 
 class Watch:
-    """The log of a run over its phases, and its validation loss."""
+    """Log and validation losses of a run over all phases, and the test that accepts a phase."""
 
     def __init__(self, pieces: Sequence[Any], total: int, vocabulary: Vocabulary, config: PretrainConfig, run: StageRun) -> None:
         self.pieces, self.total, self.vocabulary, self.config, self.run = pieces, total, vocabulary, config, run
@@ -236,7 +236,7 @@ class Watch:
             return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
-        """True if a phase is accepted after this attempt (from 1). Raise PunaError with the figures if the last attempt is not.
+        """True if a phase is accepted after this attempt (from 1). Raise PunaError with the reasons if the last attempt is not accepted.
 
         `row`: tokens of a packed row; `short`: validation loss before the phase."""
         length, rise = phase.longest(row * phase.join_rows), self.after - short
@@ -275,7 +275,7 @@ def _train(
     model: Transformer, phase: Phase, place: tuple[int, ...], relay: Relay, watch: Watch, config: PretrainConfig, run: StageRun,
     state: dict[str, torch.Tensor] | Path | None,
 ) -> Path:
-    """Train a phase from the optimizer's `state`; return the folder of its last checkpoint."""
+    """Train a phase from the optimizer's `state`; return the folder of its checkpoints."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -373,7 +373,7 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     run.metric("validation_loss_before_averaging", watch.before)
     run.metric("averaging_gain", watch.gain)
     x = np.cumsum([row["tokens"] for row in log])
-    groups = np.array_split(np.arange(len(log)), min(100, len(log)))  # points of the plotted loss, each the mean of its steps
+    groups = np.array_split(np.arange(len(log)), min(100, len(log)))  # a plotted point is the mean loss of one group of steps
     training = [(float(x[g[-1]]), float(np.mean([log[i]["loss"] for i in g]))) for g in groups]
     series: dict[str, list[tuple[Any, float]]] = {
         "training": [point for point in training if math.isfinite(point[1])],

@@ -25,26 +25,26 @@ KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "dom
 
 
 class KindsConfig(StageConfig):
-    """Kinds of text as Llama 3 mixes them (section 3.1.2), of any language: code, multilingual, mathematics_reasoning, general."""
+    """The four kinds of text in Llama 3's mixture (section 3.1.2): code, multilingual, mathematics_reasoning and general."""
 
-    language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; others are multilingual")
+    language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; other languages are multilingual")
     min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of code, in any language; the domain code is code, too")
     min_code_lines: float = Field(0.02, ge=0, le=1, description="Minimum code_line_fraction of code: code_score is high in unknown scripts")
     min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of mathematics_reasoning")
 
 
 class SplitConfig(SeededConfig):
-    """Amount of held-out documents, and the signal of their category."""
+    """Amount of held-out documents, and the signals that decide a document's category."""
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
-    kinds: KindsConfig | None = Field(None, description="Four kinds by language, code, reasoning and domain, in place of that signal")
+    kinds: KindsConfig | None = Field(None, description="Four kinds by language, code, reasoning and domain, in place of `category`")
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents are held out (0 to 1)")
-    heldout_least: int = Field(4, ge=0, description="Minimum held-out documents per category, but at most a third of them")
+    heldout_least: int = Field(4, ge=0, description="Minimum held-out documents per category, but at most a third of its documents")
 
 
 @stage(kind="mixture")
 def split(documents: Documents, signals: list[Signals] | None, config: SplitConfig, run: StageRun) -> None:
-    """Hold pages out before anything is learned from the others: tokenizer, mixture experiments, the model.
+    """Hold out pages before the tokenizer, the mixture experiments and the model learn from the other pages.
 
     The hash of a page's address decides, not its content: a page stays on its side when the corpus grows, and all its versions are on one
     side. The output is the mixture that reads each training document once; `mix` turns it into the training mixture. Without signals all
@@ -74,7 +74,7 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
 
 
 def _measured(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig) -> pa.Table:
-    """Return a part's documents: id, chance of the normalised address, category and size in bytes."""
+    """Return a part's documents: id, chance (a hash of the normalised address, 0 to 1), category and size in bytes."""
     table = part.read()
     ids = table["id"]
     chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
@@ -83,7 +83,7 @@ def _measured(part: Part, signals: Sequence[Artifact] | None, config: SplitConfi
 
 
 def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: SplitConfig) -> pa.Array:
-    """Return the category of each id; a document without one is `unknown`."""
+    """Return the category of each id: its kind, or without `kinds` the signal `category` (`unknown` if that is null or empty)."""
     if config.kinds is None:
         category = pc.fill_null(_signal(ids, signals, config.category).cast(pa.string()), UNKNOWN)
         return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
@@ -96,7 +96,7 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
 
 
 def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.ChunkedArray:
-    """Return a signal of each id. Raise PunaError if a document has none."""
+    """Return the signal `name` of each id. Raise PunaError if a document has no row of signals."""
     artifact = next(artifact for artifact in signals if name in artifact.columns())
     own = artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", name])
     place = pc.index_in(ids, own["id"].combine_chunks())
@@ -144,11 +144,11 @@ class Sides:
 
 
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
-    """Choose the held-out addresses: addresses with a chance below `heldout_fraction`.
+    """Return the held-out addresses: those with a chance below `heldout_fraction`, and more in small categories.
 
-    A category with fewer than `heldout_least` such documents holds out those with its smallest chances; if these are all it has, it
-    holds out none. Versions of a page may be of different categories, with different limits: an address held out of one category is
-    held out of all. `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance, category).
+    A category holds out at least its `heldout_least` smallest chances (at most a third of its documents); none if all would be held out.
+    Versions of a page may be of different categories: an address that is held out of one category is held out of all.
+    `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance, category).
     """
     none = np.zeros(0)
     if config.heldout_fraction == 0:

@@ -18,7 +18,7 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
 BUCKET_DOCUMENTS = 20_480
-"""Documents, consecutive by id, that are shuffled and packed together. Ids are hashes, so these are a random sample."""
+"""Number of documents, consecutive by id, that are shuffled and packed together. Ids are hashes, so a bucket is a random sample."""
 
 
 class TokenizeConfig(SeededConfig):
@@ -29,11 +29,11 @@ class TokenizeConfig(SeededConfig):
 
 @stage(kind="tokens")
 def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer, config: TokenizeConfig, run: StageRun) -> None:
-    """Encode the training split and pack it into full rows, as Llama 3 does (section 3.2: masked across documents).
+    """Encode the training split and pack it into full rows, as Llama 3 does (section 3.2; attention stays inside a document).
 
-    Each document is framed by begin and end tokens and read as often as the mixture repeats it; the copies of each
-    20,480 documents are shuffled by a hash of seed, id and copy. Rows are cut every sequence_length tokens: a document
-    that does not fit goes on in the next row, and only the last row of such a bucket may be shorter.
+    A document is enclosed in begin and end tokens and repeated as often as the mixture says. The copies of every 20,480
+    documents, a bucket, are shuffled by a hash of seed, id and copy. Rows are cut every `sequence_length` tokens: a document
+    that does not fit continues in the next row, and only the last row of a bucket may be shorter.
     """
     if mixture is not None:
         check_mixture(run, documents, mixture)
@@ -55,7 +55,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
 
 
 def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle: int, size: int) -> tuple[pa.Table, dict[str, Any]]:
-    """Encode a part; return its copies with bucket and order, and counts of tokens by bucket and by category."""
+    """Encode a part. Return its copies with bucket and order; and counts: tokens by bucket and by category, documents, copies, bytes."""
     documents = part.read()
     place = {id_: (part.start + i) // size for i, id_ in enumerate(documents["id"].to_pylist())}
     rows = [row for row in chosen(documents, mixture, "train") if row.text]

@@ -24,12 +24,12 @@ class TokenizerConfig(SeededConfig):
     """Size of the vocabulary, and of the text to learn it from. An input model's tokenizer has a size of its own, and may grow."""
 
     vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Tokens, the 256 bytes and the special tokens included")
-    new_tokens: int = Field(0, ge=0, le=1_000_000, description="Tokens learned beside those of the input model, whose embeddings grow")
-    max_bytes: int = Field(8_000_000, ge=1000, description="Text to learn from, bytes; documents are chosen by a hash of their id")
+    new_tokens: int = Field(0, ge=0, le=1_000_000, description="Tokens to add to the input model's tokenizer; its embeddings grow")
+    max_bytes: int = Field(8_000_000, ge=1000, description="Maximum text to learn from, bytes; a hash of the id chooses the documents")
 
 
 def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
-    """Require the default size where an input model brings its own tokenizer."""
+    """Return an error if `vocab_size` is set beside an input model, or `new_tokens` without one."""
     if not facts.inputs.get("model"):
         return ["new_tokens are learned beside those of an input model, and there is none: set vocab_size"] if config.new_tokens else []
     if config.vocab_size == TokenizerConfig().vocab_size:
@@ -41,11 +41,11 @@ def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
 def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None, config: TokenizerConfig, run: StageRun) -> None:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
-    Learns from training documents only where a mixture says which they are. The sample is the documents with
-    the smallest hashes, until max_bytes is reached; the merges depend on how often each word occurs in it and
-    on nothing else. One call of a library learns them. Ctrl-C and Stop wait for it (4 s by default, 71 s for 240 MB and 128,000 tokens
-    on two cores), and nothing is lost; kill loses the call. The result is checked to give every sampled text back, byte by byte.
-    Given a model, its own tokenizer is reused, for continued pretraining; `new_tokens` further merges are learned behind its own.
+    With a mixture, only its training documents are used. The sample is the documents with the smallest hashes,
+    until `max_bytes` is reached; the merges depend only on how often each word occurs in the sample. One library
+    call learns all merges: Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a
+    kill it starts again. Every sampled text is checked to decode to the same bytes.
+    Given a model, its tokenizer is reused for continued pretraining; `new_tokens` tokens are learned from the sample and added.
     """
     from puna.models.tokens.growth import grown_tokenizer
     from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
@@ -74,12 +74,12 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     run.metric("vocab_size", loaded(str(run.folder)).vocab_size)
     run.metric("sample_documents", len(sample))
     run.metric("sample_bytes", size)
-    # A tokenizer from elsewhere may normalise texts: only one of ours promises them back.
+    # An imported tokenizer may normalise texts; only a tokenizer trained here must decode to the same text.
     _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), model is None, rows=len(parts))), run)
 
 
 def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun) -> None:
-    """Write a tokenizer with so many tokens, learned from a sample of `size` bytes."""
+    """Write the tokenizer that `learn` returns; raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample."""
 
     def learned() -> dict[str, str]:
         interruptible(learn).save(run.folder)
@@ -109,7 +109,7 @@ def _sampled(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, s
 def _lengths(
     part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str, exact: bool
 ) -> tuple[Counter[str], Counter[str]]:
-    """Return bytes and tokens of a part's sampled documents by category; where it must be `exact`, refuse a tokenizer that loses text."""
+    """Return bytes and tokens of a part's sampled documents by category. `exact`: raise PunaError if decoding does not restore a text."""
     rows, tokenizer = _sampled(part, mixture, seed, last), loaded(folder)
     sizes, tokens = Counter[str](), Counter[str]()
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):

@@ -1,6 +1,6 @@
-"""Answers without a model: what only the gold answers of training questions give on held-out questions.
+"""Baselines without a model: answers to held-out questions, made only from the gold answers of training questions.
 
-A held-out question that such a row answers shows nothing about a model: its answer was in the training data.
+A held-out question that a baseline answers shows nothing about a model: the answer follows from the training data.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from puna.storage import PunaError
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
-"""A digit, a word or a mark: the demo's tokenizer has a token for each digit, too."""
+"""Pattern of a token: a digit, a word or a mark. The demo's tokenizer has one token per digit, too."""
 MOST = 1_000
-"""Held-out questions, and gold answers, that are looked at."""
+"""Maximum number of held-out questions, and of gold answers, that are used."""
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
 REPEATED = (NUMBERS, WORDS, EDITS)
-"""Rows that repeat the gold answer of the nearest training question."""
+"""Names of the baselines that repeat the gold answer of the nearest training question."""
 REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by form"
 
 
@@ -61,10 +61,10 @@ class _Text:
 
 
 def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool = False) -> dict[str, dict[str, float]]:
-    """Return for each row without a model 1 or 0 by held-out question: whether its answer is right.
+    """Return baseline → id of a held-out question → 1 if the baseline's answer is right, else 0.
 
-    Of equally near training questions the first by id counts. Questions whose verifiers need a process of their own are left out, unless
-    the answers are `trusted`. Empty without gold answers or such questions.
+    Of equally near training questions, the first by id is used. Questions whose verifiers need a process of their own are left out, unless
+    the answers are `trusted`. The result is empty without gold answers, or if no question remains.
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
     examples = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
@@ -110,14 +110,14 @@ def _shared_words(one: _Text, other: _Text) -> float:
 
 
 def _close_numbers(one: _Text, other: _Text) -> float:
-    """Return minus the distance of two questions' numbers. Minus infinity if their wording differs."""
+    """Return minus the sum of absolute differences between two questions' numbers; minus infinity if their wording differs."""
     if one.form != other.form or len(one.numbers) != len(other.numbers):
         return -math.inf
     return -sum(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
 
 
 class _Edits:
-    """Levenshtein's distance in tokens from a question to all known ones at once."""
+    """Function that returns the Levenshtein distances, in tokens, from a question to all `known` questions."""
 
     def __init__(self, known: Sequence[_Text]) -> None:
         self._number = {token: i for i, token in enumerate(sorted({token for one in known for token in one.tokens}))}
@@ -132,13 +132,13 @@ class _Edits:
         for token in text.tokens:
             differs = self._known != self._number.get(token, -2)
             best = np.concatenate([last[:, :1] + 1, np.minimum(last[:, 1:] + 1, last[:, :-1] + differs)], 1)
-            # An insertion follows its left neighbour: a running minimum of what lies above the diagonal.
+            # Each insertion adds 1 to the left neighbour: a running minimum after subtracting the column index.
             last = np.minimum.accumulate(best - columns, 1) + columns
         return np.take_along_axis(last, self._lengths[:, None], 1)[:, 0]
 
 
 def _replaced(known: _Text, text: _Text) -> str:
-    """Return the known answer; tokens in which its question differs are replaced by the new question's tokens."""
+    """Return the known answer, in which the tokens that differ between the two questions are replaced by the tokens of `text`."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():
         if kind == "replace":
@@ -147,7 +147,7 @@ def _replaced(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function from a question to the most frequent pieces, place by place, of answers to the same wording, else to the task."""
+    """Return a function: question → the most frequent piece at each place of the answers to the same wording, else to the same task."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

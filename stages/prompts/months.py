@@ -1,4 +1,4 @@
-"""Questions of a month, and the comparison of two months: a set that renews itself shows what a model knows by heart."""
+"""Questions dated by month, and the comparison of the newest month with older ones, which shows what a model knows by heart."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from puna.stages.verifiers.base import is_correct
 from puna.storage import PunaError
 
 CYCLE = 24
-"""Months after which a question may come again."""
+"""Number of months after which a question may recur."""
 APART = 1_000_000
-"""Distance of the seeds of neighbouring entries: reasoning-gym's generators draw alike from neighbouring seeds."""
+"""Distance between the seeds of consecutive entries. At a distance of 1, neighbouring seeds would share entries."""
 
 
 class DatedPromptsConfig(StageConfig):
@@ -27,10 +27,10 @@ class DatedPromptsConfig(StageConfig):
 
     tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
     month: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="Month of the questions, YYYY-MM")
-    before: int = Field(1, ge=0, lt=CYCLE, description="Earlier months whose questions stand beside them, months")
+    before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months whose questions are generated, too")
     questions: int = Field(50, ge=2, description="Questions of each task and month")
     draws: int = Field(
-        10_000, ge=1, le=20_000, description="Most draws from a generator for a month, of which one in 24 is of that month, draws"
+        10_000, ge=1, le=20_000, description="Maximum draws from a generator for a month; about one draw in 24 belongs to that month"
     )
 
 
@@ -38,7 +38,7 @@ class DatedPromptsConfig(StageConfig):
 def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
-    The month and the task decide all draws. A question belongs to the month whose number, modulo 24, equals a hash of its text. So no two
+    The month and the task decide all draws. A question belongs to the months whose number equals a hash of its text, modulo 24. So no two
     of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
     """
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
@@ -51,7 +51,7 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
 
 
 def month_number(month: str) -> int:
-    """Return the months since the year 0 of YYYY-MM."""
+    """Return the number of months from January of the year 0 to YYYY-MM."""
     year, number = map(int, month.split("-"))
     return 12 * year + number - 1
 
@@ -61,7 +61,7 @@ def month_text(number: int) -> str:
 
 
 def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict[str, Any]]:
-    """Return rows of the prompts table for one task and month. PunaError when the draws give too few different questions."""
+    """Return rows of the prompts table for one task and month. Raise PunaError if the draws give too few different questions."""
     own = month_number(month) % CYCLE
     rows: dict[str, dict[str, Any]] = {}
     seed = hashed("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))
@@ -86,9 +86,9 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that memorised older questions solves more of them. Rows hold, by task and for all, `newest` and `older` shares and
-    their `gap`, older less newest. The gap over all tasks is paired by task, with Student's interval; the metric `by_heart` is true where
-    that interval and the one over all questions together lie above 0.
+    A model that memorised older questions solves more of them. Rows hold, per task and for all tasks, the shares solved `newest` and
+    `older`, and `gap`, older minus newest. The gap of several tasks is the mean of their gaps, with Student's interval; the metric
+    `by_heart` is true if this interval and the interval of all questions pooled lie above 0.
     """
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}
@@ -122,7 +122,7 @@ def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run
 
 
 def difference(newest: Sequence[bool], older: Sequence[bool]) -> Interval:
-    """Return share(older) - share(newest) of different questions, with Newcombe's interval (1998, method 10) of two Wilson intervals."""
+    """Return share right(older) - share right(newest), with Newcombe's interval (1998, method 10) from two independent Wilson intervals."""
     new, old = wilson(sum(newest), len(newest)), wilson(sum(older), len(older))
     value = old.value - new.value
     low = ((old.value - old.low) ** 2 + (new.high - new.value) ** 2) ** 0.5

@@ -20,16 +20,16 @@ from puna.stages.verifiers.reasoning_gym import generator
 from puna.stages.verifiers.registry import to_text
 from puna.storage import PunaError
 
-ALONE = "question: "  # prefix of the structure of a question that shares it with no other
+ALONE = "question: "  # prefix of a structure that only one question has
 
 
 class Task(StageConfig):
-    """One generator."""
+    """A generator of questions, with its parameters."""
 
     task: str = Field(min_length=1, description="Generator: digits, sentence, scene, record, or one of reasoning-gym's")
-    name: str = Field("", description="What the task is called in tables and reports; empty: as its generator")
-    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="The generator's parameters; others keep its defaults")
-    gold: bool = Field(True, description="Give its gold answers; false: its questions have only their verifiers")
+    name: str = Field("", description="Name of the task in tables and reports; empty: the generator's name")
+    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Parameters of the generator; others keep their defaults")
+    gold: bool = Field(True, description="Write the task's gold answers; false: its questions have only verifiers")
 
 
 class PromptsConfig(SeededConfig):
@@ -39,9 +39,9 @@ class PromptsConfig(SeededConfig):
     train: int = Field(400, ge=0, description="Training questions per task")
     heldout: int = Field(100, ge=0, description="Held-out questions per task; the same ones whatever `train` and `skip` are")
     skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
-    draws: int = Field(10_000, ge=1, description="Draws from each generator; the different questions among them are what is chosen from")
+    draws: int = Field(10_000, ge=1, description="Draws from each generator; prompts are chosen among the different questions drawn")
     heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Fraction of structures (reasoning-gym: of questions) that are held out")
-    references: bool = Field(True, description="Give the gold answers; without them prompts have only their verifiers")
+    references: bool = Field(True, description="Write the gold answers; false: prompts have only verifiers")
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> PromptsConfig:
@@ -52,12 +52,12 @@ class PromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def prompts(config: PromptsConfig, run: StageRun) -> None:
-    """Generate questions with gold answers by procedural generators, each with the generator's own verifier.
+    """Generate questions with gold answers by procedural generators; a question has its generator's verifier.
 
-    No text occurs twice, over all tasks. Questions are ordered by a hash of their text. So the training questions of all rounds are
+    No question occurs twice, over all tasks. Questions are ordered by a hash of their text. So the training questions of all rounds are
     disjoint random samples of one set, for any sizes. Puna's generators name a question's structure, and whole structures are held out: no
-    training question has one of them. reasoning-gym's generators name none: its questions are held out by their hash. PunaError when a task
-    has too few different questions.
+    training question has a held-out structure. reasoning-gym's generators name none: their questions are held out by their hash. Raise
+    PunaError if a task has too few different questions.
     """
     texts: set[str] = set()
     for number, task in enumerate(config.tasks):
@@ -68,7 +68,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Return rows of the prompts table for one task; `taken`, the questions of earlier tasks, gets its own."""
+    """Return rows of the prompts table for one task, without questions in `taken` (of earlier tasks); add the task's questions to it."""
     pool: dict[str, Drawn] = {}
     for draw in draw_questions(task, config.draws, seed):
         pool.setdefault(draw.question, draw)
@@ -105,7 +105,7 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
-    """Yield questions of a task. Entry i of reasoning-gym is drawn from seed + i · `apart`: beyond 1, other seeds share none of them."""
+    """Yield questions of a task. reasoning-gym draws entry i from seed + i · `apart`; above 1, neighbouring seeds share no entries."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)
@@ -137,11 +137,11 @@ def _draw_entry(dataset: Any, index: int, task: Task, parameters: str) -> dict[s
     if entry["answer"] is None:
         raise PunaError(f"task {task.task}: gives no reference answers; choose another task")
     try:
-        # Tuples become lists, which its scorers accept, fractions text, which none reads.
+        # Tuples become lists, which the scorers accept; fractions become text, which no scorer reads.
         as_json: dict[str, Any] = json.loads(json.dumps(entry, default=_fraction))
         return as_json
     except TypeError as error:
-        raise PunaError(f"task {task.task}: its entries hold what JSON cannot ({error}); choose another task") from error
+        raise PunaError(f"task {task.task}: its entries hold values that JSON cannot hold ({error}); choose another task") from error
 
 
 def _fraction(value: object) -> str:

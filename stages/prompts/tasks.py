@@ -1,6 +1,6 @@
-"""Tasks of Puna's own: questions with many right answers, drawn by code and checked by a verifier.
+"""Puna's own tasks: questions with many right answers, drawn by code and checked by a verifier.
 
-Each question names its structure, by which held-out questions are chosen: a model that answers those has not met that structure.
+Every question names its structure. Held-out questions have structures that no training question has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JOBS = (
     "illustrator judge lawyer musician novelist pilot reporter singer teacher translator vet weaver astronomer butcher clockmaker driver"
 )
 NOUNS, JOBS = _NOUNS.split(), _JOBS.split()
-GROUPS = 5  # parts of the nouns; held-out questions are of parts that no training question is of
+GROUPS = 5  # groups of nouns; held-out questions use groups that no training question uses
 PLACES = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "name": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Anna Weber", "Omar Haddad", "Lucia Rossi", "John Miller", "Mei Tanaka")),
@@ -51,7 +51,7 @@ class Drawn(NamedTuple):
 
 
 class Generator(StageConfig):
-    """Base of the generators: fields are a task's parameters, `draw` gives one question."""
+    """Base class of generators: the fields of a subclass are the task's parameters, and `draw` returns a question."""
 
     name: ClassVar[str]
 
@@ -61,7 +61,7 @@ class Generator(StageConfig):
 
 
 class DigitsTask(Generator):
-    """Numbers of two digits with given digits first or last, in order. Structure: the sum of the given digits by 5.
+    """Questions for two-digit numbers with given first or last digits, in order. Structure: the sum of the given digits modulo 5.
 
     So no training question has the digits of a held-out one, and no answer to a training question is right for a held-out one.
     """
@@ -72,7 +72,7 @@ class DigitsTask(Generator):
     count: int = Field(3, ge=2, le=4, description="Numbers that are asked for")
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question: with first digits the numbers are even or odd, with last digits they lie between two bounds."""
+        """Return one question: for even or odd numbers with given first digits, or for numbers between bounds with given last digits."""
         digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)
         digits_text = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
         way = "from small to large" if self.order == "rising" else "from large to small"
@@ -84,7 +84,7 @@ class DigitsTask(Generator):
             question = f"Write {self.count} {('even', 'odd')[remainder]} numbers of two digits, {way}, that begin with {digits_text}."
         else:
             lower, upper = random.randint(10, 29), random.randint(70, 99)
-            # Whole tens lie between the bounds, more than numbers are asked for.
+            # All numbers of these tens lie between the bounds. There are at least four such tens, enough for `count`.
             tens = sorted(random.sample(range(lower // 10 + 1, upper // 10), self.count), reverse=self.order == "falling")
             numbers = [10 * ten + digit for ten, digit in zip(tens, digits, strict=True)]
             verifier |= {"lower": lower, "upper": upper}
@@ -94,7 +94,7 @@ class DigitsTask(Generator):
 
 
 class SentenceTask(Generator):
-    """One sentence that contains two nouns. Structure: the part of the nouns that both are of."""
+    """Questions for one sentence that contains two nouns. Structure: the group to which both nouns belong."""
 
     name: ClassVar[str] = "sentence"
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
@@ -111,7 +111,7 @@ class SentenceTask(Generator):
 
 
 class SceneTask(Generator):
-    """One sentence in which somebody of a given profession finds a noun. Structure: the part of the nouns that it is of."""
+    """Questions for one sentence in which somebody of a given profession finds a thing. Structure: the group of the thing's noun."""
 
     name: ClassVar[str] = "scene"
     min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
@@ -125,7 +125,7 @@ class SceneTask(Generator):
 
 
 class RecordTask(Generator):
-    """A person of a given profession as a JSON object with given fields. Structure: the fields, for they are what is checked."""
+    """Questions for a JSON object with given fields that describes a person. Structure: the fields, because only they are checked."""
 
     name: ClassVar[str] = "record"
     fields: int = Field(3, ge=1, lt=len(FIELDS), description="Fields of the object")

@@ -1,4 +1,4 @@
-"""Decoders of page bodies and packed files: bounded, whole or not at all."""
+"""Decoders of page bodies and compressed files, with a limit on the decoded bytes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fastwarc.stream_io import BrotliReader
 
 from puna.stages.reading.files import GZIP_MAGIC, ZSTD_MAGIC, zstd_pieces
 
-GZIP, ZLIB, RAW = 31, 15, -15  # zlib's window bits for either header, and for none
-TRAILER = 8  # bytes of checksum and length behind a member of gzip
-PACKED_BYTES = 1 << 12  # of gzip, unpacked at once: what stands behind a member is copied, and a body may be many small ones
+GZIP, ZLIB, RAW = 31, 15, -15  # zlib's window bits for a gzip header, a zlib header and no header
+TRAILER = 8  # bytes of checksum and length at the end of a gzip member
+PACKED_BYTES = 1 << 12  # compressed bytes per call: zlib copies what follows a member, and a body may have many members
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
-MOST_ENCODINGS = 4  # of a body: servers send one, and chunked
-HEAD_BYTES = 10  # of a chunk, at most, but for what may be said beside its size
+MOST_ENCODINGS = 4  # maximum encodings of a body: servers send one, and chunked
+HEAD_BYTES = 10  # maximum bytes of a chunk's head without extensions
 HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
-NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # but for UTF-16, which says what it is
+NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # control characters, except in UTF-16
 
 
 def decoded(body: bytes, encodings: str, limit: int) -> bytes:
-    """Undo encodings, listed in the order in which they were applied; return a body that plainly is not encoded unchanged.
+    """Undo encodings, listed in the order in which they were applied. A body that is plainly not encoded is returned unchanged.
 
-    ValueError: the body is damaged, cut off, larger than `limit` bytes, or in an unknown encoding.
+    Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or in an unknown encoding.
     """
     several = [e.strip() for e in encodings.split(",") if e.strip()]
     if len(several) > MOST_ENCODINGS:
@@ -50,9 +50,9 @@ def decoded(body: bytes, encodings: str, limit: int) -> bytes:
 
 
 def gunzipped(body: bytes, limit: int) -> bytes:
-    """Return the content of consecutive gzip members, at most `limit` + 1 bytes; other bytes after them are left out.
+    """Return the content of consecutive gzip members, at most `limit` + 1 bytes; other bytes after them are ignored.
 
-    EOFError: the data end inside a member. A missing checksum or length at the very end is accepted: no content is lost.
+    Raise EOFError if the data end inside a member. A missing checksum or length at the very end is accepted: no content is lost.
     """
     out, at, member = bytearray(), 0, True
     while member and len(out) <= limit:
@@ -68,7 +68,7 @@ def gunzipped(body: bytes, limit: int) -> bytes:
 
 
 def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
-    """True if the member of `piece` is complete but for its checksum and length."""
+    """True if the gzip member that unpacked to `piece` lacks only bytes of its checksum and length."""
     trailer = struct.pack("<II", zlib.crc32(piece), len(piece) & 0xFFFFFFFF)
     for missing in range(1, TRAILER + 1):
         twin = engine.copy()
@@ -81,7 +81,7 @@ def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
 
 
 def _inflated(body: bytes, limit: int) -> bytes:
-    """Return a body of the encoding deflate, which some servers send without zlib's header."""
+    """Decompress a deflate body, with or without zlib's header, to at most `limit` + 1 bytes; return a body that is text unchanged."""
     bare = body[:1] != b"\x78"
     text = bare and not NO_TEXT.match(body)  # it was decoded before
     engine = zlib.decompressobj(RAW if bare else ZLIB)
@@ -99,7 +99,7 @@ def _inflated(body: bytes, limit: int) -> bytes:
 
 
 def unzstd(body: bytes, limit: int) -> bytes:
-    """Return the content of consecutive zstd frames, at most `limit` bytes and one slice; EOFError: the data end inside a frame."""
+    """Return the content of zstd frames, at most `limit` bytes and one unpacked slice. Raise EOFError if the data end inside a frame."""
     out = bytearray()
     for piece in zstd_pieces(iter([body])):
         out += piece
@@ -109,7 +109,7 @@ def unzstd(body: bytes, limit: int) -> bytes:
 
 
 def _joined(body: bytes, limit: int) -> bytes:
-    """Return the joined chunks of a body, possibly cut off after the first; a body without chunks is returned unchanged."""
+    """Return the joined chunks of a body, which may be truncated after its first chunk; return a body without chunks unchanged."""
     pieces: list[bytes] = []
     at, end = 0, None
     while head := CHUNK.match(body, at):
@@ -121,7 +121,7 @@ def _joined(body: bytes, limit: int) -> bytes:
         at = end.end() if end else start + size
         if end is None:
             break
-    left = len(body) - at  # of a cut body nothing, or the beginning of a head
+    left = len(body) - at  # a truncated body leaves nothing, or the beginning of a chunk's head
     chain = left < HEAD_BYTES if len(pieces) > 1 else end is not None and HEAD_BEGUN.fullmatch(body, at) is not None
     return b"".join(pieces) if chain else body
 
@@ -140,5 +140,5 @@ DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
     "br": _unbrotli,
     "chunked": _joined,
 }
-"""Each gives a body that is not encoded so as it is, but for Brotli, which has no sign of its own."""
+"""Encoding → decoder. gzip, zstd and chunked return other bodies unchanged, deflate only text. Brotli has no signature to test."""
 DECODERS["x-gzip"] = DECODERS["gzip"]

@@ -1,4 +1,4 @@
-"""Batches of rows of Parquet files and of saved data sets' Arrow streams, bounded in what they unpack to, and their values."""
+"""Batches of rows from Parquet files and from the Arrow streams of saved data sets; values and unpacked bytes of a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from puna.stages.reading.files import Unpacking
 from puna.storage import PunaError
 
 BATCH_ROWS, BATCH_BYTES = 1024, 64 << 20
-VALUE_BYTES = 8  # of a value beside its text, about
+VALUE_BYTES = 8  # approximate bytes of a value without its text
 UNREADABLE = (ValueError, OverflowError, KeyError)  # bytes that are no text; a date out of range; an unknown time zone
 
 
@@ -36,7 +36,7 @@ SHARED = ("string_view", "binary_view", "list_view", "large_list_view", "run_end
 
 
 def check_fields(fields: Iterable[pa.Field], where: str) -> None:
-    """Raise PunaError if two Arrow fields side by side have one name, or one has a type whose values may share their bytes."""
+    """Raise PunaError if two sibling Arrow fields have the same name, or a field has a type whose values may share bytes."""
     fields = list(fields)
     if name := repeated(field.name for field in fields):
         raise PunaError(f"{where}: several columns have the name {name!r}; rename them, for a row holds one of that name")
@@ -48,21 +48,21 @@ def check_fields(fields: Iterable[pa.Field], where: str) -> None:
 
 
 def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
-    """Return a Parquet file and the rows to read at once. Text that its dictionaries hold once stays so.
+    """Return a Parquet file and the number of rows to read at once. Dictionary-encoded text stays encoded.
 
-    PunaError: it is no Parquet file, two columns have one name, or its footer declares more bytes than a file of its size holds.
+    Raise PunaError if it is no Parquet file, `check_fields` refuses a column, or its pages unpack to more bytes than allowed.
     """
     try:
         file = pq.ParquetFile(handle)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         unpacking, row_bytes, chunks = Unpacking(name, handle), 0, []
-        for group in groups:  # the footer may declare less than the pages hold
+        for group in groups:  # the footer may declare fewer bytes than the pages hold
             several = [group.column(number) for number in range(group.num_columns)]
             sizes = [max(page_bytes(handle, one), one.total_uncompressed_size) for one in several]
             unpacking.add(sum(sizes))
             row_bytes = max(row_bytes, sum(sizes) // max(group.num_rows, 1))
             chunks += several
-        views = "_view" in str(file.schema_arrow)  # what a file of pyarrow or Polars may say of its texts
+        views = "_view" in str(file.schema_arrow)  # text types that files of pyarrow or Polars may declare
         shared = {one.path_in_schema for one in chunks if one.physical_type == "BYTE_ARRAY" and (views or one.has_dictionary_page)}
         file = pq.ParquetFile(handle, read_dictionary=sorted(shared))
         check_fields(file.schema_arrow, name)
@@ -84,7 +84,7 @@ def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
             check_fields(several.schema, name)
         for batch in several:
             for column in batch.columns if kind != "parquet" else ():
-                # A stranger's offsets may point anywhere; bytes that are no text cost their rows alone.
+                # Offsets in a foreign file may point anywhere. Text is viewed as bytes: invalid UTF-8 must cost only its own rows.
                 (column.view(pa.binary()) if column.type == pa.string() else column).validate(full=True)
             yield from (batch.slice(at, BATCH_ROWS) for at in range(0, batch.num_rows, BATCH_ROWS))
             number += batch.num_rows
@@ -94,7 +94,7 @@ def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
 
 
 def unpacked_bytes(column: Any, most: int | None = None) -> int:
-    """Return the bytes of an Arrow array's values, each as often as it occurs. `most`: a dictionary's longer texts count nothing."""
+    """Return the bytes of an Arrow array's values; repeated values count repeatedly. `most`: a dictionary's longer texts count 0 bytes."""
     column = column.storage if isinstance(column, pa.ExtensionArray) else column
     kind, size = column.type, 0
     if pa.types.is_dictionary(kind) and kind.value_type in TEXTS:

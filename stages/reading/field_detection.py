@@ -1,4 +1,4 @@
-"""Detection of the fields of rows that hold the page and its address."""
+"""Detection of the fields of rows that hold the page, its address and its date."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TEXT = ("text", "content", "body", "raw_content", "document", "article", "mainte
 HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_html")
 URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
 TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
-ROWS, FILES = 50, 50  # rows and files that are looked at
+ROWS, FILES = 50, 50  # maximum rows and files that are examined
 TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40  # minimum mean lengths of a page in a field without a usual name
-CELL_BYTES = 1 << 26  # longest row that is looked at
+CELL_BYTES = 1 << 26  # bytes of the longest row that is examined
 
 
 @dataclass(frozen=True)
 class Found:
-    """The fields that hold the page; `html`: whether `page` is HTML or text; `url`, `date`: None if rows lack them.
+    """Names of the fields that hold the page. `html`: `page` is HTML, not text; `url`, `date`: None if rows lack them; `names`: all fields.
 
     `others`: the page fields of other files of the input, each with an example file.
     """
@@ -40,9 +40,9 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the fields of the rows of an input; None if it has other files than rows (archives, pages) and no row holds text.
+    """Return the fields that hold the page in an input's rows; None if there are none. Raise PunaError if all files are rows without text.
 
-    Files may differ: fields with usual names come first, then fields with more bytes.
+    If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
     """
     tables = [file for file in external.files if suffix(file.name) in FORMATS and file.name.rsplit("/", 1)[-1] not in SIDECARS]
     every = tables[:: max(1, len(tables) // FILES)][:FILES]
@@ -60,7 +60,7 @@ def sniff(external: External) -> Found | None:
             same = next((one for one in votes if (one.page, one.html) == (found.page, found.html)), found)
             usual = found.page.lower().rpartition(".")[2] in (*TEXT, *HTML)
             size = votes.pop(same, (0, 0))[1] + file.bytes
-            # An address that not all files have is none: rows without it would be lost.
+            # An address field that some files lack is not used: rows without it would be lost.
             both = same if same.url == found.url else replace(same, url=None)
             votes[both], examples[both] = (usual, size), examples.pop(same, file.name)
     if not votes and without is not None and len(tables) == len(external.files):

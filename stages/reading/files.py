@@ -22,21 +22,21 @@ GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 20
 RATIO, FREE_BYTES, RECORD_BYTES = 500, 128 << 20, 200
-"""A file may unpack to `FREE_BYTES`, a larger one to `RATIO` times its size: text that repeats itself much reaches about 100.
-Each record counts as some bytes more, for those without text cost time as well."""
-WINDOW_BYTES = 1 << 31  # of zstd --long=31, as published dumps are packed
-SLICE_BYTES = 512  # bytes of zstd unpacked at once: four may stand for 128 KiB, which the library does not bound
+"""A file may unpack to `FREE_BYTES`, or to `RATIO` times its size if that is more. Very repetitive text reaches a ratio of about 100.
+Each record counts as `RECORD_BYTES` more, because records without text cost time as well."""
+WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`, with which some published dumps are compressed
+SLICE_BYTES = 512  # bytes of zstd to unpack at once: four bytes may unpack to 128 KiB, and the library has no limit
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # raised by reading a damaged or truncated file
 
 
 def suffix(name: str) -> str:
-    """Return the file's suffix in lower case, without that of a compression."""
+    """Return a file name's suffix in lower case, ignoring a suffix in `COMPRESSED`."""
     path = PurePosixPath(name.lower())
     return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 class Unpacking:
-    """The bytes that a file has unpacked to; PunaError if a file of its size holds no such many."""
+    """Counter of a file's unpacked bytes; `add` raises PunaError if they exceed the limit for the file's size."""
 
     def __init__(self, name: str, handle: BinaryIO) -> None:
         self._name, self._packed, self._bytes = name, 1 << 60, 0
@@ -49,13 +49,13 @@ class Unpacking:
         self._bytes += size + RECORD_BYTES * records
         if self._bytes > max(FREE_BYTES, RATIO * self._packed):
             raise PunaError(
-                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, as no text does but one that is to fill the "
-                "machine. If you trust the file, unpack it yourself and give that, as JSON lines or CSV"
+                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more; only a file made to fill the machine does "
+                "this. If you trust the file, unpack it yourself and give the unpacked file, as JSON Lines or CSV"
             )
 
 
 class _Pieces(io.RawIOBase):
-    """A stream of decompressed pieces; the data before a fault are not lost."""
+    """A stream of decompressed pieces, which delivers all data before a damaged place."""
 
     def __init__(self, source: Any, pieces: Iterator[bytes], unpacking: Unpacking) -> None:
         self._source, self._pieces, self._left, self._unpacking = source, pieces, memoryview(b""), unpacking
@@ -77,8 +77,8 @@ class _Pieces(io.RawIOBase):
 
 
 def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
-    """Yield the content of zstd frames in pieces; EOFError: the data end inside a frame. `window`: most bytes of its window (0: 128 MB);
-    memory is taken as it fills."""
+    """Yield the content of zstd frames in pieces. Raise EOFError if the data end inside a frame. `window`: maximum bytes of a frame's
+    window (0: 128 MB), whose memory is allocated only as it fills."""
     engine = None
     for packed in sliced(data):
         left = packed
@@ -99,12 +99,12 @@ def sliced(data: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def unpacked(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:
-    """Return a reader of the file's bytes, decompressed by its name and counted."""
+    """Return a reader of a file's bytes. If the name has a compression suffix, they are decompressed, and counted by `unpacking`."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
     unpacking = unpacking or Unpacking(name, handle)
     if ending in (".gz", ".xz"):
-        file: Any = gzip.GzipFile(fileobj=handle) if ending == ".gz" else lzma.LZMAFile(handle)  # noqa: SIM115  closed by what is around it
+        file: Any = gzip.GzipFile(fileobj=handle) if ending == ".gz" else lzma.LZMAFile(handle)  # noqa: SIM115  closed by `_Pieces`
         raw = _Pieces(file, iter(partial(file.read1, CHUNK_BYTES), b""), unpacking)
     elif ending == ".zst":
         raw = _Pieces(handle, zstd_pieces(iter(partial(handle.read, CHUNK_BYTES), b""), WINDOW_BYTES), unpacking)
@@ -112,21 +112,21 @@ def unpacked(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) ->
 
 
 def address(source: str, name: str) -> str:
-    """Return the address of a file without one: its place in the input."""
+    """Return a file URL, of the input and the name, for a file without an address."""
     return f"file:///{quote(source)}/{quote(name)}"
 
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
-    """Return the address of a row: its own (joined to the file's if relative), else its place in the file."""
+    """Return a row's address: `given`, appended to the file's address if it is relative; else the file's address and `row`."""
     if "://" in given:
         return given
     return f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
 def field_at(row: Any, path: str) -> Any:
-    """Return `row["a"]["b"][0]` for the path `a.b.0`, for `a.*.b` that of every member of a list; None if it is missing.
+    """Return `row["a"]["b"][0]` for the path `a.b.0`; for `a.*.b`, a list with `b` of every item of the list `a`; None if missing.
 
-    A key that contains dots comes first.
+    A key of `row` that equals the whole path is preferred.
     """
     if isinstance(row, dict) and path in row:
         return row[path]
@@ -146,7 +146,7 @@ def field_at(row: Any, path: str) -> Any:
 
 
 class Job(NamedTuple):
-    """One file, or one shard of a data set on the hub."""
+    """One file to read, or one shard of a data set on the hub."""
 
     source: str
     format: str

@@ -1,4 +1,4 @@
-"""The output of every reader: a page, or a record that holds none with its reason."""
+"""Output of all readers: pages, and records rejected with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Page(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A record that holds no page: the rule, its place, a message."""
+    """A record that was rejected: the rule, the record's file and place, a message."""
 
     rule: str
     where: str
@@ -30,11 +30,11 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
-NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules of records that hold no page; they count apart
+NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules of records that hold no page; they are counted separately
 
 
 def page_id(source: str, page: Page) -> str:
-    """Return 32 hex digits over all fields of a page but its place in a file."""
+    """Return a hash, as 32 hex digits, of the source and of all fields of a page except `where`."""
     head = f"{source}\0{page.url}\0{page.fetched_at}\0{page.content_type}\0{page.charset or ''}\0"
     state = hashlib.blake2b(head.encode("utf-8", "surrogatepass"), digest_size=16)
     state.update(page.body)
@@ -42,13 +42,13 @@ def page_id(source: str, page: Page) -> str:
 
 
 def rejected_id(source: str, rejected: Rejected) -> str:
-    """Return 32 hex digits over the record's place."""
+    """Return a hash, as 32 hex digits, of the source and the record's place."""
     text = f"rejected\0{source}\0{rejected.where}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def repetitions(ids: list[str]) -> tuple[NDArray[np.bool_], dict[int, str]]:
-    """Return a mask of the first row of each id in a sorted list, bool[n]; and place → id of each repetition, in the same shard."""
+    """Return a mask bool[n], true at the first row of each id of a sorted list; and index → new id of each repetition (same shard)."""
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
     others, number = {}, 0
     for at in np.flatnonzero(~first).tolist():

@@ -1,6 +1,6 @@
-"""Readers of the other inputs: folders of pages, Parquet, JSON, CSV, saved and remote Hugging Face data sets.
+"""Readers of inputs other than web archives: folders of pages, Parquet, JSON, CSV, saved and remote Hugging Face data sets.
 
-Each yields a `Page` per record, or a `Rejected` with the rule that refused the record.
+Each reader yields a `Page` per record, or a `Rejected` with the rule that refused the record.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DATE_COLUMNS = (
     "published_at", "publish_date", "date_published", "added", "created", "created_at",
 )  # fmt: skip
 """Fields that usually hold the time of a row, the best first."""
-PACKED_ROOM = 1 << 16  # packed bytes of a page that are read beyond twice its bound
+PACKED_ROOM = 1 << 16  # compressed bytes of a page that are read beyond 2 * max_bytes
 FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
-"""Rules of `Rejected` by the rules of `Fault`; all others are malformed records."""
-FIELDS_SHOWN = 8  # fields of a record that is no page that a message names
+"""Rule of a `Fault` → rule of the `Rejected`. All other rules become malformed_record."""
+FIELDS_SHOWN = 8  # maximum fields that a message names, for a record without a page
 
 
 class Columns:
@@ -92,14 +92,14 @@ def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Col
 
 
 def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
-    """Return the columns to read from a Parquet file; raise PunaError for a missing column or a file that is not read."""
+    """Return the columns to read from a Parquet file; raise PunaError for a missing column or an unreadable file."""
     return _chosen(open_parquet(handle, name)[0].schema_arrow.names, name, columns)
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
     """Yield one page per row of a Parquet file, read in batches.
 
-    A dictionary-encoded text is held once, and not at all above `max_bytes`.
+    A dictionary-encoded text is decoded once per batch; a text longer than `max_bytes` is not decoded.
     """
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
     column_names = _chosen(file.schema_arrow.names, name, columns)
@@ -182,7 +182,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
     at = moment(field_at(row, column)) if column else 0
     if at is None and columns.date is None:
-        at = 0  # A column that only happens to be called so is no reason to lose the text.
+        at = 0  # A column with a usual name may hold something other than a date: keep the text.
     if at is None:
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, column or '')!r}, not a date")
     return Page(url, at, columns.content_type, "utf-8", body, where)

@@ -22,17 +22,17 @@ CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
 BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16, which no UTF-8 has
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
-BROKEN_RECORDS = 10  # records that a broken one counts as: a line of brackets costs as much time as many
-LONGEST_TOKEN = 16  # characters that the rest of a number, name or escape may have, behind the place where the decoder stops
+BROKEN_RECORDS = 10  # a broken record counts as this many: a line of brackets costs as much time as many records
+LONGEST_TOKEN = 16  # maximum characters of a number, name or escape after the place where the decoder stops
 FORMATS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
 }  # fmt: skip
-COLUMNAR = ("parquet", "dataset", "hub")  # formats that give every row every field, absent ones as null
+COLUMNAR = ("parquet", "dataset", "hub")  # formats in which every row has every field; absent values are null
 SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 
 class Row(NamedTuple):
-    """A record: its unique number in the file, from 1 (in JSON lines the line's), and its fields."""
+    """A record: its unique number in the file, from 1 (in JSON Lines, the line number), and its fields."""
 
     number: int
     fields: dict[str, Any]
@@ -72,7 +72,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
 
 
 def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
-    """Yield rows; a row whose text is not valid Unicode (it holds surrogates) becomes a fault."""
+    """Yield rows and faults. A row that is nested too deeply, or whose text holds surrogates (no valid Unicode), becomes a fault."""
     for row in rows:
         try:
             wrong = _broken(row.fields) if isinstance(row, Row) else None
@@ -86,7 +86,7 @@ def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
 
 
 def _broken(fields: dict[str, Any]) -> str | None:
-    """Return the first field whose text cannot be written as UTF-8."""
+    """Return the name of the first field whose name or text cannot be written as UTF-8; None if there is none."""
     return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not is_text(name, value)), None)
 
 
@@ -113,11 +113,11 @@ def _object(number: int, value: Any) -> Row | Fault:
 
 
 class _Broken(Exception):
-    """A value that is not a complete JSON; its arguments are the rule and a message."""
+    """A JSON value that is invalid, truncated or too long. The exception's arguments are the rule and a message."""
 
 
 class _Values:
-    """A reader of JSON values, with a buffer of text: `_at` is the position in it, `line` the line number there."""
+    """A reader of JSON values with a buffer of text. `_at`: position in the buffer; `line`: line number of this position."""
 
     def __init__(self, source: io.BufferedReader) -> None:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
@@ -127,7 +127,7 @@ class _Values:
         self.line, self.damage, self.repeated = 1, "", ""
 
     def head(self) -> str:
-        """Return the next character that is not a blank, empty at the end of the file."""
+        """Move to the next character that is not white space, and return it; empty at the end of the file."""
         while True:
             blank = BLANK.match(self._text, self._at)
             assert blank is not None
@@ -140,7 +140,7 @@ class _Values:
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:
-        """Return the value at the cursor and move past it. Raise _Broken if it is missing or longer than `most` characters."""
+        """Return the value at the cursor and move past it. Raise _Broken if it is not valid JSON, or longer than `most` characters."""
         while True:
             error: Exception | None = None
             self.repeated = ""
@@ -192,7 +192,7 @@ class _Values:
         return f"line {self.line + self._text.count(chr(10), self._at, at)}, column {self._passed + at - start + 1}"
 
     def _read_on(self) -> None:
-        """Drop consumed text and double the rest by reading, so that a long value is scanned only a few times."""
+        """Drop consumed text and at least double the rest by reading, so that a long value is scanned only a few times."""
         self._passed += self._at
         pieces, size, self._text, self._at = [self._text[self._at :]], 0, "", 0
         least = max(CHUNK_CHARACTERS, len(pieces[0]))
@@ -237,7 +237,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
             lines, whole = values.skip(), False
             at_end = not values.head()
             if at_end and values.damage:
-                number -= 1  # the broken record is where the file ends
+                number -= 1  # the fault of the damaged file, below, reports this record
                 break
             rest = "; the rest of the file is not read" if at_end else f"; {lines} lines are passed over" if lines > 1 else ""
             yield Fault(number, "", error.args[0], error.args[1] + rest)
@@ -248,7 +248,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
 
 
 class _Lines:
-    """The lines of a text. csv.Error if those of one record, since `size` was set to 0, have more than `most` characters."""
+    """Iterator over the lines of a text. It raises csv.Error if the lines read since `size` was set to 0 exceed `most` characters."""
 
     def __init__(self, text: io.TextIOWrapper, most: int, unpacking: Unpacking) -> None:
         self._text, self._most, self._unpacking, self.size = text, most, unpacking, 0
@@ -304,7 +304,7 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
 
 
 def delimiter_of(head: bytes) -> str:
-    """Return the delimiter of a CSV file's header: of comma, semicolon, tab and bar the one that gives most names."""
+    """Return the delimiter of a CSV file: comma, semicolon, tab or bar, whichever splits the header into most names."""
     lines = io.StringIO(head.decode("utf-8-sig", "replace"), newline="")
 
     def names(delimiter: str) -> int:

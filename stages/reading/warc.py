@@ -18,7 +18,7 @@ from puna.stages.reading.warc_frames import MAX_HEADER_BYTES, frames
 
 STATUS = re.compile(r"(?:HTTP/\d(?:\.\d)?|ICY) +(\d{3})(?!\d)", re.IGNORECASE)
 HEADER_END = re.compile(rb"\r?\n\r?\n")
-HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a blank goes on with the one before
+HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a blank continues the line before
 WEB = ("http://", "https://")
 SCHEMES = ("http", "https", "ftp", "file", "")
 SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
@@ -40,7 +40,7 @@ def read_warc(handle: BinaryIO, name: str, max_body_bytes: int) -> Iterator[Page
         page: Page | Rejected
         try:
             page = _page(record, where, label, max_body_bytes)
-        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs this record, not those after it
+        except Exception as error:  # noqa: BLE001 - an unforeseen error costs only this record
             page = Rejected("failed", where, f"{label}: {type(error).__name__}: {error}")
         unpacking.add(len(page.body) if isinstance(page, Page) else 0, records=5)
         yield page
@@ -72,7 +72,7 @@ def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
 def _no_page(url: str) -> str | None:
     """Return the reason why the content at an address is never a page: a crawler's record or a file for crawlers; else None."""
     if url.startswith(WEB) and "/robots.txt" not in url and url.isprintable():
-        return None  # most are; `urlsplit` would leave out what cannot be printed
+        return None  # the usual case; `urlsplit` drops some unprintable characters
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -83,7 +83,7 @@ def _no_page(url: str) -> str | None:
 
 
 def _of_media(page: Page, said: str) -> Page | Rejected:
-    """Return the page, or reject a script that a website serves to browsers; in a folder of code it is a document."""
+    """Return the page, or reject it if it is a script. A website's scripts are no documents (those in a folder of code are)."""
     return Rejected("not_a_page", page.where, f"{said}: {page.content_type}") if SCRIPTS.fullmatch(page.content_type) else page
 
 
@@ -109,7 +109,7 @@ def _response(block: bytes, where: str, said: str, url: str, fetched: int, limit
 
 @lru_cache(maxsize=128)
 def media_type(header: str) -> tuple[str, str | None]:
-    """Return a Content-Type header as lower-case media type and character set."""
+    """Return the media type and the character set (None if absent) of a Content-Type header, in lower case."""
     media, _, parameters = header.partition(";")
     charset = None
     for parameter in parameters.split(";"):

@@ -1,7 +1,7 @@
 """Record boundaries of WARC and WET archives, robust to truncation and damage.
 
 FastWARC parses the inside of a record, but it ends silently at a truncated archive and stops at the first damaged byte.
-So records are found here by their headers; a bad one is reported with its offset, and reading goes on at the next (ISO 28500).
+So this module finds records by their headers (ISO 28500), reports a bad record with its offset, and continues at the next record.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from puna.stages.reading.bodies import unzstd
 from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC, Unpacking
 
 CHUNK_BYTES = 1 << 20
-PACKED_BYTES = 1 << 14  # of gzip, unpacked at once: what stands behind a member is copied, and most are small
+PACKED_BYTES = 1 << 14  # compressed bytes per call: zlib copies what follows a member, and most members are small
 OUTPUT_BYTES = 1 << 24
-OVERRUNS = 8  # members that may run on to the end of the file; for each, the rest is read again
+OVERRUNS = 8  # members that may run to the end of the file; for each, the rest of the file is read again
 MAX_HEADER_BYTES = 1 << 16
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
 ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
@@ -35,7 +35,7 @@ START_BYTES = len(b"\nWARC/1.0\r\n")
 
 @dataclass(frozen=True)
 class Frame:
-    """One framed record: its offset in the file (of its compressed member), its bytes, or what is wrong with it."""
+    """One record: its offset in the file (if compressed: its member's offset), and its bytes, or the rule and the problem."""
 
     offset: int
     problem: str = ""
@@ -75,14 +75,14 @@ def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
     """Yield decompressed gzip members; after a damaged one, continue at the next member's magic number."""
-    base, data, at = 0, handle.read(CHUNK_BYTES), 0  # what was read, its offset in the file, and how much of it is done
+    base, data, at = 0, handle.read(CHUNK_BYTES), 0  # offset of `data` in the file, data, number of bytes done
     overruns = 0
     while data:
         if not data[at] and not data[at:].strip(b"\0"):  # padding after the last member
             base, data, at = base + len(data), handle.read(CHUNK_BYTES), 0
             continue
         member, start, engine = base + at, at, zlib.decompressobj(31)
-        pending: list[bytes] = []  # a small member is let out only when its checksum was right
+        pending: list[bytes] = []  # a small member is yielded only after its checksum matched
         size = 0
         try:
             while not engine.eof:
@@ -109,20 +109,20 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             else:
                 yield member, b"".join(pending)
         except zlib.error as error:
-            if "check" not in str(error):  # the bytes before the damage are right; a wrong checksum says nothing about where
+            if "check" not in str(error):  # bytes before the damage are right; a wrong checksum does not locate it
                 yield member, b"".join(pending)
             yield member, f"damaged gzip data ({error})"
             base, data, at = _next_member(handle, base, data, start + 3 if base + start == member else start)
 
 
 def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
-    """Return the first member from data[at] on that begins with a record: the data's offset, the data, the member's place in it.
+    """Return (offset of the data, data, index in the data) of the first member from data[at] on that begins with a record.
 
-    The data are empty at the end of the file. `base`: the offset of `data`, after which `handle` stands.
+    The data are empty at the end of the file. `base`: offset of `data` in the file; `handle` stands at the end of `data`.
     """
     while True:
         position = data.find(GZIP_MAGIC, at)
-        skip = position if position >= 0 else max(0, len(data) - 2)  # before that there is none
+        skip = position if position >= 0 else max(0, len(data) - 2)  # no magic number before this place
         if (position < 0 or len(data) - position < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
             base, data, at = base + skip, data[skip:] + more, 0
         elif position < 0:
@@ -145,13 +145,13 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
     try:
         dictionary, offset = _dictionary(handle)
         decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
-        decompressor.decompressobj()  # which looks into the dictionary
+        decompressor.decompressobj()  # parses the dictionary
     except (ValueError, EOFError, zstandard.ZstdError) as error:
         yield 0, f"the archive's dictionary cannot be read: {error}"
         return
     while packed := handle.read(SLICE_BYTES):
         member, engine = offset, decompressor.decompressobj()
-        pending = bytearray()  # a small frame is let out only when its checksum, if it has one, was right
+        pending = bytearray()  # a small frame is yielded only after its checksum, if any, matched
         try:
             while not engine.eof:
                 if not packed:
@@ -171,14 +171,14 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
                 yield member, bytes(pending)
             yield member, f"damaged zstd data ({error})"
             damages += 1
-            # The damage may have taken the next frames for its own, which is looked for a few times only.
+            # A damaged frame may have consumed the next frames: search again from its start, but only a few times.
             behind = member + len(ZSTD_MAGIC)
             offset = _next_frame(handle, behind if damages <= OVERRUNS else max(behind, offset))
         handle.seek(offset)
 
 
 def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None, int]:
-    """Return the dictionary at the start of an archive and its length in bytes; `handle` stands after it."""
+    """Return the dictionary at the start of an archive and the bytes of its frame; (None, 0) without one. `handle` stands after it."""
     head = handle.read(8)
     if head[:4] != ZSTD_DICTIONARY_MAGIC:
         handle.seek(0)
@@ -195,7 +195,7 @@ def _next_frame(handle: BinaryIO, offset: int) -> int:
     """Return the offset of the first frame from `offset` on, or of the end of the file."""
     handle.seek(offset)
     data = b""
-    while more := handle.read(SLICE_BYTES):  # the next one may be near, many times
+    while more := handle.read(SLICE_BYTES):  # small reads: the next frame is often near
         data += more
         if (position := data.find(ZSTD_MAGIC)) >= 0:
             return offset + position
@@ -225,7 +225,7 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
 
 
 def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
-    """Return the rule and the words for a wrong header; no words if it is right."""
+    """Return the rule and a message for a wrong header; the message is empty if the header is right."""
     if header is None and buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
         return "malformed_record", f"no header of at most {MAX_HEADER_BYTES} bytes"
     if header is None:
@@ -238,13 +238,13 @@ def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
     if HEADER_END.search(header) is None:
         return "malformed_record", "the next record begins inside the record's header"
     if any(int(other) != int(length[1]) for other in ANY_LENGTH.findall(header)):
-        # Another reader may believe the other one, and ask for as much memory.
+        # Another reader may use the other length and allocate as much memory.
         return "malformed_record", "the record's header announces several lengths"
     return "truncated_record", ""
 
 
 class _Buffer:
-    """Bytes read ahead, with the file offset of them or of their member."""
+    """A buffer of bytes read ahead, with their offset in the file (plain files) or their member's offset (compressed files)."""
 
     def __init__(self, blocks: Iterator[Block], members: bool) -> None:
         self._blocks = blocks
@@ -255,7 +255,7 @@ class _Buffer:
         self._dropped = 0
         self.damage: str | None = None
         self.cut = False
-        """True if the last read went beyond the end of its member. No record does, whatever length it announces."""
+        """True if the last `take` or `discard` asked for bytes beyond the end of the member. A record never extends beyond its member."""
 
     @property
     def size(self) -> int:
@@ -294,7 +294,7 @@ class _Buffer:
             self._starts.popleft()
 
     def skip_blank(self) -> bool:
-        """Drop line ends between records; True while there is something left (bytes or damage)."""
+        """Drop line ends between records; return True if bytes or damage are left."""
         while True:
             blank = LINE_ENDS.match(self._data)
             assert blank is not None
@@ -305,9 +305,9 @@ class _Buffer:
                 return False
 
     def header(self) -> bytes | None:
-        """Return the header with its blank line, or up to the next record's start; None if it exceeds the bound.
+        """Return the header with its blank line, or up to the next record's start; None if it is truncated or above `MAX_HEADER_BYTES`.
 
-        Bytes after it are not scanned, so that many false starts cost no quadratic time.
+        Bytes after the header are not scanned, so that many false starts do not cost quadratic time.
         """
         searched = 0
         while True:

@@ -35,10 +35,10 @@ class Limit(NamedTuple):
 
 
 class BadRows:
-    """Rows that a stage drops while it renders its input: `dropped` holds rows of that table.
+    """Collector of the rows that a stage drops while it renders its input; `dropped` holds them as rows of the table `dropped`.
 
-    The rules: `chat_template` (the template refuses the row; the detail names the turn), `not_messages` (a column holds no
-    conversation), `too_long` (value and threshold in tokens)."""
+    Rules include `chat_template` (the template refuses the row; the detail names the turn), `not_messages` (a column holds no
+    conversation) and `too_long` (value and threshold in tokens)."""
 
     def __init__(self, config: BadRowsConfig, stage: str) -> None:
         self._refuse, self._stage = config.bad_rows == "refuse", stage
@@ -48,7 +48,7 @@ class BadRows:
         self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit,
         *others: tuple[Callable[[T], int], Limit],
     ) -> list[tuple[Row, T]]:  # fmt: skip
-        """Return the rows with their examples; drop those whose size exceeds a limit, or refuse the run for them."""
+        """Return the rows with their examples. Drop rows that `make` refuses or whose size exceeds a limit; see `drop`."""
         results = []
         for row, example in self.rendered(rows, make):
             over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(example)) > bound.tokens), None)
@@ -61,7 +61,7 @@ class BadRows:
         return results
 
     def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
-        """Yield the rows with their examples, of any length."""
+        """Yield the rows with their examples, whatever their size. Drop rows that `make` refuses; see `drop`."""
         for row in rows:
             try:
                 example = make(row)
@@ -71,7 +71,7 @@ class BadRows:
                 yield row, example
 
     def drop(self, row: Row, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
-        """Drop a row for another reason, or refuse the run for it."""
+        """Add a row to `dropped`; raise PunaError instead if the stage is set to refuse bad rows."""
         if self._refuse:
             raise PunaError(f"{self._stage}: {detail} (bad_rows=drop leaves such rows out)")
         self.dropped.append({"id": row["id"], "rule": rule, "value": value, "threshold": threshold, "detail": detail})
@@ -84,7 +84,7 @@ class BadRows:
 
     def write(self, run: StageRun) -> None:
         """Write the table `dropped` and its counts, for a stage that writes other rows than it reads."""
-        # Two inputs may hold rows of one id: the table has one of them, the metrics count both.
+        # Two inputs may hold rows with the same id: the table has one row per id and rule, the metrics count both.
         run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
         run.metric("dropped_rows", len(self.dropped))
         for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()):

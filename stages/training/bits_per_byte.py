@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """Tokens start..stop of a document go through the model; those from `first` on are scored."""
+    """A part of a document, tokens start..stop, that goes through the model at once; its tokens from `first` on are scored."""
 
     start: int
     stop: int
@@ -26,8 +26,8 @@ class Window(NamedTuple):
 def windows(length: int, context: int) -> list[Window]:
     """Return windows of at most `context` tokens over a document of `length` tokens.
 
-    Every token but the first is scored once. From the second window on, it follows at least context // 2 tokens of its document, so cold
-    starts hardly count.
+    Every token but the first is scored once. From the second window on, a scored token follows at least context // 2 tokens of its window,
+    so that few tokens are scored with little context.
     """
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, not {context}")
@@ -46,7 +46,7 @@ def document_nats(
 ) -> list[float]:  # fmt: skip
     """Return -log p of each document (token ids, given its first token), in nats.
 
-    Windows are packed into rows of about `micro_batch_tokens` tokens, documents side by side, in exact passes where these can be.
+    Windows are packed into rows of about `micro_batch_tokens` tokens. Passes are exact if dtype and device allow (`can_be_exact`).
     """
     import torch
 
@@ -80,7 +80,7 @@ Floats = NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """Counts of one order: of each key (context x vocabulary + token), sorted; of each context its total and its different tokens."""
+    """Counts of one order: sorted `keys` (context x vocabulary + token) with `counts`; `contexts` with `totals` and distinct tokens."""
 
     keys: Ints
     counts: Ints
@@ -93,7 +93,7 @@ class NGrams:
     """An interpolated n-gram model of tokens (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
 
     p(w | h) = (c(h w) + N(h) p(w | h')) / (c(h) + N(h)): c counts, N(h) is how many different tokens followed h, h' is h without its
-    first token, and below the empty context all tokens are alike. Contexts end where a document begins.
+    first token, and below the empty context all tokens are equally likely. Contexts do not reach across the start of a document.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]], order: int, vocabulary: int) -> None:
@@ -135,7 +135,7 @@ class NGrams:
         return share
 
     def _paged(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
-        """Interpolate the page's own counts before each token."""
+        """Return `share` interpolated with counts of the tokens that precede each token in its document, order by order."""
         contexts = np.cumsum(places == 0) - 1
         for length in range(self.order):
             valid = places >= length
@@ -149,13 +149,13 @@ class NGrams:
 
 
 def _flat(documents: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Return all tokens, and the place of each in its document."""
+    """Return all tokens, and each token's index in its document."""
     tokens = np.concatenate([np.asarray(document, np.int64) for document in documents])
     return tokens, np.concatenate([np.arange(len(document)) for document in documents])
 
 
 def _find(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the index of each number among sorted keys, and a mask of the numbers present."""
+    """Return the index of each wanted number in the sorted `keys`, and a mask of the numbers that `keys` contains."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return at, keys[at] == wanted
 
@@ -179,7 +179,7 @@ def _interpolated(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Flo
 
 
 def dictionary_bits(texts: Sequence[str], training: bytes, level: int = 19) -> list[int]:
-    """Return the bits of each text under zstd with the training text as dictionary, without size and checksum."""
+    """Return the bits of each text compressed by zstd with the training text as dictionary, without the fields for size and checksum."""
     import zstandard
 
     dictionary = zstandard.ZstdCompressionDict(training, dict_type=zstandard.DICT_TYPE_RAWCONTENT)

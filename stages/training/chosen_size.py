@@ -1,4 +1,4 @@
-"""The size of a training run: what the stage `choose_size` chooses, and `pretrain` takes from it."""
+"""The chosen size of a training run: the stage `choose_size` writes it, and `pretrain` reads it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.storage import Artifact, PunaError
 
 RECIPE = "recipe.yaml"
-"""File of the artifact: the fields of a recipe that train the size."""
+"""File of an artifact of `choose_size`, with the fields of a recipe that trains this size."""
 
 
 class ChosenSize(StageConfig):
-    """The part of a training that a budget and a ladder's points decide."""
+    """The settings of a training that `choose_size` derives from a budget and the points of a scaling ladder."""
 
     sequence_length: int = Field(ge=2, description="Tokens of a row")
     model: ModelShape = Field(description="Sizes and variations of the model")
@@ -27,7 +27,7 @@ class ChosenSize(StageConfig):
     phase: Phase = Field(description="The first phase")
 
     def write(self, folder: Path) -> None:
-        """Write the recipe's fields to an artifact's folder, defaults too: those of `pretrain` are not the ladder's."""
+        """Write the recipe's fields to an artifact's folder, defaults included: those of `pretrain` and the ladder differ."""
         training = self.model_dump(mode="json", include={"model", "optimizer"}) | {"phases": [self.phase.model_dump(mode="json")]}
         fields = {"tokenize": {"sequence_length": self.sequence_length}, "pretrain": training}
         (folder / RECIPE).write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
@@ -43,14 +43,14 @@ class ChosenSize(StageConfig):
 
 
 class SizedConfig(SeededConfig):
-    """Settings of a training that an input may decide."""
+    """Settings of a training, of which an input model or an input size may decide some."""
 
-    model: ModelShape = Field(SHAPE, description="Sizes and variations of a decoder that begins from nothing; an input model has its own")
-    phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Stretches of training, in order; an input size is the first")
+    model: ModelShape = Field(SHAPE, description="Sizes and variations of a decoder trained from scratch; an input model has its own")
+    phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Phases of training, in order; an input size sets the first")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases; an input size has its own")
 
     def in_vain(self, source: str) -> list[str]:
-        """Return the names of settings that are given in vain, because the input `source` (model or size) decides them."""
+        """Return the names of settings that have no effect, because the input `source` (model or size) decides them."""
         first = self.phases[0].replace(name=Phase().name) != Phase()
         settings = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
         return [name for name, is_set in settings.items() if is_set and (source == "size" or name == source)]
@@ -62,7 +62,7 @@ class SizedConfig(SeededConfig):
 
 
 def report_outcome(size: Artifact, loss: float, run: StageRun) -> None:
-    """Report the loss of a chosen size beside its forecast."""
+    """Write the measured loss of a chosen size and its forecast with bounds as metrics."""
     (forecast,) = (row for row in size.read().to_pylist() if row["metric"] == "loss")
     columns = {"predicted_loss": "value", "predicted_loss_low": "low", "predicted_loss_high": "high"}
     for name, value in {**{name: forecast[column] for name, column in columns.items()}, "measured_loss": loss}.items():

@@ -1,4 +1,4 @@
-"""Documents joined with the mixture that says what each is for."""
+"""Documents joined with a mixture, which gives every document a split, a category and a number of repeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = "kept"
 
 
 class Chosen(NamedTuple):
-    """One document of a split: how often it is read, and the knowledge type it belongs to."""
+    """One document of a split, with its category (a knowledge type, or the rule of a selection) and how often it is read."""
 
     id: str
     text: str
@@ -28,9 +28,9 @@ class Chosen(NamedTuple):
 
 
 def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
-    """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, each of them once.
+    """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, all documents once.
 
-    A selection is read as one mixture of the kept documents, and one of the documents that each rule drops."""
+    A selection yields every document once: its category is `kept`, or the rule that drops it."""
     ids = documents.column("id").to_pylist()
     if not ids:
         return
@@ -55,7 +55,7 @@ def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterato
 
 
 def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
-    """Return `chosen` of one part of a documents table, for workers."""
+    """Return the documents that `chosen` yields for one part of a documents table; for workers."""
     return list(chosen(part.read(), mixture, split))
 
 
@@ -72,25 +72,25 @@ def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None
 
 
 def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[int, str]]:
-    """Return, for each of two tables, the number of ids that only it has in a range, and the first of them."""
+    """Return, for each of two tables, the number of ids in a range that the other table lacks, and the first such id."""
     around, *tables = job
     one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
     return [(len(only), min(only, default="")) for only in (one - other, other - one)]
 
 
 def of_part(part: Partition, function: Callable[..., Any], *args: Any) -> Any:
-    """Apply a function to the rows of a partition, in a worker."""
+    """Return `function(rows, *args)` for the rows of a partition; for workers."""
     return function(part.read(), *args)
 
 
 Ranked = tuple[int, str, int, Any]
-"""A document in a hashed order: its hash, id, size in bytes, and what is wanted of it."""
+"""A document in a hashed order: its hash, id, size in bytes, and any further value."""
 
 
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
-    """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes; at least one.
+    """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes (at least one).
 
-    Memory holds only about that many rows and `held` more.
+    Memory holds the best rows so far and about as many new ones, or `held` if that is more.
     """
     documents: list[Ranked] = []
     waiting: list[Ranked] = []
@@ -103,7 +103,7 @@ def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -
 
 
 def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
-    """Return a part's candidates for `smallest`, in order, up to the first document that no longer fits."""
+    """Return a part's candidates for `smallest`, in order, up to and including the first document that does not fit."""
     documents = sorted(rows, key=lambda row: row[:2])
     size = 0
     for number, row in enumerate(documents):

@@ -15,8 +15,8 @@ Z95 = 1.959963984540054
 def student(freedom: int) -> float:
     """Return the 97.5 % point of Student's t with `freedom` degrees of freedom.
 
-    Up to 100 of them use bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). More use its expansion around
-    the normal distribution's point (26.7.5), which is right to 9 digits there.
+    Up to 100 degrees, it is found by bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). Above, it follows
+    from the expansion around the normal distribution's point (26.7.5), which is right to 9 digits there.
     """
     if freedom < 1:
         raise ValueError(f"Student's t needs at least one degree of freedom, not {freedom}")
@@ -59,7 +59,7 @@ def evaluation_row(task: str, metric: str, value: Interval | float, n: int) -> d
 def wilson(successes: int, trials: int) -> Interval:
     """Return a share of successes with Wilson's score interval (Wilson 1927).
 
-    It stays inside 0 to 1 and is honest at both ends, where the normal interval has no width at all.
+    The interval stays inside 0 to 1, and it has a width at shares of 0 and 1, where the normal interval has none.
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"wilson needs 0 <= successes <= trials and a trial, not {successes} of {trials}")
@@ -74,8 +74,8 @@ def wilson(successes: int, trials: int) -> Interval:
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """Return sum(numerators) / sum(denominators) over sampled units, for example bits over bytes of documents.
 
-    The interval is the linearised one of a ratio estimator (Cochran 1977, section 6.4): the deviations
-    numerator - ratio * denominator carry the error, whose size is estimated: Student's t with n - 1 degrees of freedom.
+    The interval follows from the linearised ratio estimator (Cochran 1977, section 6.4): from the deviations
+    numerator - ratio * denominator and Student's t with n - 1 degrees of freedom.
     A single unit has no interval: low and high are its value.
     """
     total, n = math.fsum(denominators), len(denominators)
@@ -97,7 +97,7 @@ def mean(values: Sequence[float]) -> Interval:
 def paired(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
     """Return the mean difference one - other over common items, with Student's interval of the differences.
 
-    Two models that answer the same prompts differ by less than their own intervals say: what is hard for both drops out.
+    For two models on the same prompts, this interval is usually narrower than an unpaired one: the prompts' difficulty cancels.
     """
     both = sorted(set(one) & set(other))
     if not both:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"
 """Folder of the adapters in a model artifact, and file of their weights."""
 INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
-"""PEFT's `init_lora_weights`."""
+"""Setting `initialization` → PEFT's `init_lora_weights`."""
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
@@ -42,9 +42,9 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """Train adapters within the context if `method` is `lora`; save and merge them on leaving. Yield `learning_rate_scales`.
+    """Add adapters for the context if `method` is `lora`; save (see `keeps`) and merge them on leaving. Yield `learning_rate_scales`.
 
-    With 4-bit matrices they are merged only in `save_model`: the merged model would need its full memory earlier.
+    With 4-bit matrices, `save_model` merges them instead: until then the model needs less memory.
     """
     from puna.models.formats.quantised import held_bytes, merge
 
@@ -61,9 +61,9 @@ def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterato
 
 
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
-    """Add adapters to the model's projections and freeze all else but a scalar head; return the number of trained parameters.
+    """Add adapters to the model's projections; freeze all other weights except a scalar head. Return the number of trained parameters.
 
-    The model's outputs do not change (up to rounding with PiSSA, whose adapters start as a part of the matrix).
+    The model's outputs do not change, with PiSSA up to rounding: its adapters start as a part of the matrix, which is subtracted.
     """
     import torch
     from peft import inject_adapter_in_model
@@ -86,11 +86,11 @@ def keeps(lora: LoraSettings) -> bool:
 
 
 def keep(model: Transformer, folder: Path) -> None:
-    """Write the adapters, and a scalar head, in PEFT's layout."""
+    """Write the adapters, and a scalar head if the model has one, in PEFT's format."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    configs: Any = model.peft_config  # PEFT leaves it there
+    configs: Any = model.peft_config  # PEFT stores its settings there
     settings = copy.copy(configs["default"])
     state = get_peft_model_state_dict(model, adapter_name="default")
     if model.head == "scalar":
@@ -104,6 +104,6 @@ def keep(model: Transformer, folder: Path) -> None:
 
 
 def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, float]:
-    """Return factors on the learning rate by parameter: LoRA+ scales the matrices B."""
+    """Return parameter name → factor on its learning rate: `loraplus_ratio` for the matrices B (LoRA+)."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_B." in name]
     return dict.fromkeys(names, lora.loraplus_ratio)

@@ -1,7 +1,7 @@
-"""Laws of the loss by the data mixture: two surrogates, weighted by how well each predicts mixtures that it was not fitted to.
+"""Loss as a function of the data mixture: two surrogates, weighted by how well they predict mixtures left out of their fit.
 
-The exponential law is linear in all but one number. So its fit searches over that number and solves a linear least-squares problem for the
-rest (variable projection, Golub and Pereyra 1973): it needs no starting point, and no iteration can fail.
+The exponential law minus its floor has a logarithm that is linear in the slopes. So the fit searches over the floor and solves a linear
+least-squares problem for the slopes (variable projection, Golub and Pereyra 1973): it needs no starting point, and cannot diverge.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MixingLaw:
-    """L(r) = floor + exp(slopes @ r) of one category's loss, r the shares of all categories.
+    """Law of one category's loss: L(r) = floor + exp(slopes @ r), where r are the shares of all categories.
 
-    Data mixing laws (Ye et al. 2024, arXiv 2403.16952), where the law reads c + k exp(t @ r). Shares add up
-    to one, so a constant added to all t is a factor on k: here k is inside the slopes.
+    A data mixing law (Ye et al. 2024, arXiv 2403.16952), there written as c + k exp(t @ r). Shares add up
+    to one, so a constant added to all t multiplies k: here the slopes include log k.
     """
 
     floor: float
@@ -37,8 +37,8 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
     """Fit a law to losses [n] at mixtures [n, M]; it takes at least M + 1 mixtures.
 
-    For a given floor the logarithm of the rest is linear in the shares; each point is weighed by the square
-    of that rest, which makes an error in the logarithm one in the loss.
+    For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by
+    the square of the loss above the floor, which turns an error of the logarithm into an error of the loss.
     """
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     if r.ndim != 2 or len(r) != len(y) or len(r) < r.shape[1] + 1:
@@ -52,7 +52,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
         slopes = np.linalg.lstsq(r * rest[:, None], np.log(rest) * rest, rcond=None)[0]
         law = MixingLaw(floor, slopes.astype(np.float64))
         error = float(((law(r) - y) ** 2).sum())
-        # A higher floor has to be better by more than rounding: losses that do not change keep it at 0.
+        # A higher floor has to be better by more than rounding: if all losses are equal, the floor stays 0.
         if error < best - 1e-12 * float(y @ y):
             best, fit = error, law
     return fit
@@ -61,8 +61,8 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
     """Return the shares within least..most that have the lowest value; `value` maps mixtures [n, M] to [n], in nats.
 
-    Projected gradient descent with a shrinking step from the three best of the `starts` [S, M]: a sum of convex laws has one minimum, a
-    process may have several.
+    Projected gradient descent with an adaptive step from the three best of the `starts` [S, M]: a sum of convex laws has one minimum, a
+    Gaussian process may have several.
     """
     low, high = np.asarray(least, dtype=np.float64), np.asarray(most, dtype=np.float64)
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
@@ -92,7 +92,7 @@ def _descend(value: Callable[[Floats], Floats], shares: Floats, low: Floats, hig
 
 
 def project(point: Floats, low: Floats, high: Floats) -> Floats:
-    """Return the nearest point of the simplex slice {low <= r <= high, sum r = 1}: a shift, by bisection."""
+    """Return the nearest point of {low <= r <= high, sum r = 1}: `point` plus a constant, found by bisection, and clipped."""
     below, above = float((low - point).min()), float((high - point).max())
     for _ in range(100):
         middle = (below + above) / 2
@@ -107,8 +107,8 @@ def project(point: Floats, low: Floats, high: Floats) -> Floats:
 def simplex_design(categories: int, points: int, least: float, generator: np.random.Generator) -> Floats:
     """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
-    First come the M mixtures that favour one category each, and the even one. Then each next one is the candidate farthest from all chosen
-    so far (a maximin design).
+    The first are the M mixtures that favour one category, and the uniform mixture. Every further mixture is the candidate that is farthest
+    from the mixtures chosen so far (a maximin design).
     """
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
@@ -150,7 +150,7 @@ def _kernel(a: Floats, b: Floats, length: float) -> Floats:
 
 
 def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
-    """Fit a process to losses [n] at mixtures [n, M], by marginal likelihood: length and noise from a grid, each with its best variance."""
+    """Fit a Gaussian process to losses [n] at mixtures [n, M] by marginal likelihood: grid over length scale and noise, exact variance."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
     best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
@@ -169,7 +169,7 @@ def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The weighted mean of the exponential law and the Gaussian process. `share`: the process's weight."""
+    """Weighted mean of the exponential law and the Gaussian process. `share`: weight of the process; `left_out`: see `fit_surrogate`."""
 
     law: MixingLaw
     process: Gaussian
@@ -182,9 +182,9 @@ class Surrogate:
 
 
 def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
-    """Fit both surrogates to losses [n] at mixtures [n, M], each weighed by the inverse of its mean squared error on mixtures left out.
+    """Fit both surrogates to losses [n] at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
 
-    `left_out` [n] of the result: predictions of the weighted mean from all other mixtures, minus the measured losses.
+    `left_out` [n] of the result: the weighted mean's prediction of a loss from all other mixtures, minus the measured loss.
     """
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     errors = np.empty((2, len(y)))

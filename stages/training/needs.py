@@ -19,7 +19,7 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
-    """Return the known models of these inputs, each once."""
+    """Return the models of these inputs that already exist, without repeats."""
     models = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
     return list({model.key: model for model in models}.values())
 
@@ -82,7 +82,7 @@ def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str |
 
 
 def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettings) -> list[str]:
-    """Return a complaint for each model of input `name` whose moments, in its side `file`, are Muon's but should not be, or vice versa."""
+    """Return a complaint for each model of input `name` whose moments (in `file`) are Muon's but `optimizer` is not Muon, or vice versa."""
     from safetensors import safe_open
 
     complaints = []
@@ -101,7 +101,7 @@ def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: Ada
 
 
 def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:
-    """Return the unmet needs of a training on conversations: a chat template of `model`, and memory."""
+    """Return complaints about training the input `model` on conversations; see `adaptable`."""
     return adaptable(facts, "model", config.training.optimizer, config)
 
 

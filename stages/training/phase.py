@@ -35,16 +35,16 @@ Source = Literal["initial", "fresh", "long", "best"]
 class Growth(StageConfig):
     """A larger step (batch), or another mixture, from a number of trained tokens on."""
 
-    after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which it begins")
+    after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which the growth begins")
     rows: int = Field(ge=1, description="Rows of a step from then on")
     length: int | None = Field(None, ge=2, description="Tokens to which rows are cut from then on; null: whole rows")
     tokens: Source | None = Field(None, description="Tokens that the phase reads from then on, of another mixture; null: as before")
 
 
 class Acceptance(StageConfig):
-    """Conditions for accepting a phase with a longer context (Llama 3, section 3.4.2). Else it is repeated."""
+    """Conditions for accepting a phase with a longer context (Llama 3, section 3.4.2). A phase that fails them is repeated."""
 
-    short_loss: float = Field(0.01, ge=0, description="Maximum rise of the first context's validation loss over the phase, nats per token")
+    short_loss: float = Field(0.01, ge=0, description="Maximum rise of the validation loss over the phase, nats per token")
     needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at the phase's length; 0: any")
     attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase, each continuing from the one before on other rows")
 
@@ -66,8 +66,8 @@ class Phase(StageConfig):
     rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
     rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies from here on; null: as before")
     accept: Acceptance | None = Field(
-        None, description="Conditions for accepting the phase; else it runs again, and after the last attempt training stops; null: none. "
-        "In later phases, `until` and `ramp` count one run of it"
+        None, description="Conditions for accepting the phase. If they fail, it runs again; after the last attempt, training stops. null: "
+        "none. `until` and `ramp` of later phases count only one run of this phase"
     )  # fmt: skip
     schedule: ScheduleSettings = Field(ScheduleSettings(learning_rate=6e-3), description="Learning rate over the phase")
 
@@ -111,10 +111,10 @@ class Phase(StageConfig):
         return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
-        """Return (first step, rows, length, tokens) of every stretch, the trained tokens at the start of the last one, and that step."""
+        """Return (first step, rows, length, tokens) of every stretch; and the tokens read before the last stretch, and its first step."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
-            # A stretch begins with the first step that begins after that many tokens.
+            # A stretch begins with the first step that starts after `after_tokens` tokens.
             waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
             step, read, rows = step + waited, read + waited * rows * row, pair.rows
             source = pair.tokens or changes[-1][3]
@@ -163,6 +163,6 @@ class Phase(StageConfig):
         return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest)
 
     def check_plain(self, why: str) -> None:
-        """Raise ValueError if the phase reads its own tokens, ends by tokens, or joins, cuts or ramps rows."""
+        """Raise ValueError if the phase reads other tokens than `initial`, ends by tokens, or joins, cuts or ramps rows."""
         if self.join_rows != 1 or self.ramp or self.length or self.until or self.tokens != "initial":
             raise ValueError(f"phase.join_rows must be 1, phase.tokens initial, and phase.ramp, length and until unset: {why}")

@@ -37,7 +37,7 @@ STEPS = 1024
 class Sizes:
     """Text that small runs need of each group, in tokens.
 
-    `row`: length of a packed row. `document`: the most tokens read from a document, so that a small run reads many documents."""
+    `row`: length of a packed row. `document`: maximum tokens read from a document, so that a small run reads many documents."""
 
     training: int
     heldout: int
@@ -67,7 +67,7 @@ class Group:
 
 
 def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Group the training documents by category: the largest by bytes, the others together; one group without a mixture."""
+    """Return at most `most` groups of training documents: the largest categories by bytes, and one group of all others."""
     totals: dict[str, Amount] = {}
     for part in run.map(_counted, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
@@ -89,7 +89,7 @@ def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
 
 
 def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Amount]:
-    """Count a part's documents by category; of each document at most `most` tokens are read."""
+    """Return the amount of each category in a part. Small runs read at most `most` tokens of a document."""
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for row in _training(part, mixture):
         sizes, steps = counts.setdefault(row.category, ([], []))
@@ -104,7 +104,7 @@ def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict
 
 @dataclass(frozen=True)
 class PoolRows:
-    """References to the documents that small runs read: a partition per group, and the total bytes of the group."""
+    """References to the documents that small runs read: a partition per group, and the bytes to read of the whole group."""
 
     parts: tuple[Partition, ...]
     totals: tuple[int, ...]
@@ -114,7 +114,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode the first documents of each group in hash order, enough for the small runs."""
+    """Encode enough documents of each group for the small runs, the first in hash order; return references to them."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
@@ -132,7 +132,7 @@ def build_pools(
 def _encode(
     part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int
 ) -> pa.Table:
-    """Encode the first `most` tokens of the groups' documents in the part, up to the last range of hashes that their group needs."""
+    """Return the first `most` tokens of a part's documents in the groups, up to the last range of hashes that a group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]
     vocabulary = loaded(tokenizer)
@@ -151,7 +151,7 @@ def _encode(
 
 
 def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
-    """Return a group's pool and its held-out documents: the first ones, at most a third of its text."""
+    """Return a group's training pool and its held-out documents: the first in hash order, at least one, up to a third of its text."""
     rows = rows.sort_by([("order", "ascending"), ("id", "ascending")])
     reached = np.cumsum(rows["bytes"].to_numpy())
     limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)
@@ -166,7 +166,7 @@ def _packed(rows: pa.Table, sequence_length: int) -> Packed:
 
 @dataclass(frozen=True)
 class Pools:
-    """Packed text of each group, its held-out pieces, and the ids of their documents."""
+    """Packed training text, held-out pieces and ids of the held-out documents, for each group."""
 
     training: tuple[Packed, ...]
     heldout: tuple[list[Any], ...]
@@ -183,7 +183,7 @@ class Pools:
         )
 
     def mixed(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
-        """Return batches whose rows come from the groups in these shares."""
+        """Return steps whose rows come from the groups in these shares."""
         readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed=0, begin=begin) for p in self.training]
         return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)
 
@@ -199,8 +199,8 @@ def _pieces(packed: Packed, limit: int) -> list[Any]:
 class Mixed:
     """Steps that draw rows from several readers in fixed shares.
 
-    Row t comes from the group that is farthest behind its share, so that the shares are met at every moment
-    within one row; the k-th row of a group is the same in every mixture.
+    Row t comes from the reader that is farthest behind its share, so that the rows so far match the shares to
+    about one row. The k-th row of a reader is the same in every mixture.
     """
 
     readers: list[Reader]
@@ -210,7 +210,7 @@ class Mixed:
     _counts: list[int] = field(default_factory=list)
 
     def _slot(self, index: int) -> tuple[int, int]:
-        """Return the group of row `index`, and the number of its earlier rows."""
+        """Return the number of the reader of row `index`, and how many earlier rows came from this reader."""
         if not self._counts:
             self._counts = [0] * len(self.readers)
         while len(self._taken) <= index:

@@ -93,7 +93,7 @@ def run_trials(
     """Yield `make(*job, *shared, config, state)` of each job, in order, from the run's workers; a job begins with its trial's number.
 
     A trial runs on one thread. Its result survives a crash, and its training goes on from `state`, a folder of checkpoints.
-    first, total: trials before these, and trials in all, for the progress. here: in this process, one after another, as on a GPU.
+    first, total: trials before these, and trials in all, for the progress. here: run all jobs in this process, in turn (for a GPU).
     """
     arguments: tuple[Any, ...] = (make, (*shared, run.config), str(run.scratch))
     results = (_trial(job, *arguments) for job in jobs) if here else run.map(_trial, list(jobs), *arguments)
@@ -142,7 +142,7 @@ def resized(shape: ModelShape, width: int) -> ModelShape:
     return shape.replace(
         hidden_size=width,
         intermediate_size=max(8, 8 * round(shape.intermediate_size * share / 8)),
-        # One layer alone cannot copy (it has no induction heads): its loss would lie on another line.
+        # One layer alone cannot copy (it has no induction heads): its loss would not follow the other sizes' scaling law.
         num_hidden_layers=max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
         num_attention_heads=heads,
         num_key_value_heads=groups if groups and heads % groups == 0 else 1,

@@ -76,7 +76,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
 ) -> list[Ranked]:  # fmt: skip
-    """Render each prompt with the ranked answers of its preferences; those that exceed the packed row make another example."""
+    """Render each prompt with the ranked answers of its preferences. Answers beyond `limit` tokens make another example of the prompt."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []
@@ -97,7 +97,7 @@ def _joined(one: Example, other: Example) -> Example:
 
 
 def all_pairs(example: Example) -> list[tuple[int, int]]:
-    """Return (better, worse) indices of answers: every answer with each of a worse tier of its ranking."""
+    """Return (better, worse) indices of answers: every answer with every answer of the worse tiers of its ranking."""
     return [
         (better, worse)
         for tiers in example.groups
@@ -113,7 +113,7 @@ def order(difference: float) -> float:
 
 
 def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
-    """Return (better, worse) indices of answers: the best of each ranking against the worst, or against each worse one."""
+    """Return (better, worse) indices: answers of a ranking's best tier with answers of its worst tier (`best_worst`), or of all others."""
     return [
         (better, worse)
         for tiers in example.groups

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
-    """Pack prompts with their answers into one row. `mask_format`: masked tokens count in no preference term."""
+    """Pack prompts with their answers into one row. `mask_format`: leave masked tokens out of preference terms."""
     from puna.models.training.objectives import Targets
 
     masks = [e.masks if mask_format else [[True] * len(a) for a in e.answers] for e in examples]

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""L2 penalties on the head to try, for states of unit variance and a mean loss."""
+"""L2 penalties to try on the head, for states of unit variance and a loss averaged over pairs."""
 FOLDS = 5
 
 
 class Pairs(NamedTuple):
-    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; their weights [M] float64; folds [M] of prompts."""
+    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; weights [M] float64; folds [M] of prompts."""
 
     differences: Tensor
     weight: Tensor
@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
 def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, run: StageRun) -> None:
     """Fit the model's scalar head to these rankings, with equal weight for each prompt; nothing else changes.
 
-    The penalty is the one of `PENALTIES` whose fits predict left-out prompts best (of equals, the strongest). Metrics: `penalty`, and with
+    The penalty is the one in `PENALTIES` whose fits predict left-out prompts best (of equals, the strongest). Metrics: `penalty`, and with
     enough prompts `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its prompt. As its baseline,
     `cross_validated_longer_accuracy` prefers the longer answer.
     """
@@ -59,7 +59,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
 
 
 def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tensor) -> tuple[Pairs, Tensor]:
-    """Return all pairs of ranked answers by states of unit variance, and the deviations [D] that they had. `folds`: of the examples."""
+    """Return all pairs of ranked answers, their states scaled to unit variance; and the standard deviations [D]. `folds`: of examples."""
     import torch
 
     doubles = [one.double() for one in states]
@@ -73,8 +73,8 @@ def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tenso
 def answer_states(
     model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int, str], None], folder: Path
 ) -> list[Tensor]:
-    """Return the final hidden states [answers, D] at the last token of each answer, or their mean over its tokens, as the model's
-    `reward_pooling` says; saved in `folder`."""
+    """Return each example's final hidden states [answers, D], at the last token of an answer or averaged over its tokens (the model's
+    `reward_pooling`). They are saved in `folder`."""
     import torch
 
     from puna.models.training.objectives import Targets
@@ -130,7 +130,7 @@ def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
 
 
 def _fitted(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
-    """Return the head that fits some folds' pairs under a penalty; read from `scratch` if that fit is finished."""
+    """Return the head fitted to `pairs`, all pairs of some folds, under a penalty; read it from `scratch` if it is saved there."""
     import torch
 
     if scratch is None:
@@ -152,7 +152,7 @@ def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
 def bradley_terry(differences: Tensor, weight: Tensor, penalty: float, state: Path | None = None) -> Tensor:
     """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
-    differences [M, D] float64: better less worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
+    differences [M, D] float64: better minus worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
     state: folder in which the fit is saved.
     """
     import torch

@@ -35,12 +35,12 @@ ENSEMBLE = (
 )
 REWARDS = (
     "Reward of an answer: the reward model's number; the score of the prompt's verifier, 0 to 1; "
-    "or product: the score times the sum of `floor` and the sigmoid of the number less `center`"
+    "or product: the score times the sum of `floor` and the sigmoid of the number minus `center`"
 )
 Center = Literal["start", "zero"]
 CENTER = (
     "With reward product: the number whose sigmoid is one half. Preferences determine only differences of numbers, so 0 has no meaning. "
-    "start: the mean over right answers of the model before training (as in InstructGPT, Ouyang et al. 2022, section 3.5); zero: 0"
+    "start: the mean over the right answers that the model gives before training (as InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
 )
 
 
@@ -56,9 +56,9 @@ class RewardSettings(StageConfig):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of answers to prompts, given as ids: `gold` gives the verifiers' scores, `numbers` the reward models' numbers.
+    """Rewards of answers to prompts, given as ids: `gold` returns the verifiers' scores, `numbers` the reward models' numbers.
 
-    With both: the score times the sum of `floor` and the sigmoid of the number less `center`; if `watched`, the number."""
+    With both, the reward is the score times the sum of `floor` and the sigmoid of number - `center`; if `watched`, the number alone."""
 
     gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None
@@ -100,7 +100,7 @@ def rewards_of(
 
 
 def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: int, how: Ensemble) -> Scores:
-    """Return a function that gives the number of one or more reward models for each answer."""
+    """Return a function that returns the combined number of the reward models for each answer."""
     from puna.models.training.rollouts import reward_model_scorer
 
     members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
@@ -113,15 +113,15 @@ def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: in
 
 
 def combined(numbers: Sequence[float], how: Ensemble) -> float:
-    """Return the members' numbers of one answer combined, independently of their order."""
+    """Return the minimum or the mean of the reward models' numbers for one answer, independently of their order."""
     return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 
 
 def gold_of(
     scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, steps: bool = False
 ) -> Callable[[Ids, Completions], Parts]:
-    """Return a function that gives each answer's verifier score (0 if the verifier fails); with `steps` also the end of each step, in
-    tokens, and its reward. `asked` are the ids of `rows`."""
+    """Return a function that returns each answer's verifier score (0 if the verifier fails); with `steps`, also the end of each step, in
+    tokens, and its reward. `asked`: the token ids of the prompts in `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         first_row = by_ids.setdefault(tuple(ids), row)

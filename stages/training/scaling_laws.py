@@ -18,7 +18,7 @@ HUBER = 1e-3
 BUDGET = 1.5
 """Minimum ratio of two budgets; points nearer to each other count as one budget."""
 JOINTS = (1.0, 0.1)
-"""How parameters and tokens limit the loss: each by itself, or mostly the scarcer one (Kaplan et al. 2020 measured .095)."""
+"""Values of `joint` to try: 1, if parameters and tokens limit the loss independently; 0.1, if the scarcer one does (Kaplan: .095)."""
 FEWEST, SHAPES = 6, 3
 """Minimum points to fit a surface's five numbers, and minimum shapes among them. Further seeds of a point do not count."""
 
@@ -50,10 +50,10 @@ class Surfaces:
 
 
 def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
-    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n], with the one of `joints` that fits the first losses best.
+    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
 
-    Minimise the sum of Huber losses of the log errors from many starts (Hoffmann et al. 2022), by Levenberg-Marquardt steps on reweighted
-    squares, all fits side by side. Raise ValueError if there are fewer than six points.
+    Minimise the sum of Huber losses of the log errors (Hoffmann et al. 2022) by Levenberg-Marquardt steps on reweighted squares: losses[0]
+    from many starts, then all rows from its solution and two starts. Raise ValueError if there are fewer than six points.
     """
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
@@ -66,7 +66,7 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
         solutions, costs = _descend(starts, joint, n - centre, d - middle, np.repeat(y[:1], len(starts), 0))
         fits[joint] = float(costs.min()), np.concatenate([solutions[[np.argmin(costs)]], starts[[0, len(starts) // 2]]])
     joint = min(joints, key=lambda joint: fits[joint][0])
-    # The first fit tries every start; the others, which differ little from it, only the best one and two more.
+    # losses[0] is fitted from every start. All rows, which differ little from it, start from its solution and two other points.
     best, lowest = np.zeros((len(y), 5)), np.full(len(y), np.inf)
     for start in fits[joint][1]:
         solutions, costs = _descend(np.repeat(start[None], len(y), 0), joint, n - centre, d - middle, y)
@@ -134,7 +134,7 @@ def _huber(residual: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Points:
-    """Measured points of a ladder; each field is [n]: parameters (output layer included), tokens, operations, loss in nats per token, and
+    """Measured points of a ladder; each field is [n]: parameters (output layer included), tokens, FLOPs, loss in nats per token, and
     the trunk's seed (None: one seed for all)."""
 
     parameters: Floats
@@ -152,7 +152,7 @@ class Points:
 
     @property
     def budgets(self) -> npt.NDArray[np.int64]:
-        """Return the number of each point's budget, [n]: 0 for the highest, and one less per factor of 1.5 in operations."""
+        """Return the number of each point's budget, [n]: 0 for the highest, and one less per factor of 1.5 in FLOPs."""
         return np.asarray(-np.floor(np.log(self.flops.max() / self.flops) / math.log(BUDGET) + 1e-9), dtype=np.int64)
 
     @property
@@ -184,7 +184,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Backtest:
-    """A known budget forecast from the points below it: its operations, the operations of the highest point below, and mean losses."""
+    """A measured budget, forecast from the points below it: its mean FLOPs, the highest FLOPs below it, predicted and measured loss."""
 
     flops: float
     below: float
@@ -193,7 +193,7 @@ class Backtest:
 
     @property
     def slope(self) -> float:
-        """Return the absolute error of the logarithm per unit of the logarithm of the operations."""
+        """Return the absolute error of the log loss per unit of log FLOPs."""
         # With a budget just above the points below it, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 
@@ -210,17 +210,17 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of one more run, and its 95 % interval if the surface is the truth: a bootstrap of residuals and of seeds."""
+        """Return the loss of one more run, and its 95 % interval by a bootstrap of residuals and seeds, which trusts the surface's form."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])
         return value, float(low), float(high)
 
     def at(self, parameters: float, tokens: float, flops: float) -> tuple[float, float, float]:
-        """Return (loss, low, high) of a run: the union of three intervals.
+        """Return (loss, low, high) of a run.
 
-        The intervals are the bootstrap's, the forecast without the lowest budget, and the largest error of the backtests. That error grows
-        in proportion to the distance in log operations.
+        The interval covers the bootstrap's interval, the forecast without the lowest budget, and the largest error of the backtests. That
+        error grows in proportion to the distance in log FLOPs from the largest run.
         """
         value, low, high = self.statistical(parameters, tokens)
         ends = [low, high]
@@ -234,7 +234,7 @@ class Forecaster:
 
 
 def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Forecaster:
-    """Fit the surface, `draws` bootstrap copies of it, the one without the lowest budget, and those of the backtests."""
+    """Fit the surface, `draws` bootstrap copies of it, a surface without the lowest budget, and the surfaces of the backtests."""
     n, d = points.parameters, points.tokens
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
@@ -303,9 +303,9 @@ class Parabola:
 
 
 def parabolas(points: Points) -> list[Parabola]:
-    """Return IsoFLOP parabolas at the points' own budgets where at least three shapes reach (Llama 3, section 3.2.1).
+    """Return IsoFLOP parabolas at budgets of the points that at least three shapes reach (Llama 3, section 3.2.1).
 
-    A trunk's log loss is interpolated linearly in log operations between its points, and constant for 9 % beyond its ends.
+    A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends.
     """
     lines: list[Parabola] = []
     trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]
@@ -326,7 +326,7 @@ def parabolas(points: Points) -> list[Parabola]:
 
 @dataclass(frozen=True)
 class Sigmoid:
-    """Accuracy = chance + (1 - chance) / (1 + exp(slope * nll + level)), nll in nats per token."""
+    """A law of accuracy: chance + (1 - chance) / (1 + exp(slope * nll + level)), with nll in nats per token."""
 
     chance: float
     slope: float

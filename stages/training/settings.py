@@ -29,7 +29,7 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
     """Configuration of a stage that trains all weights of a model, or adapters."""
 
     method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
-    lora: LoraSettings = Field(LoraSettings(), description="The adapters, where method is `lora`")
+    lora: LoraSettings = Field(LoraSettings(), description="Settings of the adapters, if method is `lora`")
 
     @property
     def quantization(self) -> Literal["none", "nf4"]:
@@ -70,8 +70,8 @@ class SftConfig(AdaptableConfig):
     )
     answers_together: int = Field(1, ge=1, le=1024, description="Maximum answers to a prompt in one example, whose prompt is computed once")
     neftune_alpha: float = Field(
-        0.0, ge=0, le=100, description="Noise on the embeddings in training: uniform up to this, over the root of an example's mean tokens "
-        "times the model's width (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none"
+        0.0, ge=0, le=100, description="Uniform noise on the embeddings in training, up to this / sqrt(mean tokens of an example x width "
+        "of the model) (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none"
     )  # fmt: skip
     more_steps: int = Field(0, ge=0, description="Steps beyond those of `training`, for the control of a round of reinforcement learning")
     ask_every: int = Field(100, ge=1, description="Steps between evaluations on the input tasks; also after the last step")
@@ -85,7 +85,7 @@ class SftConfig(AdaptableConfig):
         return self
 
     def lengthened(self, examples: int) -> Self:
-        """Return the settings with `more_steps` added to the steps of `training`, for that many examples."""
+        """Return the settings with `more_steps` added to the steps that `training` takes for this number of examples."""
         if not self.more_steps:
             return self
         steps = self.training.train_config(examples).steps + self.more_steps
@@ -101,10 +101,10 @@ class RewardModelConfig(AdaptableConfig):
         "keeps what the policy knows while rewards are still equal; needs engine puna",
     )  # fmt: skip
     head_only: bool = Field(
-        False, description="Fit only the head, exactly (for few preferences; fast); of `training`, only compute.micro_batch_tokens counts"
+        False, description="Fit only the head, exactly (for few preferences; fast); of `training`, only compute.micro_batch_tokens is used"
     )
     pooling: Literal["last", "mean"] = Field(
-        "last", description="Where the reward is read: at an answer's last token; or the mean over its tokens, which no export can say"
+        "last", description="Where the reward is read: at an answer's last token; or the mean over its tokens, which exports cannot express"
     )
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
 
@@ -125,7 +125,7 @@ class DpoConfig(AdaptableConfig):
     loss: str = Field(
         "sigmoid",
         description="Preference loss: sigmoid (DPO), robust, sigmoid_norm (by length), apo_zero, apo_down, ipo, hinge; without a reference "
-        "simpo, orpo (set nll_weight 1); kto, which takes single answers called good or bad, too; or a plugin's",
+        "simpo, orpo (set nll_weight 1); kto, which also takes single answers labelled good or bad; or a plugin's",
         json_schema_extra=lambda schema: schema.update(enum=list(LOSSES)),
     )
     loss_parameters: dict[str, float] = Field(
@@ -134,7 +134,7 @@ class DpoConfig(AdaptableConfig):
     beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference: the scale of the implicit reward")
     nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
     nll_normalization: Literal["sequence", "tokens"] = Field(
-        "sequence", description="The likelihood term: mean over answers of each answer's mean, or mean over tokens (TRL's)"
+        "sequence", description="Likelihood term: the mean over answers of an answer's mean, or the mean over all tokens (TRL's)"
     )
     mask_format: bool = Field(True, description="Leave header and termination tokens out of the preference term")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels to train on")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Pack documents (lists of ids) into rows, in order; return columns `tokens`, `lengths` and `documents`."""
+    """Pack documents (lists of token ids) into rows, in order; return columns `tokens`, `lengths` and `documents` (of `ids`)."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     flat = tokens.flatten()
@@ -72,8 +72,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Read the table `tokens` of an artifact, or one in memory. With `file` the tokens are written there and mapped into memory, so
-        that they may be more than it holds; each of the ranks that train together writes a share of them."""
+        """Read the table `tokens` of an artifact, or a table in memory. With `file`, write the tokens to it and map the file into memory:
+        there may be more tokens than memory holds. Every rank of a training writes a share of the tokens."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -150,11 +150,11 @@ class Packed:
         return np.asarray(mask[self.owners], dtype=np.bool_)
 
     def _first_copies(self) -> npt.NDArray[np.bool_]:
-        """Return a mask [P] of a document's first copy: up to the first piece that does not run to its row's end."""
+        """Return a mask [P] of every document's first copy: its pieces up to the first that does not continue in the next row."""
         first_of_row = np.zeros(len(self.owners) + 1, dtype=bool)
         first_of_row[self.rows] = True
-        # A piece goes on in the next row when the next piece opens that row and is of the same document. Two
-        # copies may meet at a row's end, too; the second copy then counts as the first's end, which is harmless.
+        # A piece continues in the next row if the next piece opens that row and is of the same document. Two copies
+        # may also meet at a row's end: the second copy then counts as the end of the first, which is harmless.
         goes_on = np.zeros(len(self.owners), dtype=bool)
         goes_on[:-1] = first_of_row[1:-1] & (self.owners[1:] == self.owners[:-1])
         ends = np.flatnonzero(~goes_on)
@@ -265,7 +265,7 @@ class Relay:
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:
-    """Yield readers of columns of a few rows each: one Arrow array of lists cannot hold more than 2^31 elements."""
+    """Yield functions that read given columns of up to 4096 rows: one Arrow array of lists cannot hold more than 2^31 elements."""
     if isinstance(source, Artifact):
         yield from (lambda columns, part=part: part.of(columns).read() for part in source.parts("tokens", rows=4096))
     else:
@@ -284,7 +284,7 @@ def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
 
 
 def total_nats(model: Transformer, rows: Iterable[Targets]) -> tuple[float, int]:
-    """Return the cross-entropy over all targets of packed rows, in nats, and the number of these targets."""
+    """Return the cross-entropy summed over all targets of packed rows, in nats, and the number of targets."""
     import torch
 
     from puna.models.training.objectives.base import target_logprobs

@@ -42,7 +42,7 @@ class Example:
     """One prompt with its answers as token ids.
 
     masks   per answer token, True if it counts: in a preference term, or, in a conversation to learn, in the loss
-    groups  rankings of answers, as indices: each a list of tiers, the best first, whose answers are equals
+    groups  rankings of answers, as indices: a ranking is a list of tiers of equally good answers, the best tier first
     """
 
     prompt: list[int]
@@ -55,9 +55,9 @@ class Example:
 
 
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
-    """Render a row's context and rankings of answers (tiers of equals); format tokens are masked.
+    """Tokenize a row's context and its ranked answers; answer tokens that only the chat template writes are masked.
 
-    An answer ends in its stop token unless its message has `finished: false`.
+    `groups`: rankings as tiers of equals, the best first. An answer ends in its stop token unless its message has `finished: false`.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
@@ -73,7 +73,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 
 
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
-    """Render a conversation to learn the assistant's turns, each with its end; tokens between them are masked.
+    """Tokenize a conversation for training on the assistant's turns and their end tokens; tokens between the turns are masked.
 
     There are several examples if the template renders earlier answers differently once a later turn follows.
     """
@@ -151,7 +151,7 @@ def device() -> torch.device:
 
 
 def frozen_dtype() -> torch.dtype:
-    """Return the number format of models that are not trained."""
+    """Return the dtype of models that are not trained: bf16 on a GPU, fp32 on a CPU."""
     import torch
 
     return torch.bfloat16 if device().type == "cuda" else torch.float32
@@ -230,7 +230,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
 
 
 def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = None) -> Transformer:
-    """Return a language model with embeddings of the tokens that a tokenizer artifact adds. Raise PunaError if its tokenizer is another.
+    """Return a language model with embeddings for the tokens that a tokenizer artifact adds. Raise PunaError if their tokenizers differ.
 
     layout: see `load_model`.
     """
@@ -259,7 +259,7 @@ def fit(
     model: Any, objective: Callable[..., Any], batches: Callable[[int], Any], config: TrainConfig, run: StageRun,
     scales: Mapping[str, float] | None = None, sampled: bool = False, watch: TaskWatch | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Train with the one loop; the run's checkpoints lie in its scratch folder, the log in `training_log`.
+    """Train with Puna's loop; save checkpoints in the run's scratch folder and the log in the table `training_log`. Return the log.
 
     `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches depend on the current weights.
     """
@@ -285,7 +285,7 @@ def fit(
 def task_watch(
     tasks: Sequence[External] | None, every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun
 ) -> TaskWatch | None:
-    """Return an evaluation of these tasks during training; None without tasks."""
+    """Return an evaluator of these tasks during training; None without tasks."""
     return importlib.import_module(WATCH).TaskWatch(tasks, every, tokenizer, compute, run) if tasks else None
 
 
@@ -302,7 +302,7 @@ def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
 
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
-    """Write the `training_log` table, a figure of the loss, and the last losses as metrics."""
+    """Write the table `training_log`, a figure of the loss, and metrics: steps, tokens and the mean loss of the last tenth of steps."""
     rows = [{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log]
     run.write_rows(rows, "training_log")
     run.metric("steps", len(rows))
@@ -315,7 +315,7 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
 
 
 def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: StageRun) -> None:
-    """Report the first and the last value of the named columns that the log has."""
+    """Write metrics with the first and the last value of those named columns that the log has."""
     for name in names:
         if name in log[0]:
             run.metric(f"first_{name}", log[0][name])
@@ -323,7 +323,7 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the checkpoint and its tokenizer, on rank 0. Matrices in 4 bits with adapters are merged first, on the CPU."""
+    """Write the model and its tokenizer, on rank 0. 4-bit matrices are first merged with their adapters, on the CPU."""
     if ranks.follows():
         return
     from puna.models.formats.checkpoint import save

@@ -1,7 +1,7 @@
 """TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and the same tokens.
 
-Conversations are tokenized here, by the chat format of the model's tokenizer, and TRL gets token ids. Defaults of TRL that are slow on a
-CPU (bf16, gradient checkpointing) are off, and so is telemetry. An interrupted run resumes from its saved state.
+Puna tokenizes conversations by the chat template of the model's tokenizer, and TRL gets token ids. TRL's defaults that are slow on a CPU
+(bf16, gradient checkpointing) are off, and so is telemetry. An interrupted run resumes from its saved state.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
 
 def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun) -> Transformer:
-    """Run TRL's RewardTrainer on pairs: each pair of a ranked group is a row."""
+    """Run TRL's RewardTrainer. A row is a pair of a better and a worse answer of one ranking."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
@@ -79,10 +79,10 @@ def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any
 
 
 def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
-    """Run TRL's DPOTrainer with the preference loss and `sft`, and a copy of the policy (or its base) as reference.
+    """Run TRL's DPOTrainer with the preference loss and `sft`. Reference: a copy of the policy, or with LoRA the policy without adapters.
 
-    TRL has one mask for both terms: with `mask_format` the likelihood term leaves format tokens out, too,
-    and it is a mean over tokens.
+    TRL has one mask for both terms: with `mask_format`, the likelihood term also leaves out the tokens of the
+    chat template. The likelihood term is a mean over tokens.
     """
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -108,7 +108,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
         for better, worse in pairs_of(e, config.pairs)
     ]
     weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight], **config.preference.own(config.loss_parameters)}
-    weights.pop("length_weight", None)  # 0: another one was refused
+    weights.pop("length_weight", None)  # always 0: `DpoConfig` refuses other values
 
     def make(adapters: LoraConfig | None) -> Any:
         frozen = None if adapters else PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
@@ -123,7 +123,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
 
 def labelled(example: Example) -> dict[str, list[int]]:
-    """Return a row of TRL's SFT: ids, and labels that leave the prompt out."""
+    """Return a row for TRL's SFTTrainer: token ids, and labels, which are -100 in the prompt and at masked tokens."""
     (answer,) = example.answers
     (mask,) = example.masks
     learned = [id_ if counts else -100 for id_, counts in zip(answer, mask, strict=True)]
@@ -202,10 +202,10 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
 
 
 class Recorder:
-    """The record of one training: a row per step, and its state, saved as `Saver` says.
+    """The record of one training: a row per step, and the training's state, saved at the times that `Saver` chooses.
 
-    The state is tensors and JSON, like that of Puna's own loop; TRL's checkpoints are pickles, which Puna's store does not hold.
-    It is a callback by its methods, not by transformers' base class: every command imports the files of the stages.
+    The state is tensors and JSON, as in Puna's own loop; TRL's checkpoints are pickles, which Puna's store does not hold.
+    `Recorder` is a callback without transformers' base class, because every command imports the files of the stages.
     """
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any], save_seconds: float, run: StageRun) -> None:
@@ -258,17 +258,17 @@ class Recorder:
             group["lr"] = rate
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the random numbers of a state that was saved at the end of a pass over the rows."""
+        """Restore the random generators if the state was saved at the end of an epoch."""
         if self._found is not None and float(state.epoch).is_integer():
             self._restore_random()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the random numbers of a state that was saved within a pass: the skipped rows drew from them."""
+        """Restore the random generators if the state was saved within an epoch: skipping rows has drawn from them."""
         if self._found is not None:
             self._restore_random()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add a step's row; save the state if that is due, and end the training if a signal asks for that."""
+        """Add a step's row; save the state if a save is due, and end the training if a signal asks for its end."""
         if not logs or "loss" not in logs:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", self._tokens))

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class TurnsConfig(StageConfig):
-    """The turns of an answer, and what replies between them."""
+    """Settings of answers in several turns, and of the tools that reply between the turns."""
 
     turns: int = Field(
-        1, ge=1, le=64, description="Turns of the model in an answer at most; max_tokens is for all turns and the replies between them"
+        1, ge=1, le=64, description="Maximum turns of the model in an answer; max_tokens covers all turns and the replies between them"
     )
     tools: tuple[ToolName, ...] = Field(
         (), description="Tools that the model may call between its turns: calculator, and python in the sandbox; it calls them by "
@@ -49,15 +49,15 @@ class TurnsConfig(StageConfig):
 
 
 def offered(row: dict[str, Any], names: Sequence[ToolName]) -> dict[str, Any]:
-    """Return a prompt whose chat template shows these tools beside its own."""
+    """Return the row of a prompt with the definitions of these tools added to its own tools."""
     return {**row, "tools": dump([*(tools_of(row) or ()), *(TOOLS[name].definition(name) for name in names)])} if names else row
 
 
 def in_turns(
     rows: Sequence[dict[str, Any]], asked: Sequence[list[int]], tokenizer: Tokenizer, config: TurnsConfig, means: Tools, where: str
 ) -> Callable[..., list[list[Completion]]]:
-    """Return the function that answers prompts, `rows` with their token ids, in as many turns as there may be. PunaError if nothing replies
-    between them, or if programs cannot be isolated."""
+    """Return a function that answers prompts, `rows` with token ids `asked`, in up to `config.turns` turns. Raise PunaError if nothing
+    replies between the turns, or if programs cannot be isolated."""
     from puna.models.generation.turns import converse
 
     turns = config.turns
@@ -96,7 +96,7 @@ def steps_of(score: Score, answer: Completion, tokenizer: Tokenizer) -> list[tup
 
 
 def environment_of(row: dict[str, Any]) -> Verifier | None:
-    """Return the part of a prompt's verifier that replies, if there is one."""
+    """Return the part of a prompt's verifier that replies between turns; None if there is none."""
     parts = [] if row["verifier"] is None else leaves(from_text(row["verifier"]))
     return next((part for part in parts if type(part).reply is not Verifier.reply), None)
 
@@ -141,7 +141,7 @@ def _reply_chunk(jobs: list[Job], config: ScoringConfig) -> list[list[Message]]:
 
 @dataclass(frozen=True)
 class Replies:
-    """The replies to answers: `rows` of prompts by their token ids, the names of the tools, and the means to run them (`Respond`)."""
+    """Function that replies to answers (`Respond`). `rows`: prompts by token ids; `names`: tools to offer; `means`: to run the tools."""
 
     rows: dict[tuple[int, ...], dict[str, Any]]
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""The tokenizer of an artifact, and the check that tokens are its own."""
+"""Loading of an artifact's tokenizer, and the check that this tokenizer made a tokens artifact."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """The quality of an answer, 0 to 1, and a note for readers. `value` None: it could not be scored.
+    """The quality of an answer, 0 to 1, and a note for readers. `value` None: the answer could not be scored.
 
     `steps`: for each step of an answer in order, the index after its last character and its reward, 0 to 1 (`grpo.credit`).
     """
@@ -59,8 +59,8 @@ class Item(NamedTuple):
 class Verifier(StageConfig):
     """Base of every verifier: its fields are the parameters in a prompt's JSON, and `score` scores one answer.
 
-    Equal settings share one instance, so a `functools.cached_property` can prepare costly state. `score` runs in a process of its
-    own that is killed when an answer takes too long; an exception becomes a score of None.
+    Verifiers with equal settings share one instance, so a `functools.cached_property` can prepare costly state. Unless `score_many` is
+    overridden, `score` runs in a separate process, which is killed if an answer takes too long. An exception becomes a score of None.
     """
 
     name: ClassVar[str]
@@ -78,7 +78,7 @@ class Verifier(StageConfig):
         return None
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the verifier's code (module, symbol), which counts in a stage's key: its class."""
+        """Return the verifier's code, which is part of a stage's key: (module, symbol) of its class."""
         return self.of_class()
 
     @classmethod
@@ -98,7 +98,7 @@ class Verifier(StageConfig):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a model or an isolated process is missing; called once, before any answer."""
+        """Raise PunaError if a model or an isolated process is missing; called once, before any answer is scored."""
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score] | None:
@@ -107,7 +107,7 @@ class Verifier(StageConfig):
 
 
 class BoundedVerifier(Verifier):
-    """A verifier of Puna's with a `score` in linear time, which needs no separate process."""
+    """A verifier of Puna whose `score` takes linear time, so that it needs no separate process."""
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
@@ -120,7 +120,7 @@ def to_json(verifier: Verifier) -> dict[str, Any]:
 
 
 def attempt(item: Item) -> Score:
-    """Return the score of one answer; None with the error if the verifier fails."""
+    """Return the score of one answer; if the verifier fails, a score of None with the error."""
     try:
         score = item.verifier.score(item.question, item.answer)
     except Exception as error:  # noqa: BLE001  a verifier may be anybody's code: its failure is a result
@@ -129,7 +129,7 @@ def attempt(item: Item) -> Score:
 
 
 def checked(score: Score, name: str) -> Score:
-    """Return a valid score (0 to 1) unchanged, else a score of None with the reason."""
+    """Return the score if its value and rewards are valid (0 to 1), its detail cut to `DETAIL`; else a score of None with the reason."""
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
         return Score(None, f"{name} gave {value!r}, not a Score from 0 to 1"[:DETAIL])
@@ -152,7 +152,7 @@ def reference_of(verifier: Verifier, answer: str | None, question: Question) -> 
 
 
 def ended(value: float | None, finished: bool) -> float | None:
-    """Return the score of an answer from the score of its text: a cut-off answer scores 0."""
+    """Return the score of an answer from the score of its text: a truncated answer scores 0."""
     return value if finished or value is None else 0.0
 
 
@@ -164,12 +164,12 @@ class ScoringConfig(StageConfig):
     """Limits of scoring by verifiers."""
 
     seconds: float = Field(
-        10.0, gt=0, le=600, description="CPU seconds to score one answer; one that takes more, or ten times as long, has no score"
+        10.0, gt=0, le=600, description="Maximum CPU seconds to score an answer (wall time: ten times as many); beyond, it has no score"
     )
     memory_mb: int = Field(512, ge=64, le=1 << 20, description="Memory of a program, all its processes together, MiB")
     disk_mb: int = Field(64, ge=1, le=1 << 20, description="Files of a program, MiB")
     processes: int = Field(32, ge=1, le=10_000, description="Maximum number of a program's processes and threads")
     endpoint: EndpointConfig | None = Field(
-        None, description="Model elsewhere that grades for the verifiers `judge` that name no model; null: one of the input `judges` does"
+        None, description="Model at an endpoint that grades for `judge` verifiers that name no model; null: a model of the input `judges`"
     )
-    reply_tokens: int = Field(256, ge=1, le=65_536, description="Longest reply of that model, its thoughts included, tokens")
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum tokens of a grading model's reply, its reasoning included")

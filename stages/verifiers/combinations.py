@@ -13,7 +13,7 @@ from puna.stages.verifiers.registry import from_json, register
 
 
 class Combination(Verifier):
-    """Base of verifiers that combine the scores of others."""
+    """Base class of verifiers that combine the scores of other verifiers."""
 
     of: tuple[Verifier, ...] = Field(min_length=1, max_length=100, description="Verifiers, each in JSON as in a prompt")
 
@@ -39,7 +39,7 @@ class Combination(Verifier):
 
 @register
 class Product(Combination):
-    """The product of the scores: an answer must satisfy all, as a checker times a reward model."""
+    """The product of the scores, which is high only if all scores are: for example, a checker times a reward model."""
 
     name: ClassVar[str] = "product"
 

@@ -18,11 +18,11 @@ from puna.stages.verifiers.registry import register
 AT_LEAST, LESS_THAN = "at least", "less than"
 Check = Callable[..., bool]
 KINDS: dict[str, Check] = {}
-"""Every kind by its id, `group:name`; the keyword-only parameters are the instruction's arguments."""
+"""Id of an instruction, `group:name` → its check, whose keyword-only parameters are the instruction's arguments."""
 
 
 def kind(name: str) -> Callable[[Check], Check]:
-    """Register a kind of instruction."""
+    """Return a decorator that registers the check of the instruction `name`."""
 
     def registered(check: Check) -> Check:
         KINDS[name] = check
@@ -51,25 +51,25 @@ def pattern(text: str) -> Any:
 
 @kind("keywords:existence")
 def has_keywords(answer: str, *, keywords: list[str]) -> bool:
-    """True if each keyword occurs, in any case, also inside a word."""
+    """True if each keyword occurs, ignoring case; inside a word, too."""
     return all(word.lower() in answer.lower() for word in keywords)
 
 
 @kind("keywords:frequency")
 def keyword_frequency(answer: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """True if a keyword occurs often enough, in any case, also inside words."""
+    """True if a keyword occurs at least, or less than, `frequency` times, ignoring case; inside words, too."""
     return related(answer.lower().count(keyword.lower()), relation, frequency)
 
 
 @kind("keywords:forbidden_words")
 def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
-    """True if none of the words occurs as a word, in any case."""
+    """True if none of the words occurs as a whole word, ignoring case."""
     return not any(re.search(rf"\b{re.escape(word)}\b", answer, re.IGNORECASE) for word in forbidden_words)
 
 
 @kind("keywords:letter_frequency")
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """True if a letter or sign occurs often enough, in any case."""
+    """True if a letter or sign occurs at least, or less than, `let_frequency` times, ignoring case."""
     return related(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -90,13 +90,13 @@ def english_capital(answer: str) -> bool:
 
 @kind("change_case:english_lowercase")
 def english_lowercase(answer: str) -> bool:
-    """True for English in small letters only."""
+    """True for English in lower-case letters only."""
     return answer.islower() and _language(answer) in (None, "en")
 
 
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """True if enough words are in capitals; parts joined by hyphens, points or apostrophes are one word."""
+    """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, points and apostrophes join parts of a word."""
     return related(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
 
 
@@ -117,13 +117,13 @@ def _language(text: str) -> str | None:
 
 @kind("length_constraints:number_sentences")
 def number_sentences(answer: str, *, num_sentences: int, relation: str) -> bool:
-    """True if the answer has enough sentences."""
+    """True if the answer has at least, or less than, `num_sentences` sentences."""
     return related(count_sentences(answer), relation, num_sentences)
 
 
 @kind("length_constraints:number_words")
 def number_words(answer: str, *, num_words: int, relation: str) -> bool:
-    """True if the answer has enough runs of letters, digits and underscores."""
+    """True if the answer has at least, or less than, `num_words` words: runs of letters, digits and underscores."""
     return related(len(re.findall(r"\w+", answer)), relation, num_words)
 
 
@@ -187,7 +187,7 @@ def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
 
 @kind("detectable_content:postscript")
 def postscript(answer: str, *, postscript_marker: str) -> bool:
-    """True if a postscript begins with the marker, in any case; P.S. and P.P.S may have blanks after their periods."""
+    """True if the marker of a postscript occurs, ignoring case; in P.S. and P.P.S, a blank may follow a period."""
     letters = re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]?\.?", postscript_marker)
     parts = [re.escape(c) for c in postscript_marker.replace(".", "")]
     text = r"\.\s?".join(parts) + (r"\." if postscript_marker.endswith(".") else "") if letters else re.escape(postscript_marker)
@@ -209,7 +209,7 @@ def constrained_response(answer: str) -> bool:
 
 @kind("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
-    """True for at least this number of spans inside lines between single or double asterisks."""
+    """True for at least this number of spans between single or double asterisks; a span lies within one line."""
     single = [section for section in re.findall(r"\*([^\n*]*)\*", answer) if section.strip()]
     double = [section for section in re.findall(r"\*\*([^\n*]*)\*\*", answer) if section.strip()]
     return len(single) + len(double) >= num_highlights
@@ -217,7 +217,7 @@ def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
 
 @kind("detectable_format:multiple_sections")
 def multiple_sections(answer: str, *, section_spliter: str, num_sections: int) -> bool:
-    """True for at least this number of sections, each beginning with the word and a number."""
+    """True if the section's word and a digit occur together at least this number of times."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d", answer)) >= num_sections
 
 
@@ -236,7 +236,7 @@ def json_format(answer: str) -> bool:
 
 @kind("detectable_format:title")
 def title(answer: str) -> bool:
-    """True if a non-empty title stands in double angular brackets."""
+    """True if a title that is not empty stands in double angle brackets."""
     return any(heading.strip("<> \t") for heading in pattern(r"<<[^\n]+?>>").findall(answer))
 
 
@@ -253,13 +253,13 @@ def two_responses(answer: str) -> bool:
 
 @kind("combination:repeat_prompt")
 def repeat_prompt(answer: str, *, prompt_to_repeat: str) -> bool:
-    """True if the answer begins with the given text, in any case."""
+    """True if the answer begins with the given text, ignoring case."""
     return answer.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 @kind("startend:end_checker")
 def end_checker(answer: str, *, end_phrase: str) -> bool:
-    """True if the answer ends with the phrase, in any case; quotation marks around it do not count."""
+    """True if the answer ends with the phrase, ignoring case and double quotation marks around the answer and the phrase."""
     return answer.strip().strip('"').lower().endswith(end_phrase.strip().strip('"').lower())
 
 
@@ -278,11 +278,11 @@ def no_comma(answer: str) -> bool:
 
 @register
 class Constraints(BoundedVerifier):
-    """Score 1 if the answer follows all instructions, else 0; with `partial` the share that it follows.
+    """Score 1 if the answer follows all instructions, else 0; with `partial`, the share of instructions that it follows.
 
-    `instruction_id_list` and `kwargs` are IFEval's (Zhou et al., arXiv 2311.07911), unchanged from a row of its file.
-    An empty answer follows nothing. The authors use NLTK for sentences and langdetect for languages, Puna uses rules and fastText's
-    classifier: some answers are judged differently.
+    `instruction_id_list` and `kwargs` are the fields of a row of IFEval's file (Zhou et al., arXiv 2311.07911), unchanged.
+    An empty answer follows no instruction. IFEval uses NLTK for sentences and langdetect for languages; Puna uses rules and fastText's
+    classifier, so that some answers are judged differently.
     """
 
     name: ClassVar[str] = "constraints"
@@ -292,7 +292,7 @@ class Constraints(BoundedVerifier):
     )
     kwargs: tuple[dict[str, JsonValue], ...] = Field(description="Arguments of each instruction; null ones are ignored")
     loose: bool = Field(
-        False, description="Judge also without asterisks, the first line and the last line, and take the best (IFEval's loose accuracy)"
+        False, description="Judge also variants without asterisks, first line or last line; one has to pass (IFEval's loose accuracy)"
     )
     partial: bool = Field(False, description="The score is the share of instructions that are followed")
 
@@ -329,7 +329,7 @@ def _arguments(arguments: dict[str, JsonValue]) -> dict[str, Any]:
 
 
 def _check_arguments(name: str, given: dict[str, Any]) -> None:
-    """Raise ValueError unless these are the arguments of an instruction, of their types."""
+    """Raise ValueError unless the arguments have the names and types that the instruction needs."""
     types = {p.name: str(p.annotation) for p in inspect.signature(KINDS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if wrong := sorted(set(types) ^ set(given)):
         raise ValueError(f"instruction {name}: {'unknown' if wrong[0] in given else 'missing'} argument {wrong[0]!r}")
@@ -346,7 +346,7 @@ def _members(value: Any) -> list[Any]:
 
 
 def _variants(answer: str) -> list[str]:
-    """Return the answer with and without asterisks, first line and last line: eight texts (section 4.2 of the paper)."""
+    """Return the eight variants of the answer, with or without asterisks, first line and last line (section 4.2 of the paper)."""
     lines = answer.split("\n")
     cut = [answer, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return [*cut, *(text.replace("*", "") for text in cut)]

@@ -1,4 +1,4 @@
-"""`guess` and `chain`: exercises that are worked in turns, by hints, and in steps, each of which is checked."""
+"""`guess` and `chain`: exercises to solve in several turns by hints, or in steps that are checked one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from puna.stages.verifiers.registry import register
 
 @register
 class Guess(BoundedVerifier):
-    """Score 1 if the last turn is the number. The replies to earlier turns say whether it is higher or lower.
+    """Score 1 if the last turn is the number, else 0. The replies to earlier turns say whether the number is higher or lower.
 
     Without hints the replies say only that a guess is wrong: a control for what a model learns from hints.
     """

@@ -36,7 +36,7 @@ def boxed(text: str) -> str | None:
             depth += (text[at] == "{") - (text[at] == "}")
             if depth == 0:
                 return text[start + len("\\boxed{") : at]
-        if text.count("\\boxed{") > 100:  # none is closed behind here, and each search reads to the end
+        if text.count("\\boxed{") > 100:  # give up: each search for a closing brace reads to the end
             return None
         start = text.rfind("\\boxed{", 0, start)
     return None

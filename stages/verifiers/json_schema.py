@@ -19,14 +19,14 @@ FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE
 class JsonSchema(Verifier):
     """Score 1 if the answer is JSON (RFC 8259) that the schema accepts, else 0 with the first fault and its place.
 
-    The draft is that of `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is refused. Nothing is fetched:
-    a `$ref` leads inside the schema or to a draft's own. A pattern that takes too long on an answer gives no score.
+    The draft is named by `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is refused. Nothing is fetched:
+    a `$ref` must point into the schema or to a draft's schemas. A pattern that takes too long on an answer gives no score.
     """
 
     name: ClassVar[str] = "json_schema"
 
     json_schema: dict[str, JsonValue] | bool = Field(description="The JSON schema")
-    fenced: bool = Field(True, description="Where the answer as a whole is no JSON, its last fenced block (```json) will do")
+    fenced: bool = Field(True, description="If the whole answer is no JSON, use its last fenced block (```json)")
 
     @cached_property
     def validator(self) -> Any:
@@ -70,7 +70,7 @@ class JsonSchema(Verifier):
 
 
 def _json(text: str) -> Any:
-    """Return standard JSON: without NaN and Infinity, and without repeated names in an object."""
+    """Return the value of a JSON text. Raise ValueError for NaN, Infinity and repeated names in an object, too."""
     return json.loads(text.strip(), parse_constant=_refuse, object_pairs_hook=_unique)
 
 
@@ -90,7 +90,7 @@ def _place(error: Any) -> str:
 
 
 def _unresolved(schema: Any, validator: Any) -> str | None:
-    """Return the first `$ref` that leads neither inside the schema nor to a draft; parts with an `$id` resolve their own."""
+    """Return the first `$ref` that points neither into the schema nor to a draft; parts with an `$id` are not checked."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, specification_with
@@ -115,7 +115,7 @@ def _unresolved(schema: Any, validator: Any) -> str | None:
 
 
 def _formats(schema: Any, named: bool = False) -> list[str]:
-    """Return the formats in a schema; below `properties` and its like, names are not keywords (`named`)."""
+    """Return the formats that a schema uses. `named`: the keys of `schema` are names (for example of properties), not keywords."""
     if isinstance(schema, list):
         return [format for part in schema for format in _formats(part)]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""`judge`: a language model's grade by a rubric; and grades of instructions, by quality, difficulty and number of intentions."""
+"""`judge`: a language model's grade by a rubric; and grades of instructions for quality, difficulty and number of intentions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @register
 class Judge(Verifier):
-    """Score by the mean grade, as a share of the highest: each grade weighted by its probability.
+    """Score by a language model: the mean of its grades, weighted by their probabilities, as a share of the highest grade.
 
-    One forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2), with finer steps than the digits.
-    A model behind `scoring.endpoint` writes its grade instead.
+    It takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2): scores are finer than digits.
+    A model at `scoring.endpoint` writes one grade instead.
     """
 
     name: ClassVar[str] = "judge"
@@ -70,7 +70,7 @@ class Judge(Verifier):
 
 
 def asked(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
-    """Return scores from the grades that a remote model writes: one reply each, at temperature 0, as it tells no probabilities."""
+    """Return scores from the grades that a remote model writes: one reply per request, at temperature 0, without probabilities."""
     bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens} for text in requests]
     scores = []
     for reply in endpoint.ask(bodies, "grades"):
@@ -81,7 +81,7 @@ def asked(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) ->
 
 
 class Grade(NamedTuple):
-    """The mean grade, None if `tokens` exceed the judge's context; `answered`: probability that it answers with a grade."""
+    """The mean grade, None if `tokens` exceed the judge's context; `answered`: probability that the judge answers with a grade."""
 
     mean: float | None
     answered: float
@@ -152,13 +152,13 @@ class JudgeSettings(StageConfig):
 
     points: tuple[str, ...] = Field(POINTS, min_length=1, max_length=9, description="Criteria of an answer, one point each")
     code_points: tuple[str, ...] = Field(CODE_POINTS, min_length=1, max_length=9, description="The same for an answer with a block of code")
-    below_full: float = Field(0.5, ge=0, lt=9, description="Maximum points that the mean grade of a full score may lack")
+    below_full: float = Field(0.5, ge=0, lt=9, description="Maximum points that a mean grade may lack to count as a full score")
     difficulty: bool = Field(True, description="Also grade difficulty and number of intentions; false: difficulty is one minus agreement")
-    max_intentions: int = Field(5, ge=1, le=9, description="Highest number of intentions of a request; more count as this")
+    max_intentions: int = Field(5, ge=1, le=9, description="Highest number of intentions of a request; more count as this number")
 
 
 class Graded(NamedTuple):
-    """Grades by instruction id: the share of the points, the answers with the full score, the difficulty from 0 to 1.
+    """Grades by instruction id: the share of the points, the ids with the full score, the difficulty from 0 to 1.
 
     Instructions too long for the judge are left out. `scores`: rows of the side table `scores`.
     """
@@ -170,12 +170,12 @@ class Graded(NamedTuple):
 
 
 def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
-    """Return grades of instructions from the judge's probabilities of the digits: one forward pass each, no sampling.
+    """Return grades of instructions from the judge's probabilities of the digits: one forward pass per grade, without sampling.
 
     Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, and for code bugs and the user's intention;
     difficulty on three levels; and the number of intentions (Instag, Lu et al., arXiv 2308.07074), here only counted. The difficulty
-    is the mean of the two, each as a share of its highest. Metrics: `unjudged` instructions, and `judge_answers`, the mean
-    probability that the model answers with a grade; a low value means that it does not understand the question.
+    is the mean of level and number of intentions, as shares of their maxima. Metrics: `unjudged` instructions, and `judge_answers`,
+    the mean probability that the judge answers with a grade; a low value means that the judge does not understand the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
     questions = {name: shown(turns[:-1]) for name, turns in messages.items()}

@@ -13,14 +13,14 @@ from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
 
 LONGEST = 10_000
-"""Maximum characters of an answer that may be a list."""
+"""Maximum characters that are read of an answer."""
 
 
 @register
 class Numbers(BoundedVerifier):
-    """Score 1 if the answer is this many whole numbers with the required bounds, order, remainder and digits, else 0.
+    """Score 1 if the answer is `count` whole numbers with the required bounds, order, remainder and digits, else 0.
 
-    Numbers are separated by blanks or commas, with nothing else in the answer. An order allows no repetition.
+    Numbers are separated by blanks or commas, with nothing else in the answer. With an order, no number may repeat.
     """
 
     name: ClassVar[str] = "numbers"
@@ -95,7 +95,7 @@ class Choice(BoundedVerifier):
         return Score(float(option in self.right), f"chose {labels[option]}, expected {labels_text}")
 
     def _chosen(self, answer: str, labels: tuple[str, ...]) -> int | None:
-        """Return the index of the chosen option: by the whole text, a label at the beginning, an option at the beginning."""
+        """Return the index of the option whose label or text is the whole answer, else whose label, else whose text begins the answer."""
         text = answer.strip().strip("*").strip()
         for options in (labels, self.options):
             for index, option in enumerate(options):

@@ -48,7 +48,7 @@ class Numeric(BoundedVerifier):
     answer: float | str | None = Field(None, description="Expected number; null: the last number of the prompt's reference")
     absolute: float = Field(0.0, ge=0, description="Maximum difference that is still right")
     relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, as a share of the expected number")
-    take: Literal["last", "first", "only"] = Field("last", description="Number of the answer that counts; only: it may hold no other")
+    take: Literal["last", "first", "only"] = Field("last", description="Number of the answer to compare; only: the answer has no other")
     decimal: Decimal = Field("point", description="Decimal separator; the other one separates thousands")
     units: dict[str, float] = Field(
         default_factory=dict, description="Allowed units, with their sizes in the expected number's unit: {m: 1, cm: 0.01}; '' is a number "
@@ -70,7 +70,7 @@ class Numeric(BoundedVerifier):
 
     @cached_property
     def sizes(self) -> list[tuple[str, Fraction]]:
-        """Return units with a name and their sizes, the longest name first."""
+        """Return (name, size) of the units that have a name, the longest name first."""
         return [(name, Fraction(repr(self.units[name]))) for name in sorted(self.units, key=lambda n: (-len(n), n)) if name]
 
     def score(self, question: Question, answer: str) -> Score:
@@ -108,7 +108,7 @@ class Numeric(BoundedVerifier):
         return list(numbers(text, self.decimal))
 
     def _in_unit(self, text: str, number: Number) -> Fraction | None:
-        """Return the number in the expected unit; None if it has another one."""
+        """Return the number in the expected number's unit; None if the answer's unit is not allowed."""
         if not self.units:
             return number.value
         after, before = text[number.end : number.end + 60].lstrip(" \t\u00a0\u202f\\,{}$"), text[: number.start].rstrip()
@@ -142,7 +142,7 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
 
 
 def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
-    """Return the exact value of a match; None if it is out of bounds or divides by 0."""
+    """Return the exact value of a match; None if an exponent or power is too large, or if it divides by 0."""
     try:
         if found["top"] is not None:
             value = int(found["whole"] or 0) + _plain(found["top"], decimal) / _plain(found["bottom"], decimal)

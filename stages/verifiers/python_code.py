@@ -25,7 +25,7 @@ AT_ONCE = 4
 
 @register
 class Code(Verifier):
-    """Score 1 if the program passes all tests, else 0; with `partial` the share of the tests that it passes.
+    """Score 1 if the program passes all tests, else 0; with `partial`, the share of the tests that the program passes.
 
     The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else all of it.
     Tests are pieces of Python that use the program's names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's
@@ -36,8 +36,8 @@ class Code(Verifier):
     name: ClassVar[str] = "code"
 
     tests: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Tests: pieces of Python that raise if the program is wrong")
-    prefix: str = Field("", description="Code before the answer's: imports, or the beginning of a function that the answer goes on with")
-    seconds: float | None = Field(None, gt=0, description="CPU seconds of program and tests, at most what the stage allows; null: that")
+    prefix: str = Field("", description="Code before the answer's: imports, or the beginning of a function that the answer continues")
+    seconds: float | None = Field(None, gt=0, description="CPU seconds of program and tests, at most the stage's limit; null: this limit")
     partial: bool = Field(False, description="The score is the share of tests that are passed")
 
     @classmethod
@@ -84,8 +84,8 @@ def program(answer: str) -> str:
 class PythonFunction(Verifier):
     """Score by a function's result: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
 
-    It is called as `function(answer, **parameters)`, also with `prompt`, `reference`, `task` if it has parameters for them.
-    It runs in a process of its own that is killed when an answer takes too long; that process is not a sandbox.
+    The function is called as `function(answer, **parameters)`, also with `prompt`, `reference` and `task` if it has these parameters.
+    It runs in a process of its own, which is killed if an answer takes too long. This process is not a sandbox.
     """
 
     name: ClassVar[str] = "python"

@@ -35,7 +35,7 @@ class Refused(ValueError):
 
 
 def check_formula(text: str) -> None:
-    """Raise Refused unless the text is a sum, product, quotient or power of numbers, names and `FUNCTIONS` of these.
+    """Raise Refused unless the text is an arithmetic expression (+ - * / **) of numbers, names and calls of `FUNCTIONS`.
 
     No string, attribute, index or other call is allowed, and no intermediate number of more than `MOST_BITS` bits.
     """
@@ -68,7 +68,7 @@ def _parsed(text: str) -> ast.Expression | None:
 
 
 def _bits(node: ast.expr) -> float:
-    """Return an upper bound of the bits of the numbers in an expression's value."""
+    """Return an upper bound on the bits of all numbers in an expression's value; raise Refused beyond `MOST_BITS`, or for other syntax."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             bits = math.log2(abs(value) + 1) + 1 if math.isfinite(value) else math.inf
@@ -98,7 +98,7 @@ PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0
 
 @register
 class ReasoningGym(Verifier):
-    """Score by the generator: of the whole answer if it has full marks, else of its marked final answer.
+    """Score by the generator's scorer: of the whole answer if it is right or marks no final answer, else of the marked final answer.
 
     reasoning-gym lowers the score of a long text: "The answer is -4" would get .125 although it is right.
     """

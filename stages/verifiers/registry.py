@@ -18,7 +18,7 @@ _KNOWN: dict[str, type[Verifier]] = {}
 
 
 def register(verifier: type[V]) -> type[V]:
-    """Register a verifier class by its name, as a decorator. Raise PunaError if another one has the name."""
+    """Register a verifier class by its name and return it, as a decorator. Raise PunaError if another class has this name."""
     name = getattr(verifier, "name", None)
     if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
         raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")
@@ -85,7 +85,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
 
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
-    """Return the code that a verifier (JSON text) reaches; create the verifier only if its parameters decide that."""
+    """Return the code (module, symbol) that a verifier (JSON text) reaches; create the verifier only if the code depends on parameters."""
     values = json.loads(text)
     name = values.get("name") if isinstance(values, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:

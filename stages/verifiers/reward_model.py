@@ -18,8 +18,8 @@ from puna.stages.verifiers.registry import register
 class RewardModel(Verifier):
     """Score by `sigmoid((reward - center) / scale)`.
 
-    The defaults give the probability, in Bradley and Terry's model, that the answer is preferred to one with the reward 0.
-    The answer is taken as finished.
+    The defaults give the probability, in the Bradley-Terry model, that the answer is preferred to an answer with the reward 0.
+    The answer is scored as a finished turn.
     """
 
     name: ClassVar[str] = "reward_model"

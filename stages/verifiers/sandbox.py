@@ -1,4 +1,4 @@
-"""A sandbox for untrusted programs: own namespaces, no network, no files, limits; no process outlives it."""
+"""A sandbox for untrusted programs: own namespaces, limits, no network, no files except the interpreter's and system libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program over all its processes: seconds of computing (by the clock `CLOCK` times as many), memory, files, processes."""
+    """Limits of a program over all its processes: CPU seconds (and `CLOCK` times as much wall time), memory, files, processes."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -74,7 +74,7 @@ class Outcome:
 def mode() -> Mode:
     """Return the way to isolate programs here: no network, no surviving process, no file but the interpreter's and system libraries.
 
-    Raise PunaError if a program cannot be isolated so.
+    Raise PunaError if programs cannot be isolated in this way.
     """
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
@@ -87,7 +87,7 @@ def mode() -> Mode:
 
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
-    """Run `prefix` with a program, and each test in another process, which has the prefix's complete definitions itself."""
+    """Run `prefix` followed by a program, and the tests in another process, which runs the prefix's complete definitions itself."""
     with group(limits.memory_mb * MEGABYTE) as memory:
         readable, hidden = _visible()
         procs = () if memory is None else (memory.procs,)
@@ -176,7 +176,7 @@ def _read(process: subprocess.Popen[bytes], report: int, job: bytes, end: float)
 MOUNT = "/sys/fs/cgroup"
 OWN = "/proc/self/cgroup"
 TRIES = 200
-"""Checks, 5 ms apart, whether the last process has ended."""
+"""Number of checks, 5 ms apart, whether the last process has ended."""
 
 
 class Group:

@@ -39,9 +39,9 @@ def call(name: str, *arguments: str | int | None) -> None:
 def refuse_calls() -> None:
     """Refuse system calls that hold memory outside every process (shared mappings, memfds, queues, pages in pipes) and tracing.
 
-    Raise OSError if the kernel takes no filter. Shared mappings are refused whole: their pages stay after the process dropped them.
-    Only local sockets are allowed: sockets of virtual machines (vsock) know no namespace and reach the host. Nobody may ignore the end
-    of children: the kernel would forget the seconds that they computed.
+    Raise OSError if the kernel takes no filter. All shared mappings are refused, because their pages stay after a process drops them.
+    Only Unix sockets are allowed: sockets of virtual machines (vsock) ignore namespaces and reach the host. No process may change its
+    action for SIGCHLD: if it ignored the signal, the kernel would not count the CPU time of its ended children.
     """
     machine = os.uname().machine
     if machine not in AUDIT_ARCH:
@@ -133,12 +133,12 @@ def show(path: str) -> None:
         with open(target, "w"):
             pass
     call("mount", source, target, None, MS_BIND | MS_REC, None)
-    flags = os.statvfs(target).f_flag & KEPT_FLAGS  # in a user namespace flags may be added, never taken off
+    flags = os.statvfs(target).f_flag & KEPT_FLAGS  # in a user namespace, flags may be added but not removed
     call("mount", None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | flags, None)
 
 
 def become_nobody(mode: str, user: int) -> None:
-    """Give up every right, for this process and what it starts."""
+    """Give up all privileges of this process and of the processes that it starts."""
     call("prctl", PR_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getuid() == 0 or mode == "root":
         os.setgroups([])

@@ -1,8 +1,8 @@
 """The run of one program and its tests inside a sandbox, started by `sandbox` as a script. Imports only the standard library.
 
 The steps: leave the machine's namespaces, see only the interpreter and an empty folder, give up all rights, and set limits. Refuse system
-calls that hold memory outside every process. Run the program in one child and its tests in another, watch the memory of all processes and
-files, and kill them all. The report goes to the file descriptor in the first argument, printed text to 1.
+calls that hold memory outside every process. Run the program in one child and its tests in another, and watch their time and memory. All
+processes end with PID 1. The report goes to the file descriptor in the first argument, printed text to the file descriptor 1.
 
 Modes: `root` makes the namespaces with root's rights, `user` in a user namespace.
 """
@@ -37,9 +37,9 @@ INODE_BYTES = 1024
 
 
 class Job(TypedDict):
-    """A job: the program's isolation and limits. `user`: the program's own user; `socket_bytes`: default buffer of a local socket.
+    """A job: the program's isolation and limits. `user`: the program's own user; `socket_bytes`: default buffer of a Unix socket.
 
-    `groups`: the open file of the cgroup that counts its memory, if there is one.
+    `groups`: the open file of the cgroup that counts the program's memory, if there is one.
     """
 
     report: int
@@ -70,12 +70,12 @@ def report(job: Job, value: dict[str, object]) -> None:
 
 
 def supervise(job: Job) -> None:
-    """Make the namespaces, start the first process in them and wait for it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be ignored from the beginning
-    job["user"] = FIRST_USER + 4 * os.getpid()  # and the next two: nobody else has them, so their processes can be counted and killed
+    """Make the namespaces, start PID 1 in them and wait for its end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set it to be ignored
+    job["user"] = FIRST_USER + 4 * os.getpid()  # and the next two: no other process has these users
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
-    with open("/proc/sys/net/core/wmem_default") as handle:  # inside there is no such file
+    with open("/proc/sys/net/core/wmem_default") as handle:  # the sandbox has no such file
         job["socket_bytes"] = int(handle.read())
     enter(job["mode"] == "user")
     first = os.fork()
@@ -91,7 +91,7 @@ def supervise(job: Job) -> None:
 
 
 def init(job: Job) -> None:
-    """Build the root file system, start the program, watch it and kill everything, as the first process inside."""
+    """As PID 1 of the sandbox, build its root file system, start the tests and the program, watch them, and report. All end with it."""
     build_root(job["readable"], job["hidden"], job["disk_bytes"])
     (read, verdict), (asked, asks), (told, tells) = os.pipe(), os.pipe(), os.pipe()
     tester = fork(lambda: run_tester(job, told, asks, verdict, (job["report"], read, asked, tells)))
@@ -104,7 +104,7 @@ def init(job: Job) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Start a process for a piece of work and return its number."""
+    """Run `work` in a child process and return the child's process id."""
     process = os.fork()
     if process == 0:
         try:
@@ -118,7 +118,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def limit(job: Job) -> None:
-    """Limit each process's processor time, memory, file size and open files, and the number of processes."""
+    """Limit each process's CPU time, memory, file size and open files, and the number of processes."""
     for kind, value in (
         (resource.RLIMIT_CPU, int(job["seconds"]) + 1), (resource.RLIMIT_AS, job["memory_bytes"]),
         (resource.RLIMIT_FSIZE, job["disk_bytes"]), (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -141,7 +141,7 @@ def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> No
 
 
 def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int, ...]) -> None:
-    """Become the process of the tests, which cannot be traced; it reads them from standard input, which the program lacks."""
+    """Become the process of the tests, which cannot be traced and reads the tests from standard input, which the program lacks."""
     for handle in foreign:
         os.close(handle)
     confine(job, job["user"] + 2)
@@ -150,7 +150,7 @@ def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int
 
 
 def confine(job: Job, user: int) -> None:
-    """Enter the cgroup, give up every right and set every limit, for this process and what it starts."""
+    """Enter the cgroup, give up all privileges and set all limits, for this process and its children."""
     for procs in job["groups"]:
         os.write(procs, b"0")
         os.close(procs)
@@ -160,17 +160,17 @@ def confine(job: Job, user: int) -> None:
 
 
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait for the end of the tests, time or memory; return the tests' results or the reason of the end."""
+    """Wait until the tests end or a limit of time or memory is exceeded; return the tests' results or the reason for the end."""
     end = time.monotonic() + job["clock_seconds"]
     message = b""
     while True:
-        # An end of file: the tester, the only one that can write, is done.
+        # An end of file means that the tester, the only writer, is done.
         if select.select([read], [], [], WATCH_SECONDS)[0]:
             piece = os.read(read, 1 << 16)
             message += piece
             if piece:
                 continue
-            # A busy machine may look too late.
+            # On a busy machine, the time limit may be exceeded between two checks.
             if usage_of(job)[1] > job["seconds"]:
                 return {"ended": "time"}
             break
@@ -199,7 +199,7 @@ def _how(status: int) -> str:
 
 def usage_of(job: Job) -> tuple[int, float]:
     """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes and areas may hold; and the
-    seconds that the processes computed, those that ended among them."""
+    CPU seconds of the processes, ended children included."""
     page, total, ticks = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"]), 0
     for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
@@ -217,6 +217,6 @@ def files_in_memory() -> int:
 
 
 def kernel_holds(socket_bytes: int) -> int:
-    """Return the bytes of the program's locks of files and of its local sockets: two buffers each, as the last message may fill one."""
+    """Return the bytes of the program's file locks and Unix sockets. A socket counts as a full buffer and a last message of that size."""
     with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # a program chooses the sockets' names
         return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

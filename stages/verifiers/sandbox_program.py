@@ -14,7 +14,7 @@ from puna.stages.verifiers.sandbox_wire import BASES, PLAIN_CLASSES, Ended, Pack
 
 
 class Program(Peer):
-    """The program's end of the connection, which runs calls of the tests in the program's names."""
+    """The program's end of the connection, which runs calls of the tests in the program's namespace."""
 
     NAMES, START, CAPTURED, CONTENT, COMPLETE = range(5)
 
@@ -66,7 +66,7 @@ class Program(Peer):
         return result
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function; a forked child that returns from it ends."""
+        """Call a function. If it forks, end the child process as soon as the call returns or raises in it."""
         self.depth += 1
         try:
             return function(*args, **kwargs)
@@ -91,7 +91,7 @@ class Program(Peer):
         exec(compile(source, "answer.py", "exec"), self.names)
 
     def _captured(self, given: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, str, int]:
-        """Return a call's result, what it printed and how much of its input it read."""
+        """Return a call's result, the text that it printed, and the number of characters that it read from its input."""
         before, sys.stdin = sys.stdin, io.StringIO(given)
         try:
             with contextlib.redirect_stdout(io.StringIO()) as printed:

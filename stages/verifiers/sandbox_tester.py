@@ -71,7 +71,7 @@ class Link(Peer):
         return PLAIN_CLASSES.get(what) or builtin_error(what)
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function, if the tests passed it to the program."""
+        """Call a function of the tests; raise TypeError if the tests did not pass it to the program."""
         if id(function) not in self.numbers:
             raise TypeError("the tests never gave that away")
         return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)
@@ -131,12 +131,12 @@ def ask(function: Callable[..., Any], remote: Any, *args: Any) -> Any:
 
 
 def operand(value: Any) -> Any:
-    """Return the content of an instance of a builtin class's subclass, as that class; anything else as it is."""
+    """Return the content of a Remote whose class derives from a builtin class, as an instance of that class; other values unchanged."""
     return ask(Theirs(Program.CONTENT), value) if type(value) is Remote and value.puna_base else value  # type: ignore[arg-type]
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Use an operator: here on data, in the program's process on two objects. A mixed pair is unequal; other operators refuse it."""
+    """Apply an operator to data here, to two Remotes in the program's process. Mixed pairs are unequal; other operators raise TypeError."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):
@@ -279,7 +279,7 @@ def parsed(source: str) -> Any:
 
 
 def whole_statements(prefix: str) -> Any:
-    """Return the tree of a prefix without its classes and its last definition, which an answer may go on with."""
+    """Return the tree of a prefix without its classes and its last definition, which an answer may continue."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
     tree = parsed(prefix[:last])
     tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
@@ -289,7 +289,7 @@ def whole_statements(prefix: str) -> Any:
 class Names(dict[str, Any]):
     """A namespace for names that the tests do not define: builtins, then the task's own code, then the program's.
 
-    A builtin's name means the program's function if the tests use no other name of the program (`sum` in MBPP).
+    If the tests call one builtin function and use no name of the program, that function is the program's (`sum` in MBPP).
     A standard module's name followed by a dot means that module, even if the program uses the name.
     """
 

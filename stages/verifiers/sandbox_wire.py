@@ -1,8 +1,8 @@
 """Calls and plain data between two processes over a pair of pipes: a program under test, and its tests.
 
-Both sides call functions of the other and wait. Values of builtin types, and some of the standard library's, cross as data, of
-exactly these types. Any other object stays, and the other side gets its number in a table. A message is its length and JSON.
-Containers lie in a list beside the values, which refer to them by position: so they may share parts and contain themselves.
+Either side calls functions of the other side and waits. Values of builtin types, and of some types of the standard library, cross as
+data of exactly these types. Any other object stays, and the other side gets its number in a table. A message is a length and a JSON text.
+Containers are in a list beside the values, which refer to them by position: so containers may share parts and contain themselves.
 Changes that a function makes to its arguments return with its result.
 """
 
@@ -82,7 +82,7 @@ VALUES: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]] 
     "datetime.timedelta": (_fields("days", "seconds", "microseconds"), None),
     "datetime.timezone": (lambda v: [v.utcoffset(None)], None),
 }
-"""Immutable values: functions that return the parts, and make the value of them (None: its class)."""
+"""Immutable values: functions that return the parts, and that make the value from its parts (None: the value's class)."""
 
 
 class Ended(BaseException):
@@ -114,7 +114,7 @@ def standard_name(value: Any) -> str | None:
 
 
 class Theirs(NamedTuple):
-    """A function of the other end."""
+    """A function of the other end, by its number there."""
 
     number: int
 
@@ -168,7 +168,7 @@ class Peer:
         sys.set_int_max_str_digits(0)
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return the JSON that encodes a value without a plain JSON form."""
+        """Return a JSON reference to a value that cannot be sent by its content, such as a function or a class."""
         raise NotImplementedError
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
@@ -313,7 +313,7 @@ PLAIN_CLASSES = {class_name(kind): kind for kind in (*BASES, bool, complex, byte
 
 
 def place(error: BaseException) -> str:
-    """Return the last line of the program or its tests that an error went through."""
+    """Return file and line of the last place in the program or its tests that an error passed; empty if there is none."""
     position, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -28,7 +28,7 @@ class Child(Apart):
     """A process that scores answers one at a time."""
 
     def score(self, item: Item, seconds: float) -> Score:
-        """Return the score of one answer; None if it computes longer than `seconds`, or ends the process."""
+        """Return the score of one answer; its value is None if scoring computes for more than `seconds`, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
         reply = self.ask(job, seconds)
         return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(**reply)
@@ -44,7 +44,7 @@ def scored(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
-    """Return scores by `Verifier.score` in separate processes, each killed after `scoring.seconds` of computing for an answer."""
+    """Return scores by `Verifier.score` in separate processes; a process is killed after `scoring.seconds` CPU seconds for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     scores = (score for chunk in tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds) for score in chunk)
     return [checked(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
@@ -86,7 +86,7 @@ class Scorer:
             kind.prepare(several, self._tools)
 
     def scores(self, answers: Sequence[tuple[Row, str]]) -> list[Score]:
-        """Return a score for each (prompt, answer), in order; one of None for a prompt without verifier."""
+        """Return a score for each (prompt, answer), in order; for a prompt without a verifier, a score of None."""
         results: list[Score] = [Score(None, "the prompt has no verifier")] * len(answers)
         at = [i for i, (row, _) in enumerate(answers) if row["verifier"] is not None]
         items = [Item(from_text(answers[i][0]["verifier"]), question_of(answers[i][0]), answers[i][1]) for i in at]
@@ -98,7 +98,7 @@ class Scorer:
         return results
 
     def report(self) -> None:
-        """Record the metrics of the stage: the number of answers that could not be scored, and the first reason."""
+        """Write metrics: the number of answers that could not be scored, and the first reason."""
         count, first = self.failures
         self._run.metric("unscored_answers", count)
         if self._tools.endpoint is not None:

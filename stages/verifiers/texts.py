@@ -17,7 +17,7 @@ from puna.stages.verifiers.registry import register
 class Exact(BoundedVerifier):
     """Score 1 if the answer, or its marked final answer, is one of the expected texts, else 0.
 
-    Blanks around a text do not count; Unicode is normalised (NFC).
+    Blanks around a text are ignored; Unicode is normalised (NFC).
     """
 
     name: ClassVar[str] = "exact"
@@ -26,8 +26,8 @@ class Exact(BoundedVerifier):
     also: tuple[str, ...] = Field((), description="Other answers that are right too")
     ignore_case: bool = Field(False, description="Upper and lower case are the same")
     ignore_space: bool = Field(False, description="Any run of blanks and line ends is one blank")
-    ignore_punctuation: bool = Field(False, description="Punctuation does not count")
-    extract: bool = Field(True, description="A final answer that the text marks (answer tags, \\boxed, ####, 'the answer is') will do")
+    ignore_punctuation: bool = Field(False, description="Ignore punctuation, and runs of blanks")
+    extract: bool = Field(True, description="Also accept a final answer that the text marks (answer tags, \\boxed, ####, 'the answer is')")
 
     def score(self, question: Question, answer: str) -> Score:
         expected = reference_of(self, self.answer, question)
@@ -55,7 +55,7 @@ class Exact(BoundedVerifier):
 class RegularExpression(BoundedVerifier):
     """Score 1 if the pattern occurs in the answer (with `absent`: if it does not), else 0.
 
-    RE2's syntax: that of Python without look-around and back-references, which have no bound on their time.
+    The syntax is RE2's: Python's without look-around and back-references, whose time has no bound.
     """
 
     name: ClassVar[str] = "regex"

@@ -1,7 +1,7 @@
 """Tools that a model may call between its turns: a calculator, and Python in the sandbox.
 
 A call is JSON with `name` and `arguments`, in `<tool_call>` tags (Hermes, Qwen, SmolLM) or as the whole turn (Llama 3.1, which writes
-`parameters`). Errors in a call are told to the model.
+`parameters`). If a call fails, the model gets the error as its result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from puna.stages.verifiers.reasoning_gym import check_formula
 ToolName = Literal["calculator", "python"]
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 LONGEST = 1000
-"""Characters of a tool's result that the model is shown."""
+"""Maximum characters of a tool's result that the model gets."""
 FAILED = "Error"
 """Beginning of a result that says why a call did not run."""
 MOST = 4
@@ -41,7 +41,7 @@ class Tool(NamedTuple):
 
 
 def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
-    """Return the messages that answer a turn's calls; none if it calls nothing."""
+    """Return one message of the role `tool` for each call in a turn; an empty list if the turn calls nothing."""
     calls = CALL.findall(turn) or ([turn] if turn.lstrip().startswith("{") and '"name"' in turn else [])
     refused = f"Error: a turn has at most {MOST} calls"
     texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls))
@@ -66,7 +66,7 @@ def calculate(expression: str, config: ScoringConfig) -> str:
     """Return the value of a formula: a whole number exactly, else twelve digits."""
     formula = expression.strip().replace("^", "**")
     try:
-        check_formula(formula)  # only operators between numbers are left to evaluate, and names, of which there are none
+        check_formula(formula)  # leaves only operators on numbers and names, and no name is defined
         value = eval(formula, {"__builtins__": {}})
         return str(value) if isinstance(value, int) else f"{value:.12g}"
     except (ArithmeticError, ValueError, NameError, RecursionError, MemoryError) as error:
@@ -74,7 +74,7 @@ def calculate(expression: str, config: ScoringConfig) -> str:
 
 
 def run_python(code: str, config: ScoringConfig) -> str:
-    """Return a program's error, and what it prints."""
+    """Return a program's error, if any, and the text that the program prints."""
     limits = sandbox.Limits(config.seconds, config.memory_mb, config.disk_mb, config.processes)
     outcome = sandbox.run(code, ["pass"], limits, sandbox.mode())
     fault = outcome.refused or outcome.ended or next(filter(None, outcome.results or []), "")

@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp: models and their tokenizers, in and out."""
+"""GGUF, the format of llama.cpp: reading and writing of models with their tokenizers."""

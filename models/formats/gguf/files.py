@@ -62,7 +62,7 @@ class GgufFile:
         return read_tokenizer(self.fields)
 
     def state(self, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the decoder's state on `device` in `dtype`; None: the file's own, unpacked blocks in float32."""
+        """Return the decoder's state dict on `device` in `dtype` (None: each tensor's own; quantised blocks become float32)."""
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype or tensor.dtype)
@@ -118,7 +118,7 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
 
 
 def _add(writer: Any, name: str, value: Any) -> None:
-    """Add a field by its Python type; numbers are unsigned, as llama.cpp reads sizes and ids."""
+    """Add a field of the type that fits the Python value; integers are unsigned, because llama.cpp reads sizes and ids so."""
     if isinstance(value, bool):
         writer.add_bool(name, value)
     elif isinstance(value, int):
@@ -132,7 +132,7 @@ def _add(writer: Any, name: str, value: Any) -> None:
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError if the header claims more than the file has: fields, lengths of texts and arrays, tensors and their data."""
+    """Raise ValueError if the file is not GGUF, or its header claims more fields, text, elements, tensors or data than the file has."""
     size = path.stat().st_size
     if size < 24:
         raise ValueError(f"{DAMAGED}: it has {size} bytes")
@@ -164,7 +164,7 @@ class _Walk:
         self.tensors(tensors)
 
     def tensors(self, count: int) -> None:
-        """Check that each tensor's data lie in the file, and that all together are no larger than it."""
+        """Check that each tensor's data lie within the file, and that all tensors' data together are no larger than the file."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         claims: list[tuple[str, int, int]] = []
@@ -184,7 +184,7 @@ class _Walk:
             raise ValueError(f"{DAMAGED}: its tensors claim {total:,} bytes in all, the file has {whole:,}")
 
     def value(self, kind: int, name: str) -> None:
-        """Read past a field's value."""
+        """Check and skip a field's value."""
         if kind == STRING:
             self.skip(self.number("Q"), name)
         elif kind in SCALARS:

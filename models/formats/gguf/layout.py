@@ -1,7 +1,7 @@
-"""GGUF's names of a model's shape and tensors, in both directions.
+"""Conversion of a model's shape and tensors between GGUF's names and Hugging Face's.
 
-Rows of the query and key projections of the architecture `llama` lie in another order than on the hub: llama.cpp rotates
-neighbouring numbers, the hub's layout halves of a head.
+In the architecture `llama`, the rows of the query and key projections have another order than in Hugging Face's layout: llama.cpp
+rotates pairs of neighbouring rows of a head, Hugging Face pairs of row i and row i + head_dim / 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from puna.models.config import ModelConfig
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-"""GGUF's architecture of each family."""
+"""Family → name of its architecture in GGUF."""
 PERMUTED = "llama"
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -32,20 +32,20 @@ FIELDS = {
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
 }  # fmt: skip
 EXPERT_FIELDS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
-"""GGUF's fields of sizes, and their names on the hub."""
+"""GGUF's names of sizes → names in Hugging Face's configuration (`EXPERT_FIELDS`: of a mixture of experts)."""
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 SKIPPED = ("rope_freqs.weight",)
 LLAMA3_FACTORS = (4.0, 8.0, 16.0, 32.0)
 
 
 def number(value: Any) -> float:
-    """Return a 32-bit number with the decimals that were written: 1e-05, not 9.999999747378752e-06."""
+    """Return a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def raw_config(fields: Mapping[str, Any], names: Container[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
-    """Return the hub's configuration of a file: `fields` without the architecture's prefix, its tensors' names, `rope_freqs`. Raise
-    ValueError, naming the field, for anything missing or unsupported."""
+    """Return a file's configuration in Hugging Face's names. `fields`: without the architecture's prefix; `names`: of the tensors;
+    `frequencies`: the tensor `rope_freqs`. Raise ValueError, naming the field, for anything missing or unsupported."""
     architecture = fields["general.architecture"]
     experts = int(fields.get("expert_count") or 0)
     families = {family: kind for family, kind in ARCHITECTURES.items() if kind == architecture}
@@ -144,7 +144,7 @@ def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a file's tensors, the inverse of `to_state`; the head's too, unless it shares the embeddings."""
+    """Return the tensors of a GGUF file by name, the inverse of `to_state`, without the output layer if it is tied to the embeddings."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     inner = {hub: own for own, hub in LAYER.items()}
     outer = {hub: own for own, hub in OUTER.items()}
@@ -169,7 +169,7 @@ def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def hub_name(name: str) -> str:
-    """Return the hub's name of a tensor; raise ValueError if there is none."""
+    """Return Hugging Face's name of a GGUF tensor; raise ValueError if there is none."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] in LAYER:
         return f"model.layers.{match[1]}.{LAYER[match[2]]}.{match[3]}"
@@ -180,10 +180,10 @@ def hub_name(name: str) -> str:
 
 
 def permute(tensor: Tensor, heads: int) -> Tensor:
-    """Return a projection with its rows moved from halves to neighbours, head by head."""
+    """Return a projection in llama.cpp's order: rows i and i + head_dim / 2 of a head become neighbours."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """Return a projection with its rows moved from neighbours to halves, the inverse of `permute`."""
+    """Return a projection in Hugging Face's order; the inverse of `permute`."""
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

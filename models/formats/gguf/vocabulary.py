@@ -1,7 +1,7 @@
 """Conversion of tokenizers from and to GGUF, by llama.cpp's rules.
 
-`tokenizer.ggml.pre` names the regular expressions that cut a text before merges are applied. A name that is not known here is an
-error: another splitter gives other tokens without any sign of it.
+`tokenizer.ggml.pre` names the pre-tokenizer: the regular expressions that split a text before merges are applied. An unknown name is an
+error, because a wrong pre-tokenizer would silently give other tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from puna.models.tokens.tokenizer_trial import GPT2, WORDS
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
-"""The ids of special tokens that a file names (GGUF writes "seperator"), and their names on the hub."""
-LONGEST = 1024  # most characters of a token: merges are found by every cut of it
+"""Special tokens whose ids a GGUF file holds (it writes "seperator") → their names in Hugging Face's tokenizers."""
+LONGEST = 1024  # maximum characters of a token: `_sentence_piece` tries every cut of it
 LLAMA3 = WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((GPT2,), False), "smollm": ((r"\p{N}", GPT2), False), "qwen2": ((WORDS,), False), "llama-bpe": ((LLAMA3,), True),
 }  # fmt: skip
-"""Splitters by name: regular expressions in turn, and whether a word that is a token as a whole needs no merges."""
+"""Pre-tokenizers by name: regular expressions in order of use, and `ignore_merges` (True: a word that is a token is not merged)."""
 SAME = {
     **dict.fromkeys(("gpt2", "mpt", "olmo", "jais"), "gpt-2"), **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), "qwen2"), **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
 }  # fmt: skip
-"""Other names of the same splitters in llama.cpp."""
+"""llama.cpp's other names of these pre-tokenizers."""
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
@@ -75,7 +75,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """Return SentencePiece's BPE, which merges first the neighbours whose union has the highest score."""
+    """Return a SentencePiece BPE tokenizer: it first merges the neighbours whose union has the highest score."""
     scores: list[float] = fields["tokenizer.ggml.scores"]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     normal = [id_ for id_, type_ in enumerate(types) if type_ in (NORMAL, USER, UNUSED)]
@@ -98,8 +98,8 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
 
 
 def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` fields of a file; `rows` of the embeddings may be more than there are tokens. Raise ValueError if llama.cpp
-    would read other tokens than this tokenizer gives."""
+    """Return the `tokenizer.*` fields of a file. `rows`: rows of the embeddings, at least one per token. Raise ValueError if llama.cpp
+    would tokenize texts differently."""
     raw = json.loads(tokenizer.backend.to_str())
     if raw["model"]["type"] != "BPE":
         raise ValueError(f"a tokenizer of the kind {raw['model']['type']} has no form in GGUF")
@@ -155,7 +155,7 @@ def _splitter(raw: Mapping[str, Any]) -> str:
 
 
 def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the fields of SentencePiece's kind: a piece's score is the rank of the first merge that makes it."""
+    """Return a SentencePiece tokenizer's fields; a piece's score is minus the rank of its first merge. Set the `types` of some pieces."""
     normalizer = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
         raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does has no form in GGUF")

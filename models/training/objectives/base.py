@@ -73,7 +73,7 @@ class Targets:
 
     @staticmethod
     def from_documents(documents: Sequence[Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]]) -> Targets:
-        """Return documents side by side: each token but a document's first is a target."""
+        """Return the targets of documents side by side: every token except a document's first is a target."""
         row = np.concatenate([np.asarray(document, dtype=np.int64) for document in documents])
         return Targets.from_packed(row, [len(document) for document in documents])
 
@@ -98,7 +98,7 @@ class Targets:
         prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]],
         masks: Sequence[Sequence[Sequence[bool]]] | None = None,
     ) -> Targets:  # fmt: skip
-        """Return prompts with their answers as branches; every answer token is a target. `masks[p][a]` holds one flag per answer token,
+        """Return the targets of prompts with their answers as branches: every answer token. `masks[p][a]` holds one flag per answer token,
         False if the token does not count."""
         forests: list[Forest] = []
         positions: list[np.ndarray[Any, Any]] = []
@@ -145,7 +145,7 @@ class Targets:
         return torch.arange(len(self.tokens), device=self.tokens.device) - before.repeat_interleave(self.lengths)
 
     def sum_by_answer(self, values: Tensor) -> Tensor:
-        """Return the sums of [N] values over each answer's unmasked targets -> [A]; an answer without any gives 0."""
+        """Return the sums of [N] values over each answer's unmasked targets -> [A]; 0 without such targets."""
         return sum_segments(torch.where(self.mask, values, values.new_zeros(())), self.lengths)
 
     def to(self, device: torch.device | str) -> Targets:
@@ -177,8 +177,8 @@ def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any
 
 
 def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A]. A segmented reduction and not
-    `index_add`, whose atomics on a GPU add in a different order each time."""
+    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A]. It is a segmented
+    reduction, because the atomics of `index_add` add in a different order each time on a GPU."""
     if not len(lengths):
         return values.new_zeros(0)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
@@ -187,8 +187,8 @@ def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
 class Objective(Generic[BatchT]):
     """A loss of a model on a batch.
 
-    `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss, a differentiable scalar, and of
-    each metric (detached scalars). Without `totals` the batch is the whole step.
+    `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss (a differentiable scalar), and
+    its shares of the step's metrics (detached scalars). Without `totals` the batch is the whole step.
     """
 
     def totals(self, batch: BatchT) -> dict[str, float]:
@@ -196,7 +196,7 @@ class Objective(Generic[BatchT]):
         raise NotImplementedError
 
     def measure(self, model: Model, batch: BatchT) -> dict[str, float]:
-        """Return the sums over this batch that need the model, without a gradient; over a step they are added up and join the totals."""
+        """Return sums over this batch that need a forward pass, without a gradient; the loop adds them to the step's totals."""
         return {}
 
     def __call__(self, model: Model, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:

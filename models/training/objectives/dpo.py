@@ -1,5 +1,5 @@
-"""Preference optimization: of pairs, DPO (Rafailov et al. 2023) as Llama 3 runs it (section 4.1.4) and its relatives; of labelled
-answers, KTO (Ethayarajh et al. 2024)."""
+"""Preference optimization. Pairs: DPO (Rafailov et al. 2023) in Llama 3's form (section 4.1.4), and related losses. Labelled answers:
+KTO (Ethayarajh et al. 2024)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from puna.models.training.objectives.base import (
 class DpoBatch(Batch):
     """Preference pairs over the answers of a forest.
 
-    targets    prompts once, answers as branches; its mask is False at format tokens (headers, terminations), which leaves them out of the
-               preference term of both answers
+    targets    each prompt once, with its answers as branches; the mask is False at the chat template's tokens (headers, stop tokens),
+               which leaves them out of the preference term of both answers
     chosen     [M] int64, rejected [M] int64: indices of answers
     reference  [A] float32: summed unmasked log-probabilities under the reference (`reference_logprobs`); None until they are computed
     """
@@ -47,8 +47,8 @@ class DpoBatch(Batch):
 class PreferenceObjective(Objective[BatchT]):
     """A preference loss by name, with a negative log-likelihood term on the better answers.
 
-    `nll_normalization`: ``sequence``, the mean over those answers of each answer's mean (Pang et al. 2024); ``tokens``, the mean over
-    all their tokens of the step (TRL's ``sft`` loss type). `parameters`: the loss's own.
+    `nll_normalization`: ``sequence``, the mean over the better answers of an answer's mean (Pang et al. 2024); ``tokens``, the mean over
+    all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the loss's own.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class PreferenceObjective(Objective[BatchT]):
 
 
 class Dpo(PreferenceObjective[DpoBatch]):
-    """A preference loss of pairs, with format tokens masked.
+    """A preference loss of pairs, with the chat template's tokens masked.
 
-    The NLL term covers every token of the chosen answer, its termination included. The preference term does not see the termination, so
-    the NLL term is what keeps the model ending its answers.
+    The NLL term covers every token of the chosen answer, the stop token included. The preference term does not see the stop token, so
+    only the NLL term trains the model to end its answers.
 
     Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
     ``chosen_logprob``, ``rejected_logprob``, ``nll``.
@@ -97,7 +97,7 @@ class Dpo(PreferenceObjective[DpoBatch]):
         return loss, metrics
 
     def _pairs(self, answers: Tensor, batch: DpoBatch) -> PairLogprobs:
-        """Return the pairs' log-probabilities from those of the answers [A]."""
+        """Return the pairs' log-probabilities. `answers` [A]: each answer's summed log-probability under the policy."""
         reference = batch.reference
         if reference is None:
             if self.preference.needs_reference:
@@ -112,8 +112,8 @@ def answer_nll(
 ) -> Tensor:
     """Return the negative log-likelihood of whole answers, masked tokens included: a scalar in nats.
 
-    logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: each answer's mean, over the step's `answers`;
-    ``tokens``: the sum over the step's `tokens`.
+    logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: the answers' means, summed and divided by the
+    step's `answers`; ``tokens``: the sum over all tokens, divided by the step's `tokens`.
     """
     sums = sum_segments(logprobs, targets.lengths)[chosen]
     if normalization == "tokens":
@@ -130,9 +130,9 @@ def reference_logprobs(model: Model, targets: Targets) -> Tensor:
 
 @dataclass(frozen=True)
 class KtoBatch(Batch):
-    """Labelled answers, and answers to other prompts, which estimate the distance to the reference.
+    """Labelled answers, and answers to other prompts, which estimate the KL divergence from the reference.
 
-    targets              prompts once, answers as branches; its mask leaves tokens out of the preference term
+    targets              each prompt once, with its answers as branches; the mask leaves tokens out of the preference term
     desirable            [A] bool, True for a good answer
     reference            [A] float32: summed unmasked log-probabilities under the reference
     mismatched           the same prompts, each with answers to other prompts as branches; B answers
@@ -152,7 +152,7 @@ class KtoBatch(Batch):
 
 
 class Kto(PreferenceObjective[KtoBatch]):
-    """A loss of single answers: the mean over a step's answers, at the step's distance to the reference. Metrics: ``kl``,
+    """A loss of labelled answers, averaged over a step's answers, with the step's estimate of the KL divergence. Metrics: ``kl``,
     ``chosen_reward``, ``rejected_reward``, ``margin`` (of their means), ``nll``."""
 
     def totals(self, batch: KtoBatch) -> dict[str, float]:

@@ -16,7 +16,7 @@ POSITIONS = 512
 
 
 def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
-    """Return the cross-entropy of a model's targets over `total`, the counted tokens of the step; 0 if nothing counts. Scalar, nats."""
+    """Return the unmasked targets' summed cross-entropy in nats, divided by `total`, the step's unmasked targets; 0 if `total` is 0."""
     weights = targets.mask.float() / total if total else torch.zeros_like(targets.mask, dtype=torch.float32)
     loss: Tensor = model.cross_entropy(targets.forest, targets.positions, targets.tokens, weights)
     return loss

@@ -30,7 +30,7 @@ def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
 def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6) -> Tensor:
     """Return each answer's advantage over the answers to its prompt: rewards [P, n] -> [P, n].
 
-    ``grpo``: ``(r - mean) / (deviation + epsilon)`` with the sample's deviation (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
+    ``grpo``: ``(r - mean) / (sample deviation + epsilon)`` (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
     (Dr. GRPO, Liu et al. 2025); ``rloo``: r less the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019;
     Ahmadian et al. 2024). Equal rewards give 0.
     """
@@ -56,7 +56,7 @@ def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Base
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """Return [N] ``min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)`` with ``ratio = exp(log_ratio)``.
 
-    log_ratio, advantages [N] float. `clip_high`: the range above 1, if it differs (DAPO, Yu et al. 2025).
+    log_ratio, advantages [N] float. `clip_high`: the clip range above 1; None: `clip` (DAPO, Yu et al. 2025).
     """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
@@ -90,7 +90,7 @@ def sequence_log_ratio(log_ratio: Tensor, targets: Targets) -> Tensor:
 
 
 def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float) -> Tensor:
-    """Return half the mean squared error to the returns; per target, the larger of the plain error and the clipped one.
+    """Return half the mean squared error to the returns: per target, the larger of the plain and the clipped squared error.
 
     values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
     ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
@@ -104,8 +104,8 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 class PpoBatch(Batch):
     """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
 
-    `importance`: factors of the policy's loss by token; None: 1. `left_out`: number of the update's answer tokens that are in no batch, as
-    they have no gradient; `answers_left_out`: number of their answers. Means count them, too.
+    `importance`: factors of the policy's loss by token; None: 1. `left_out`: number of the update's answer tokens in no batch,
+    because they have no gradient; `answers_left_out`: number of their answers. The normalizers count both.
     """
 
     logprobs: Tensor
@@ -125,10 +125,10 @@ class PpoBatch(Batch):
 class Ppo(Objective[PpoBatch]):
     """The policy's loss: the negative surrogate of the reward, less `entropy_weight` times the mean entropy.
 
-    `temperature`: that of the sampling, so that old and new log-probs are of one distribution. `surrogate`, `ratio`, `normalizer`: see
-    `GrpoSettings`; `max_tokens`: the longest answer, by which the constant normalizer divides. Metrics, means over the tokens of the
-    batches: ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, to the
-    policy that sampled), ``entropy``.
+    `temperature`: the sampling temperature, so that old and new log-probs are comparable. `surrogate`, `ratio`, `normalizer`: see
+    `GrpoSettings`; `max_tokens`: limit of an answer, for the constant normalizer. Metrics, means over the tokens of the
+    batches: ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, from the
+    sampling policy), ``entropy``.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Ppo(Objective[PpoBatch]):
         targets, read = batch.targets, totals["read"]
         logprobs, entropy = model.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature=self.temperature)
         zero = logprobs.new_zeros(())
-        # Masked targets get ratio 1 before exp: a bare where() would still pass inf * 0 = NaN backwards.
+        # Masked targets get log-ratio 0 before exp: a bare where() would still pass inf * 0 = NaN backwards.
         log_ratio = torch.where(targets.mask, logprobs - batch.logprobs, zero)
         weight = sequence_log_ratio(log_ratio, targets) if self.ratio == "sequence" else log_ratio
         if self.surrogate == "cispo":
@@ -195,6 +195,6 @@ class Value(Objective[PpoBatch]):
 
 
 def token_values(model: Model, targets: Targets) -> Tensor:
-    """Return [N] float, the scalar head where each target is predicted."""
+    """Return [N] float: the scalar head's output at the position that predicts each target."""
     values: Tensor = model.scalar(model.hidden(targets.forest)[targets.positions])
     return values.float()

@@ -51,11 +51,11 @@ class Reward(Objective[RewardBatch]):
     """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
 
     `nll_weight` adds a term by which the hidden states still predict each prompt's best answers through `head`, the policy's frozen
-    language-model head [V, D] with its `softcap`: the mean over those answers of each answer's mean -log p (the SFT regularisation of
+    language-model head [V, D] with its `softcap`: the mean over the best answers of an answer's mean -log p (the SFT regularisation of
     Yang et al. 2024, GRM). It keeps the policy's knowledge while the reward head learns to read it.
 
     Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same),
-    ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats a token).
+    ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats per token).
     """
 
     def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None, softcap: float | None = None) -> None:
@@ -100,7 +100,7 @@ class Reward(Objective[RewardBatch]):
 
 
 def answer_rewards(model: Model, targets: Targets) -> Tensor:
-    """Return [A] float, the scalar head at each answer's last token, or its mean over the answer's tokens; see `reward_pooling`."""
+    """Return [A] float: the scalar head's output at each answer's last token, or its mean over the answer (`reward_pooling`)."""
     return _rewards(model, model.hidden(targets.forest), targets)
 
 

@@ -1,4 +1,4 @@
-"""Optimisers by name: a class in a file of this folder, or of another package (`puna.optimizers`)."""
+"""Optimisers by name: classes in this folder's files, and in other packages (entry points `puna.optimizers`)."""
 
 import importlib
 import pkgutil

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(Optimizer):
-    """AdamW with the moments of torch.optim.AdamW, by its names: `step` (on CPU), `exp_avg`, `exp_avg_sq`."""
+    """AdamW with the state of torch.optim.AdamW, under the same names: `step` (on CPU), `exp_avg`, `exp_avg_sq`."""
 
     name = "adamw"
     description = "AdamW for all weights"
@@ -24,7 +24,7 @@ class AdamW(Optimizer):
         return {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
     def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
-        """Update the weights, those with equal step counts in one call."""
+        """Update the weights; weights with equal step counts share one call of the kernel."""
         from puna.kernels.adamw import adamw_
 
         by_step: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}

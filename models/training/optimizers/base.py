@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]
 """A weight, its gradient and its state."""
 SMALL = 1024
-"""Elements below which a state tensor is not worth a file."""
+"""Minimum elements of a state tensor that is kept in a file."""
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "puna.optimizers")
 
 
@@ -37,12 +37,12 @@ class Group:
 
 
 class Optimizer(ABC):
-    """A rule by which weights follow their gradients. A subclass is registered by its `name`.
+    """A rule that updates weights by their gradients. A subclass is registered by its `name`.
 
     name            the value of `optimizer.name`
     description     a clause for the form's help
-    state_bytes     memory of the state in bytes per parameter, at least
-    learning_rate   the default peak of a schedule
+    state_bytes     minimum bytes of state per parameter
+    learning_rate   the default peak learning rate of a schedule
     whole_matrices True if an update needs a whole matrix of a layer: AdamW then updates all other weights
 
     Keyword-only parameters of `__init__` are the optimiser's own: `optimizer.parameters` of a recipe, checked by their annotations.
@@ -99,8 +99,8 @@ class Optimizer(ABC):
 
 
 def _mapped(tensor: Tensor) -> Tensor:
-    """Return a CPU copy that is mapped to an unnamed temporary file; raise ValueError if the disk has no room for it. ZeRO-Infinity's
-    offloading (Rajbhandari et al. 2021), left to the system's page cache."""
+    """Return a CPU copy, mapped to an unnamed temporary file unless it is small; raise ValueError if the disk has no room for it. This
+    is ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache."""
     import torch
 
     if tensor.numel() < SMALL:

@@ -1,4 +1,4 @@
-"""GaLore (Zhao et al., arXiv 2403.03507): AdamW's moments of projected gradients, for less memory."""
+"""GaLore (Zhao et al., arXiv 2403.03507): AdamW on low-rank projections of the gradients, which saves memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from puna.models.training.settings import OptimizerSettings
 
-Rank = Annotated[int, Field(ge=1, description="Directions of a matrix's shorter side that have moments; AdamW updates a smaller matrix")]
-Every = Annotated[int, Field(ge=1, description="Steps after which the directions are chosen anew")]
+Rank = Annotated[int, Field(ge=1, description="Rank of the projected gradients; AdamW updates matrices with a side of at most this")]
+Every = Annotated[int, Field(ge=1, description="Steps between two computations of the projection")]
 Scale = Annotated[float, Field(gt=0, le=10, description="Factor of the learning rate, relative to the other weights")]
 
 
 class GaLore(Optimizer):
-    """AdamW in a space of `rank` directions of each matrix's shorter side, which its gradient chooses anew every `every` steps.
+    """AdamW on gradients projected to `rank` directions of a matrix's shorter side; every `every` steps a gradient sets the projection.
 
     With the left singular vectors P [M, r] of a gradient G [M, N], M <= N (of its transpose otherwise): w <- (1 - lr decay) w -
-    lr scale P adam(P^T G). The moments go on when P changes. State: `step`, `projection` P, and the moments [r, N] `exp_avg` and
+    lr scale P adam(P^T G). The moments stay when P changes. State: `step`, `projection` P, and the moments [r, N] `exp_avg` and
     `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights are matrices or stacks of them [E, M, N], M and N above the rank.
     """
 
@@ -58,7 +58,7 @@ class GaLore(Optimizer):
             weight.add_(update.mT if tall else update, alpha=rate * self.scale)
 
     def _projected(self, state: Mapping[str, Tensor], gradient_MN: Tensor, factor: Tensor | None) -> Tensor:
-        """Return AdamW's step of size 1 in the small space, taken back to [.., M, N]."""
+        """Return AdamW's update of the projected gradient at learning rate 1, projected back to [..., M, N]."""
         from puna.kernels.adamw import adamw_
 
         if int(state["step"]) % self.every == 0:
@@ -74,7 +74,7 @@ class GaLore(Optimizer):
 
 
 def directions(gradient_MN: Tensor, rank: int) -> Tensor:
-    """Return the strongest left singular vectors of a gradient, [.., M, rank] of its dtype."""
+    """Return the strongest left singular vectors of a gradient, [..., M, rank] in its dtype."""
     import torch
 
     left: Tensor = torch.linalg.svd(gradient_MN, full_matrices=False)[0]

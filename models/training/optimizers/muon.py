@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): momentum made orthogonal, for the matrices inside the layers."""
+"""Muon (Jordan et al. 2024): orthogonalised momentum, for the matrices inside the layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(Optimizer):
-    """w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(g + momentum m), m <- momentum m + g.
+    """Muon: m <- momentum m + g, then w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(g + momentum m).
 
     The factor gives each update the size of a typical AdamW update (Liu et al. 2025), so that learning rate and
     weight decay mean the same in both. Weights are matrices [M, N] or stacks of them [E, M, N].

@@ -1,1 +1,1 @@
-"""Training over several processes: one layout, the same objectives, the same numbers as one process."""
+"""Training over several processes: one layout, the same objectives, the same results as one process."""

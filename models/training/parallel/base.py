@@ -1,7 +1,7 @@
 """A model under a layout: one rank's part, and the sums over ranks that make the result equal to one process.
 
-A step's micro-batches are known to every rank, and dealt to the readers by their tokens. Losses and gradients are shares of the step's
-totals, so they add up over readers as over micro-batches.
+Every rank knows all of a step's micro-batches; they are dealt to the data-parallel ranks by their numbers of tokens. Losses and gradients
+are shares of the step's totals, so they add up over these ranks as over micro-batches.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
 from puna.models.training.state import Job, load_state, write_state
 
 Part = tuple[Any, bool]
-"""A micro-batch, and whether it counts: a reader with fewer than the others repeats one that does not count."""
+"""A micro-batch, and whether it counts: a rank with fewer micro-batches than others repeats one, which does not count."""
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
-"""Function that returns loss and metrics of a model on a micro-batch, as shares of the step's."""
+"""A function that returns loss and metrics of a model on a micro-batch, as shares of the step's loss and metrics."""
 BUCKET = 1 << 23
-"""Minimum elements of one all-reduce: many small ones would wait for each other."""
+"""Elements at which a bucket of gradients is full: few large all-reduces are faster than many small ones."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A rank's piece of a weight.
 
-    shape: the whole weight's. box: (start, stop) along each of its dimensions. cut: the axes along which ranks have different pieces.
+    shape: of the whole weight. box: (start, stop) along each dimension. cut: the axes along which ranks have different pieces.
     sums: the axes along which ranks compute different parts of its gradient.
     copy: True if this piece duplicates another rank's, although the axes say that they differ.
     """
@@ -63,9 +63,9 @@ class Piece:
 class Parallel:
     """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
-    whole: the model that is trained. model: the one that computes, with the methods that objectives ask for. parameters: this rank's
+    whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
     trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
-    whole. beside: other models in the same state, by the prefix of their tensors' names. device: where the pieces of weights are; None:
+    whole. beside: other models in one checkpoint, by the prefix of their tensors' names. device: where the pieces of weights are; None:
     where the whole model is.
     """
 
@@ -81,18 +81,18 @@ class Parallel:
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return self.mesh.layout.processes
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """Weights by name that are not trained, which each rank has whole."""
+        """Return the weights that are not trained, by name; each rank has them whole."""
         return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
 
     # --- a step ---
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
-        """Return this rank's micro-batches in the order of the step, as many as every other reader's."""
+        """Return this rank's micro-batches in the order of the step; all ranks get the same number, some by a repetition."""
         readers = self.mesh.layout.readers
         if readers == 1:
             return [(part, True) for part in micro]
@@ -111,7 +111,7 @@ class Parallel:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
-        """Run this rank's micro-batches forward and backward, `collect` after each; return the sums of their losses and metrics."""
+        """Run this rank's micro-batches forward and backward, and call `collect` after each; return their summed losses and metrics."""
         total: Tensor | None = None
         metrics: Values = {}
         for part, counted in parts:
@@ -179,13 +179,13 @@ class Parallel:
         out = torch.zeros(own.shape)
         if piece is not None and own.counts(self.mesh.at):
             out[own.slices()] = piece
-        # As whole numbers: a sum of floats would lose the sign of zeros.
+        # As integers: a sum of floats would lose the sign of negative zeros.
         self.mesh.add_everywhere(out.view(torch.int32))
         return out
 
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Write weights, given as pieces, into the whole model; one process's steps have done so."""
+        """Write weights, given as pieces, into the whole model; with one process, its steps have already done so."""
         if self.processes == 1:
             return
         fresh = self.model is not self.whole and not self._published
@@ -209,7 +209,7 @@ class Parallel:
     # --- the state of a training ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return the piece that a state's tensor is: a tensor `…NAME` of the size of the weight NAME is cut like that weight."""
+        """Return the piece that a tensor of the state represents: a tensor `…NAME` with the size of the weight NAME is cut like it."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
             return self.beside[owner].piece_of(rest, tensor)
@@ -243,7 +243,7 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint: this rank's pieces of the named `tensors`, and of those in `optional` that it holds."""
+        """Return the newest checkpoint: this rank's pieces of `tensors`, and of the `optional` ones in the checkpoint."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))

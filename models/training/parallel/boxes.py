@@ -1,4 +1,4 @@
-"""A training's state in pieces: one safetensors file a rank, and a JSON index of each file's boxes.
+"""A training's state in pieces: one safetensors file per rank, and a JSON index of each file's boxes.
 
 A piece is a box: (start, stop) along each dimension of the whole tensor. Each rank reads the boxes that overlap its own, so any layout can
 load, bit for bit, the state of any other. Torch's own checkpoints would hold a pickle.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tensors: Mapping[str, Tensor], text: str) -> None:
     """Write the checkpoint of `step` under `folder`; `tensors`: this rank's boxes. text: rank 0's record, in JSON. All ranks must call it.
 
-    As in `state.save_state`, the folder gets its final name once it is complete on disk. OSError, on all ranks, if one cannot write.
+    As in `state.save_state`, the folder gets its final name once it is complete on disk. Raise OSError on all ranks if one cannot write.
     """
     from safetensors.torch import save_file
 

@@ -2,7 +2,7 @@
 
 Outside a parallel model all tensors are the same on each rank of its group, gradients too. Each function states for both directions whether
 its input is a partial sum, a piece of rows, or the whole. Pieces of T rows over p ranks have `cut(T, p)` rows each; rows beyond T are
-padding, which nobody reads.
+padding, which is never read.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -123,7 +123,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def add_parts(x: Tensor, group: Any) -> Tensor:
-    """Return the sum of the ranks' parts; its gradient is the same on each rank."""
+    """Return the all-reduced sum of the ranks' partial sums x; its gradient is the same on each rank."""
     return x if group is None else _AddParts.apply(x, group)
 
 
@@ -133,7 +133,7 @@ def add_gradients(x: Tensor, group: Any) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
-    """Return all `rows` of the ranks' pieces. partial: each rank's gradient is a partial sum, not the whole."""
+    """Return the first `rows` rows of the ranks' pieces, all-gathered. partial: each rank's gradient is a partial sum, not the whole."""
     return x if group is None else _GatherRows.apply(x, rows, group, partial)
 
 

@@ -35,12 +35,12 @@ class Deal:
     place: Tensor
 
     def rows(self, rank: int) -> Tensor:
-        """Return the rows of a rank."""
+        """Return the indices of a rank's rows, int64."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.chunks[rank]] or [torch.arange(0)])
 
 
 def deal(depths: Tensor, ranks: int) -> Deal:
-    """Return the rows dealt to ranks by cost; `depths` [T]: each row's depth in the forest."""
+    """Return an assignment of rows to `ranks` ranks, balanced by cost. `depths` [T]: each row's depth in the forest."""
     count = len(depths)
     step = max(1, min(TILE_ROWS, count // (ranks * CHUNKS)))
     cuts = [(start, min(start + step, count)) for start in range(0, count, step)]
@@ -79,7 +79,7 @@ class ContextTransformer(CutTransformer):
         return x_nD, dealt
 
     def _all_rows_of(self, x: Tensor, dealt: Deal, *, partial: bool) -> Tensor:
-        """Gather all ranks' rows of `x`, in the forest's order."""
+        """Return all ranks' rows of `x`, gathered in the forest's order."""
         padded = nn.functional.pad(x, (0, 0) * (x.ndim - 1) + (0, dealt.size - len(x)))
         gathered = gather_rows(padded, dealt.size * len(dealt.chunks), self.context, partial=partial)
         return gathered.index_select(0, dealt.place)
@@ -89,14 +89,14 @@ class ContextTransformer(CutTransformer):
         return self._all_rows_of(x_nD, dealt, partial=False)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        # All ranks compute the same, and their gradients are added up.
+        # All ranks compute the same, and their gradients are added up, so each is scaled down.
         return nn.functional.linear(hidden_ND, scale_gradient(self.lm_head.weight, 1 / self.mesh.size("context")))
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
         return nn.functional.linear(hidden_ND, scale_gradient(self.score.weight, 1 / self.mesh.size("context")))[:, 0]
 
     def _own_places(self, dealt: Deal, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of the asked positions [N] are this rank's, and their places among its rows."""
+        """Return the indices of the `positions` [N] that are among this rank's rows, and their places there."""
         places = dealt.place[positions] - self.rank * dealt.size
         mine = ((places >= 0) & (places < dealt.size)).nonzero()[:, 0]
         return mine, places[mine]

@@ -1,4 +1,4 @@
-"""A model of which each rank has pieces, or some rows."""
+"""A model of which each rank holds a piece of the weights, or computes some rows."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ class VocabularyEmbedding(Embedding):
 
 class CutExperts(Experts):
     """The matrices of E / p experts, which compute the rows of all ranks along `expert`. All-to-all exchanges precede and follow the
-    products, as in GShard (Lepikhin et al. 2020), without its capacity: no row is dropped."""
+    products, as in GShard (Lepikhin et al. 2020), without a capacity limit: no row is dropped."""
 
     def __init__(self, whole: Experts, group: Any) -> None:
         nn.Module.__init__(self)
         self.gate_up_proj, self.down_proj, self.group = whole.gate_up_proj, whole.down_proj, group
 
     def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
-        """Compute rows [N, D] sorted by expert, of all E experts; rank i of p holds the i-th group of experts."""
+        """Return the experts' outputs for rows [N, D] sorted by expert, of all E experts; rank i of p holds the i-th group of experts."""
         p = dist.get_world_size(self.group)
         counts_pe = offsets_E1.diff().view(p, -1)
         theirs_pe = torch.empty_like(counts_pe)
@@ -166,7 +166,7 @@ class CutTransformer(Transformer):
 
 
 def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
-    """Return a tensor-parallel rank's piece of a weight."""
+    """Return this rank's piece of a weight, cut along `tensor` or `expert`."""
     p, at = mesh.size("tensor"), mesh.at["tensor"]
     # The rows of a micro-batch are dealt over `context`: so are the parts of a gradient.
     whole = Piece.of(weight, sums=frozenset({*READERS, "context"}))
@@ -180,7 +180,7 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
         axis = 0 if module in OUTPUTS else 1
         box = tuple(bounds(size, p, at) if i == axis else (0, size) for i, size in enumerate(weight.shape))
         return Piece(tuple(weight.shape), box, cut=frozenset({"tensor"}))
-    # Norms and biases behind a sum see a piece of the rows, norms of heads a piece of the heads.
+    # Norms, and biases added after a reduce-scatter, see a piece of the rows, norms of heads a piece of the heads.
     return Piece.of(weight, sums=frozenset({*READERS, "tensor"}))
 
 

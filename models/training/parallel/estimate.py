@@ -1,7 +1,7 @@
 """An estimate of time and memory of a training step under a layout, and the search for layouts that N devices can run.
 
-Time is that of one device's matrices, attention and memory traffic (`puna.models.accounting`), cut over the layout, plus exposed transfers
-and the pipeline's bubble. `REACHED` is one factor, fitted to one published run. Nothing here imports torch.distributed.
+The time is one device's time for matrices, attention and memory traffic (`puna.models.accounting`), divided over the layout, plus exposed
+transfers and the pipeline's bubble. `REACHED` is one factor, fitted to one published run. Nothing here imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, PROVED, Layout
 
 REACHED = 0.7
-"""Factor on a device's rates for losses that are not modelled, fitted to the 43 % of Llama 3 405B on 8,192 H100."""
+"""Factor on a device's rates for losses that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100."""
 HIDDEN = 0.9
 """Share of the computing time that can hide the gathering of sharded weights."""
 FULL = 0.9
@@ -30,10 +30,10 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Work:
-    """A training step: `rows` sequences of `length` tokens, `micro_tokens` of them at once on a reader.
+    """A training step: `rows` sequences of `length` tokens. `micro_tokens`: tokens of a data-parallel rank's micro-batch.
 
     checkpointing: each layer is computed again in the backward pass. moments: bytes per parameter of the optimizer's state.
-    interleaved: pipeline stages per rank. matrix_factor: speed of 8-bit products over bf16's.
+    interleaved: pipeline stages per rank. matrix_factor: speed of 8-bit products relative to bf16.
     """
 
     rows: int
@@ -61,17 +61,17 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self.compute + self.transfers + self.bubble + self.update
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of one device."""
+        """Return the tokens per second of one device."""
         return self.work.rows * self.work.length / self.seconds / self.layout.processes
 
     @property
     def reason(self) -> str:
-        """Shares of the step's time besides computing, in words."""
+        """Return, in words, the shares of the step's time that are not computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
         return ", ".join(["computes each layer twice"] * self.work.checkpointing + parts) or "nothing but computing"
@@ -80,7 +80,7 @@ class Estimate:
 def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
     """Return time and memory of a step. `whole`: count the whole weights that each process of Puna gathers between steps.
 
-    Raise ValueError if a reader would have less than a row.
+    Raise ValueError if a data-parallel rank would have less than a row.
     """
     machine, readers = Machine.of(sheet), layout.readers
     if work.rows < readers:
@@ -152,7 +152,7 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
     else:
         rows = activations * layers * min(micro, stages)
     needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
-    if layout.shard > 1:  # this layer and the next one, this one's gradient and what is scattered of it; what is outside of the layers
+    if layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if not whole or layout.axes <= {"data"}:
         return needed
@@ -174,7 +174,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
-    """Return the `most` fastest estimates that fit, one per set of axes; if none fits, the one that needs least memory."""
+    """Return the `most` fastest estimates that fit, one per set of axes; if none fits, the estimate with the least memory."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):

@@ -1,7 +1,7 @@
 """The ranks of a reinforcement-learning run in two groups: the first ones train, the last ones sample answers.
 
 The groups meet once a rollout. Received weights are copied from a buffer in place, so that engines notice the change and drop their
-caches. Answers travel as text.
+caches. Answers are sent as text.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Groups:
         yield order
 
     def give(self, text: str = "") -> None:
-        """Send a rank's answers to the ranks that train; without a text, say that a wave of them is done."""
+        """Send a rank's answers to the ranks that train; without a text, tell them that a wave of answers is done."""
         if dist.get_rank() == self._sampling[0]:
             meshes.store().set(f"{self._name}-answers-{self._taken}", "all" if text else "wave")
         if text:
@@ -122,7 +122,7 @@ class Groups:
         self._taken += 1
 
     def _wait(self, name: str, ranks: Sequence[int]) -> str:
-        """Wait for the text that other ranks set under a name. Raise TimeoutError if one of them has no heartbeat for `TIMEOUT`."""
+        """Return the text that other ranks set under a name, once it is set. Raise TimeoutError if a rank shows no heartbeat in time."""
         store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
         for turn in itertools.count():
             if store.check([key]):
@@ -140,7 +140,7 @@ class Groups:
 
 
 def _in_pieces(layout: Layout) -> bool:
-    """True if ranks answer from the layers that they train, which is proved on CPUs: log-probs then have the bits of one process."""
+    """True if ranks answer from the layers that they train, which is tested on CPUs: log-probs then have the bits of one process."""
     return layout.axes <= {"data", "pipeline"} and layout.virtual_stages == 1 and not torch.cuda.is_available()
 
 

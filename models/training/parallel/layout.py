@@ -25,7 +25,7 @@ PROVED = frozenset(
         "data shard tensor", "data shard context", "data shard expert",
     )
 )  # fmt: skip
-"""Sets of axes above 1 whose numbers `tests/parallel` compares with one process."""
+"""Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
 
 
 class Layout(Settings):
@@ -49,22 +49,22 @@ class Layout(Settings):
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return math.prod(self.size(axis) for axis in AXES)
 
     @property
     def stages(self) -> int:
-        """Number of stages of a pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return self.pipeline * self.virtual_stages
 
     @property
     def axes(self) -> frozenset[str]:
-        """Names of the axes above 1."""
+        """Return the names of the axes with a size above 1."""
         return frozenset(axis for axis in AXES if self.size(axis) > 1)
 
     @property
     def readers(self) -> int:
-        """Number of processes, or groups of them, with micro-batches of their own."""
+        """Return the number of data-parallel ranks: processes, or groups of processes, with micro-batches of their own."""
         return math.prod(self.size(axis) for axis in READERS)
 
     def parts(self, config: ModelConfig) -> Layout | None:

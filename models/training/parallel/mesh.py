@@ -1,4 +1,4 @@
-"""The ranks of a layout: where this process stands on each axis, and the groups that it exchanges with."""
+"""The ranks of a layout: this process's place on each axis, and its process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from puna.models.training.parallel.layout import AXES, READERS, Layout
 T = TypeVar("T")
 
 together = False
-"""True while all processes run the same training. Outside of it, each trains its own."""
+"""True while all processes run the same training. Otherwise each process trains a model of its own."""
 TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another one fails."""
 JOINING = timedelta(minutes=10)
@@ -39,7 +39,7 @@ def store() -> Any:
 def join(device: str = "cpu") -> None:
     """Join the processes that torchrun started, once.
 
-    After a restart the agent's store still holds keys of the attempt before: each attempt has a prefix of its own.
+    After a restart the agent's store still holds keys of the previous attempt, so each attempt has a prefix of its own.
     Raise ValueError if a variable is missing; raise ConnectionError if rank 0, or another rank, cannot be reached.
     """
     if dist.is_initialized():
@@ -75,8 +75,8 @@ class Mesh:
     """A rank's place in a layout.
 
     members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place
-    among the members. One process has no groups, and every exchange returns at once. Non-members only help to create the groups. `saving`
-    are the same ranks with a group of their own, for a thread that saves a state while the training goes on.
+    among the members. One process has no groups, and every exchange returns at once. Non-members only help to create the groups. `saving`:
+    the same mesh with a process group of its own, for a thread that saves a state while the training continues.
     """
 
     def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
@@ -126,7 +126,7 @@ class Mesh:
 
     @property
     def reader(self) -> int:
-        """Index of this rank among the ranks with different micro-batches."""
+        """Return the index of this rank's micro-batches among all data-parallel ranks."""
         place = 0
         for axis in READERS:
             place = place * self.size(axis) + self.at[axis]
@@ -134,17 +134,17 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's losses and metrics count: others compute the same ones, or parts of them."""
+        """True if this rank's losses and metrics count: the ranks that do not count compute the same numbers, or no loss."""
         return self.at["context"] == self.at["tensor"] == 0 and self.at["pipeline"] == self.size("pipeline") - 1
 
     def add(self, values: torch.Tensor, axis: str) -> torch.Tensor:
-        """Return the sum over the ranks of an axis, in place."""
+        """Return `values` summed over the ranks of an axis, in place."""
         if (group := self.group(axis)) is not None:
             dist.all_reduce(values, group=group)
         return values
 
     def add_everywhere(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, in place; all of them get the same bits."""
+        """Return `values` summed over all ranks, in place; all ranks get the same bits."""
         if self.everyone is not None:
             dist.all_reduce(values, group=self.everyone)
         return values
@@ -160,7 +160,7 @@ class Mesh:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wait for all ranks after the work inside; raise an error on all of them if one failed."""
+        """Wait for all ranks after the work inside; raise an error on all ranks if the work failed on one."""
         error: Exception | None = None
         try:
             yield
@@ -170,7 +170,7 @@ class Mesh:
             raise error or OSError("another rank could not write its part of the training's state")
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in their order."""
+        """Return the texts of all ranks, in order of rank."""
         if self.everyone is None:
             return [text]
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -183,7 +183,7 @@ class Mesh:
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
 
     def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
-        """Return `compute` of items, one JSON value each, on all ranks. The readers share the work; items of one key go to one reader."""
+        """Return, on all ranks, `compute`'s JSON value per item. Data-parallel ranks share the items; items of one key go to one rank."""
         if self.everyone is None:
             return compute(list(items))
         count, owners = self.layout.readers, dict[Hashable, int]()
@@ -202,7 +202,7 @@ def layout_of(layout: Layout) -> Layout:
 
 
 def broadcast_text(text: str, source: int, group: Any) -> str:
-    """Return the text of one rank of a group, on all of them."""
+    """Return, on all ranks of a group, the text of the rank `source`."""
     size = torch.tensor(len(data := bytearray(text.encode())))
     dist.broadcast(size, source, group)
     content = torch.frombuffer(data, dtype=torch.uint8) if dist.get_rank() == source and data else torch.zeros(int(size), dtype=torch.uint8)
@@ -214,7 +214,7 @@ _GROUPS: dict[tuple[str | int, ...], Any] = {}
 
 
 def group_of(ranks: Sequence[int], use: str = "") -> Any:
-    """Return the group of these ranks for a use, made once; all processes make it together. States are saved from the host's memory."""
+    """Return the process group of these ranks for a use; all processes must make the first call together. `saving` groups use gloo."""
     if not use and list(ranks) == list(range(dist.get_world_size())):
         return dist.group.WORLD
     if (use, *ranks) not in _GROUPS:
@@ -231,7 +231,7 @@ def message_group(number: int) -> Any:
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Deal items to parts, the costliest first, each to the least loaded part (longest processing time, Graham 1969)."""
+    """Return each part's items by index: the costliest item first, to the least loaded part (longest processing time, Graham 1969)."""
     loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = loads.index(min(loads))
@@ -246,6 +246,6 @@ def cut(size: int, parts: int) -> int:
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Return the start and stop of part number `part` of `size` rows."""
+    """Return the start and stop of part number `part` of `size` rows in `parts` parts."""
     step = cut(size, parts)
     return min(part * step, size), min((part + 1) * step, size)

@@ -21,11 +21,11 @@ Matrices = Mapping[str, nn.Parameter]
 class Owners:
     """An optimiser of matrices that no rank holds whole.
 
-    A matrix's owner gathers its weights and gradient, updates them, and sends each rank its piece. Copies are owners, too, and share the
-    updates. Matrices go in waves: a rank holds one whole matrix at a time.
+    A matrix's owner gathers its weights and gradient, updates them, and sends each rank its piece. Ranks with copies of the pieces
+    are owners, too, and share the work. Matrices are updated in waves: a rank holds one whole matrix at a time.
 
-    names: the matrices that have an owner, of those that the optimiser updates. state: as an `Optimizer`'s, by this rank's pieces; that of
-    a matrix is at its owner only.
+    names: the updated matrices that have an owner. state: as in `Optimizer`, by this rank's pieces; only the owner has the state of a
+    matrix.
     """
 
     def __init__(self, held: Parallel, weights: Matrices, names: Collection[str]) -> None:
@@ -47,7 +47,7 @@ class Owners:
 
     @torch.no_grad()
     def start(self, make: Callable[[Matrices], Optimizer]) -> Owners:
-        """Make the optimiser of the matrices that this rank owns."""
+        """Return this object, with an optimiser, made by `make`, of the matrices that this rank owns."""
         for wave in self._waves:
             self._exchange(wave, self._weights, self._matrices.get(wave[self._index], self._none))
         self._optimizer = make(self._matrices)
@@ -74,7 +74,7 @@ class Owners:
             self._exchange(wave, own, whole, back=True)
 
     def _exchange(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor, back: bool = False) -> None:
-        """Write the ranks' pieces of this rank's matrix of a wave into `whole`, the first copy of each; `back`: write all from it."""
+        """Gather this rank's matrix of a wave into `whole`, from each piece's first rank; `back`: send all ranks their pieces of it."""
         here, name = self._ranks[self._index], wave[self._index]
         held = [pieces[other] if other in here and (back or here[other][1]) else self._none for other in wave]
         parts = [whole[rank[name][0]] if name in rank and (back or rank[name][1]) else self._none for rank in self._ranks]

@@ -16,8 +16,8 @@ from puna.models.transformer import Transformer
 
 
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
-    """Return the model under a layout; raise ValueError if it does not fit. `mesh`: the ranks; None: all processes. `device`: place of
-    the pieces; None: the model's device."""
+    """Return the model under a layout; raise ValueError if the layout does not fit it. `mesh`: the ranks; None: all processes. `device`:
+    place of the pieces; None: the model's device."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
     for name, module in model.named_modules():
@@ -32,7 +32,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
         return Pipelined(model, mesh, device)
     if layout.shard == 1:
         return Cut(model, mesh, device)
-    # FSDP takes a second to import, which a training in one process does not wait for.
+    # The import of FSDP takes a second, which other layouts do not wait for.
     from puna.models.training.parallel.shard import Sharded
 
     return Sharded(model, mesh, device)

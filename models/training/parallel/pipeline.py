@@ -1,6 +1,6 @@
 """Stages of consecutive layers, which a step's micro-batches pass one after the other: 1F1B, and interleaved (Narayanan et al. 2021).
 
-`schedule` has the order. Micro-batches may have any length and number. The numbers are bit-identical to one process.
+`schedule.py` gives the order. Micro-batches may have any length and number. The results are bit-identical to one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "mo
 
 
 class StageTransformer(Transformer):
-    """The stages of a rank: layers of a model, with the embedding before the first one, with norm and head behind the last one."""
+    """The stages of a rank: layers of a model, with the embedding before the first layer, and norm and head after the last."""
 
     def __init__(self, whole: Transformer, stages: Sequence[range]) -> None:
         with torch.device("meta"):
@@ -52,7 +52,7 @@ class StageTransformer(Transformer):
         return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Return the final hidden states [T, D] from the last stage's input, once for each micro-batch."""
+        """Return the final hidden states [T, D] from the last stage's input; a second call in a micro-batch raises ValueError."""
         inputs, self.given = self.given, None
         if inputs is None:
             raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
@@ -98,7 +98,7 @@ class Pipelined(Parallel):
                 self._backward(stage, *waiting.pop((number, stage))[:2])
                 collect()
                 continue
-            waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a name of its own would keep it during the next pass
+            waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a local name would keep it alive in the next pass
             if stage == self._stages - 1:
                 loss = waiting[number, stage][1].detach().float()
                 total = loss if total is None else total + loss
@@ -121,7 +121,7 @@ class Pipelined(Parallel):
         return values
 
     def _forward(self, stage: int, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
-        """Return a stage's input, its output (of the last one the loss), and metrics."""
+        """Return a stage's input, its output (the last stage's is the loss), and metrics."""
         forest = getattr(part, "targets", part).forest
         weight = next(iter(self.parameters.values()))
         inputs = None

@@ -15,11 +15,11 @@ class Action(NamedTuple):
 
 
 def schedule(rank: int, ranks: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return a rank's actions in order. Stage s is on rank s modulo `ranks`: one stage a rank gives 1F1B, several its interleaved form.
+    """Return a rank's actions in order. Stage s is on rank s modulo `ranks`: one stage per rank gives 1F1B, several its interleaved form.
 
-    As many micro-batches as ranks pass a rank's stages in turn, then the next ones. A rank first runs `stages - 1 - rank` passes forward,
-    then one forward and one backward in turn. It never holds the activations of more than `stages - rank` passes: at most those that the
-    first rank of 1F1B has. Each stage runs the micro-batches backward in their order, so gradients add up as in one process.
+    Groups of `ranks` micro-batches pass a rank's stages in turn. A rank first runs `stages - 1 - rank` passes forward,
+    then one forward and one backward in turn. It never holds the activations of more than `stages - rank` passes, no more than
+    the first rank of 1F1B. Each stage runs the micro-batches backward in their order, so gradients add up as in one process.
     """
     own, rounds = range(rank, stages, ranks), [range(i, min(i + ranks, micro_batches)) for i in range(0, micro_batches, ranks)]
     forward = [Action(number, stage, False) for some in rounds for stage in own for number in some]
@@ -30,8 +30,8 @@ def schedule(rank: int, ranks: int, stages: int, micro_batches: int) -> list[Act
 
 
 def lane(source: int, target: int, ranks: int) -> int:
-    """Return which of four groups of processes carries a message from one stage to another: in each, two ranks have one direction.
+    """Return which of four process groups carries a message between two stages: in a group, any two ranks send in one direction only.
 
-    Direction means from the first ranks to the last or back; a message between the last rank and the first one goes round.
+    Groups 0 and 1 carry messages to the next and the previous rank; 2 and 3 carry those between the last and the first rank.
     """
     return 2 * (target % ranks - source % ranks != target - source) + (target < source)

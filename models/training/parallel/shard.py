@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state cut over ranks by torch's FSDP2: each layer's are gathered where it computes.
+"""Weights, gradients and optimizer state cut over ranks by torch's FSDP2: a layer's weights are gathered while it computes.
 
 The optimizer works on this rank's rows of each weight, as plain tensors.
 """
@@ -70,7 +70,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _rows(piece: Piece, mesh: Mesh) -> Piece:
-    """Return the rows of a piece that FSDP2 gives this rank. FSDP2 also sums their gradients."""
+    """Return the part of a piece, cut by rows, that FSDP2 gives this rank. FSDP2 also sums their gradients."""
     start, stop = piece.box[0]
     first, last = bounds(stop - start, mesh.size("shard"), mesh.at["shard"])
     box = ((start + first, start + last), *piece.box[1:])

@@ -1,8 +1,8 @@
-"""Answers by stages of layers: each rank holds the layers, keys and values of one stage, and plans the same steps as the others.
+"""Generation over pipeline stages: each rank holds the layers, keys and values of one stage, and plans the same steps as the others.
 
 Prompts are dealt to as many waves as there are stages, each with pages and steps of its own: while one stage computes a step of one wave,
-the next stage computes one of another. The last stage draws the tokens and sends them to the others. A single prompt passes the stages in
-turn, which no wave can hide.
+the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages. With a single prompt, only
+one stage works at a time.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """An engine on one stage's rank, itself the first of its waves, which share the limits. All ranks must be asked for the same answers at
-    the same time."""
+    """An engine on one stage's rank. It is the first of several waves, which share the limits. All ranks must be asked for the same answers
+    at the same time."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,

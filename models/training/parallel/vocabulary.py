@@ -46,7 +46,7 @@ def _normalised(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[
 
 
 def _places(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return each target's row in this rank's piece of the vocabulary, and whether it has one."""
+    """Return each target's row in this rank's piece of the vocabulary, and whether the target is in it."""
     own = targets - start
     inside = (own >= 0) & (own < size)
     return own.clamp(0, size - 1), inside
