@@ -1,8 +1,8 @@
-"""Conversations as the tables keep them: JSON text of messages, in the field's layout.
+"""Conversations as stored in tables: JSON text of messages, in the usual layout of chat datasets.
 
-A message is an object with `role` (system, user, assistant, tool) and `content`, and where they apply
-`reasoning_content`, `tool_calls`, `tool_call_id` and `name`; further keys are kept. It is JSON text because
-the arguments of tools have no common type: DuckDB reads `messages->>'$[0].content'`, `chosen->>'content'`.
+A message is an object with `role` (system, user, assistant, tool) and `content`, and optionally `reasoning_content`,
+`tool_calls`, `tool_call_id` and `name`; further keys are kept. Messages are stored as JSON text because the arguments
+of tools have no common type. DuckDB reads them as `messages->>'$[0].content'` and `chosen->>'content'`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Message = dict[str, Any]  # one turn
 
 
 class BadRow(PunaError):
-    """A row without a usable example; `rule` is the reason in one word, the text names the row and the reason."""
+    """Error for a row without a usable example. `rule`: short name of the reason; `text`: message with the row and the reason."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ def dump(value: Any) -> str:
 
 
 def asking(text: str) -> str:
-    """Return the JSON text of a conversation of one user message."""
+    """Return the JSON text of a conversation whose only message is the user's `text`."""
     return dump([{"role": "user", "content": text}])
 
 
@@ -58,12 +58,12 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the tools of a row's conversation, None if there are none."""
+    """Return the tools of a row's conversation, or None if it has none."""
     return None if row["tools"] is None else _parsed(row, "tools", list)
 
 
 def message_of(row: Mapping[str, Any], column: str) -> Message | None:
-    """Return the answer in a column (chosen, rejected, edited), None if there is none."""
+    """Return the answer in a column (chosen, rejected, edited), or None if the column is null."""
     return None if row[column] is None else _parsed(row, column, dict)[0]
 
 
@@ -73,7 +73,7 @@ def others_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _parsed(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
-    """Return the messages in a column that holds a list of them, or (`kind` dict) one."""
+    """Return the messages in a column, which holds a list, or one message if `kind` is dict. Raise BadRow for anything else."""
     try:
         value = json.loads(row[column])
     except ValueError as error:
@@ -86,7 +86,7 @@ def _parsed(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
 
 
 def content_of(message: Message) -> str:
-    """Return the text of a message, or of its text parts; empty if it has none."""
+    """Return the text of a message, with its text parts joined; empty if it has no text."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -94,7 +94,7 @@ def content_of(message: Message) -> str:
 
 
 def shown(messages: Sequence[Message]) -> str:
-    """Return messages as readable text: a single user message unchanged, else each turn under its role."""
+    """Return messages as readable text: a single user message unchanged, else all turns, with their roles."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return content_of(messages[0])
     return "\n\n".join(f"{message.get('role')}: {_turn_text(message)}" for message in messages)
@@ -107,7 +107,7 @@ def _turn_text(message: Message) -> str:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Return the contents of the messages without roles: the text to search and to compare."""
+    """Return the contents of the messages, one per line, without roles, for search and comparison."""
     return "\n".join(content_of(message) for message in messages)
 
 
@@ -117,7 +117,7 @@ def answer_texts(messages: Sequence[Message]) -> list[str]:
 
 @contextlib.contextmanager
 def rendering(row: Mapping[str, Any]) -> Iterator[None]:
-    """Raise BadRow, which names the row, if a chat template refuses it inside."""
+    """Within the context, turn a chat template's error into BadRow, whose message names the row."""
     from puna.models.tokens.chat import ChatError
     from puna.models.tokens.template import TemplateError
 
@@ -135,5 +135,5 @@ def prompt_ids(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
 
 
 def answer_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the answer without special tokens."""
+    """Return the decoded text of an answer's tokens, without special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -32,12 +32,12 @@ def hashed(*parts: object) -> int:
 
 
 def fraction(*parts: object) -> float:
-    """Return a hash of the parts in [0, 1)."""
+    """Return a hash of the parts as a number in [0, 1)."""
     return hashed(*parts) / 2**64
 
 
 def place(*parts: object) -> int:
-    """Return a 64-bit hash of the parts for the order of rows; faster than `hashed`, with other values."""
+    """Return a 64-bit hash of the parts, to order rows by. It is faster than `hashed` and gives other values."""
     return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 

@@ -34,7 +34,7 @@ THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class EndpointConfig(StageConfig):
-    """A model behind an HTTP server with OpenAI's chat completions."""
+    """A model behind an HTTP server with OpenAI's chat completions API."""
 
     base_url: str = Field(pattern=r"^https?://[^\s?#@]+$", description="Address of the server, up to /v1")
     model: str = Field(min_length=1, description="Name of the model on the server")
@@ -43,9 +43,9 @@ class EndpointConfig(StageConfig):
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
     fields: dict[str, JsonValue] = Field(default_factory=dict, description="Further fields of each request; null leaves a field out")
-    seconds: float = Field(120.0, gt=0, le=3600, description="Longest wait for one answer, seconds", json_schema_extra=NO_RESULT)
-    retries: int = Field(6, ge=0, le=100, description="Maximum further tries after a failed one", json_schema_extra=NO_RESULT)
-    pause: float = Field(1.0, gt=0, le=60, description="First wait, doubled for each further one, seconds", json_schema_extra=NO_RESULT)
+    seconds: float = Field(120.0, gt=0, le=3600, description="Timeout of a request, seconds", json_schema_extra=NO_RESULT)
+    retries: int = Field(6, ge=0, le=100, description="Maximum retries of a failed request", json_schema_extra=NO_RESULT)
+    pause: float = Field(1.0, gt=0, le=60, description="Wait before the first retry, then doubled, seconds", json_schema_extra=NO_RESULT)
     at_once: int = Field(4, ge=1, le=256, description="Maximum requests at the same time", json_schema_extra=NO_RESULT)
 
     @property
@@ -54,13 +54,13 @@ class EndpointConfig(StageConfig):
         return f"{self.model} at {urlsplit(self.base_url).netloc}"
 
     def unmet(self, where: str) -> list[str]:
-        """Return the unmet need, if the environment lacks the key's variable."""
+        """Return a message if the environment lacks the key's variable, else an empty list."""
         missing = self.key is not None and not os.environ.get(self.key)
         return [f"{where}.key: the environment has no variable {self.key}; set it to the key of {self.base_url}"] if missing else []
 
 
 class Reply(NamedTuple):
-    """An answer; `refused`: the server's reason to refuse the request, with an empty text."""
+    """A server's answer. `finished`: False if it was cut off. `refused`: reason of a refusal, empty for none; `text` is then empty."""
 
     text: str
     finished: bool
@@ -80,8 +80,8 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 
 class Endpoint:
-    """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run asks only for
-    the rest. They become the side table `exchanges`."""
+    """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only the
+    unanswered requests. `write` writes them to the side table `exchanges`."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
         if unmet := config.unmet("endpoint"):
@@ -146,14 +146,14 @@ class Endpoint:
             return Reply(str(choice["message"].get("content") or ""), choice.get("finish_reason") != "length")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             reply_text = self._safe(data[:200].decode(errors="replace"))
-            raise PunaError(f"endpoint {self.config.base_url}: its answer is not OpenAI's ({error!r}): {reply_text}") from error
+            raise PunaError(f"endpoint {self.config.base_url}: its answer is not in OpenAI's format ({error!r}): {reply_text}") from error
 
     def _safe(self, text: str) -> str:
         """Return a message without the key."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
     def _kept(self, id_: str, request: dict[str, Any]) -> Reply:
-        """Return the answer to a request once both are on disk."""
+        """Return the answer to a request, after appending both to the file."""
         reply = self._answer(request)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
@@ -173,7 +173,7 @@ class Endpoint:
         return rows
 
     def write(self) -> None:
-        """Write the table of this run's exchanges, and their number as a metric."""
+        """Write this run's exchanges as a table, and their number as a metric."""
         rows = list(self._exchanges().values())
         if rows:
             self._run.write_rows(rows, EXCHANGES)

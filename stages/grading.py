@@ -28,7 +28,7 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
 def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the mean grade, float64 [n], and the probability of all answer tokens together, float64 [n].
 
-    `values` are weighted by the probabilities of their `tokens`, normalised over these. `logits`: of the next token, [n, vocabulary]."""
+    `values` are weighted by the probabilities of `tokens`, normalised over these tokens. `logits` [n, vocabulary]: of the next token."""
     import torch
 
     logits = logits.double()

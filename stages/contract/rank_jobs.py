@@ -1,4 +1,4 @@
-"""Stages that several processes run together: the job that rank 0 sends, and the `StageRun` of the other ranks."""
+"""Stages that several ranks run together: the job that rank 0 sends, and the `StageRun` of the other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from puna.storage.schemas import table_schema
 
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
-    """Call the stage's function, in all processes if there are several and the stage trains in them. Raise PunaError for a wrong layout."""
+    """Call the stage's function, on all ranks if the stage trains on several. Raise PunaError if a layout does not fit the ranks."""
     check(stage, config)
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
@@ -37,7 +37,7 @@ def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[st
 
 
 def sent(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
-    """Return a stage's inputs as JSON, for another process: artifacts by their keys."""
+    """Return a stage's inputs as JSON values for the other ranks: artifacts as (kind, key), external inputs as dictionaries."""
     return {
         name: [(item.kind, item.key) if isinstance(item, Artifact) else asdict(item) for item in items]
         for name, items in stage.check(given).items()
@@ -45,19 +45,19 @@ def sent(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
 
 
 def received(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[str, Any]:
-    """Return the inputs that another process sent. Raise PunaError if the store, as this one sees it, lacks an artifact."""
+    """Return the inputs that rank 0 sent. Raise PunaError if the store, as this rank sees it, lacks an artifact."""
     values: dict[str, Any] = {}
     for spec in stage.inputs:
         items = [External.of(item) if isinstance(item, dict) else store.find(*item) for item in inputs[spec.name]]
         if None in items:
             kind, key = inputs[spec.name][items.index(None)]
-            raise PunaError(f"stage {stage.name}: {store.uri} as seen here has no {kind}/{key[:12]}; give all a folder that they share")
+            raise PunaError(f"stage {stage.name}: {store.uri} on this machine lacks {kind}/{key[:12]}; give all ranks a shared folder")
         values[spec.name] = items if spec.many else items[0] if items else None
     return values
 
 
 def check(stage: Stage, config: StageConfig) -> None:
-    """Raise PunaError if a layout needs another number of processes than there are."""
+    """Raise PunaError if the layouts in `config` do not fit the number of processes."""
     apart = getattr(config, "generate", 0)
     if apart and apart >= ranks.count():
         raise PunaError(f"{stage.name}: generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
@@ -74,7 +74,7 @@ def check(stage: Stage, config: StageConfig) -> None:
 
 
 def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
-    """Yield the layouts of settings, each with its path."""
+    """Yield (dotted path, layout) for each layout in `settings` and in nested settings."""
     for name in type(settings).model_fields:
         value, own = getattr(settings, name), f"{path}{name}"
         if isinstance(value, Layout):
@@ -84,7 +84,7 @@ def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
 
 
 class FollowerRun(StageRun):
-    """The `StageRun` of a process that follows rank 0: it reads the same inputs, and its output is discarded."""
+    """The `StageRun` of a rank other than 0, which reads the same inputs as rank 0 and discards its output."""
 
     def __init__(self, stage: Stage, config: StageConfig, scratch: Path, folder: Path) -> None:
         super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
@@ -95,14 +95,14 @@ class FollowerRun(StageRun):
     write = write_rows = rows_once = metric = figure = _nothing
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Call `make` together with rank 0, which writes the rows, unless rank 0 already has them. Return no rows."""
+        """Call `make` if rank 0 calls it, for training on all ranks. Only rank 0 writes the rows; return an empty table."""
         if ranks.agree(False):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)
 
 
 def do(job: dict[str, Any]) -> None:
-    """Run a stage beside rank 0; only a stage that is already loaded, since the network may not name code to import."""
+    """Run the stage of rank 0's job on this rank. Raise PunaError if it is not loaded: the network must not choose code to import."""
     if job["stage"] not in REGISTRY:
         raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])

@@ -1,4 +1,4 @@
-"""`StageRun`: the interface between a stage and its surroundings."""
+"""`StageRun`, with which a stage distributes its work, writes its artifact, and reports metrics and progress."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Listener(Protocol):
 
 @dataclass(eq=False)
 class StageRun:
-    """The argument through which a stage reads its surroundings and writes its artifact."""
+    """The last argument of a stage's function: distributes work over workers, writes the artifact, and records metrics and figures."""
 
     stage: str
     kind: str
@@ -67,33 +67,33 @@ class StageRun:
         self._work.mapper = lambda function, jobs: ordered(executor, function, jobs, ())
 
     def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
-        """Yield `function(item, *args)` for each item, in order; `function` must be module-level. `rows`: number of items."""
+        """Yield `function(item, *args)` for each item, in order; `function` must be module-level. `rows`: item count, for progress."""
         for number, result in enumerate(ordered(self._executor, function, items, args), 1):
             if rows:
                 self.progress(number, rows)
             yield result
 
     def parts(self, artifact: Artifact, table: str | None = None, columns: list[str] | None = None) -> list[Part]:
-        """Return the artifact's table cut into parts, for `map`."""
+        """Return the parts of a table of the artifact (None: the main table), to pass to `map`."""
         return artifact.parts(table, columns, self._part_rows)
 
     def transform(
         self, function: Callable[..., Any], artifact: Artifact, *args: Any, table: str | None = None, columns: list[str] | None = None
     ) -> list[Any]:
-        """Write `function(rows, *args)` for every part of a table of `artifact`, shard by shard. Return the values.
+        """Apply `function(rows, *args)` to each part of a table of `artifact`; write the results by shard. Return the JSON values.
 
-        The function returns the main table, or tables by name; or a tuple of these and a JSON value. An argument for rows of another table
-        (`artifact.beside`, an exchange by id) is passed as the rows with the same ids. An exchange by `shard` number is passed as the rows
-        whose column `row` lies in the part, counted from its first row. Each shard is written by its worker, and survives a crash.
+        The function returns the main table, or tables by name; or a tuple of these and a JSON value. An argument that holds another table
+        (`artifact.beside`, an exchange by id) is passed as its rows with the part's ids. Of an exchange by `shard` number, the function
+        gets the rows whose column `row` lies in the part; `row` then counts from the part's start. Finished shards survive a crash.
         Unchanged documents are kept by reference.
         """
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
     def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> list[Any]:
-        """Keep the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the values.
+        """Keep the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the JSON values.
 
         The function returns booleans, or a dictionary with these as `keep` and side tables by name; or a tuple of either and a JSON value.
-        Only `columns` are read, and no text is written.
+        It gets only `columns`. Where rows can be kept by reference, other columns are not read, and no text is written.
         """
         return self._shards(function, artifact, args, None, columns, filtering=True)
 
@@ -121,12 +121,12 @@ class StageRun:
         return [value for values in infos for value in values or ()]
 
     def _next(self, what: str) -> str:
-        """Return the name of the next call; a stage makes the same calls in every attempt."""
+        """Return a numbered name for the next call. A stage must make the same calls in every attempt."""
         self._calls += 1
         return f"{what}{self._calls - 1}"
 
     def _claimed(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
-        """Run jobs that write tables, except jobs that an earlier attempt finished. Claim their output and return their infos."""
+        """Run the table-writing jobs that no earlier attempt finished. Claim the output of all jobs and return their JSON values."""
         before = [self._work.earlier(name) for name in names]
         todo = [job for job, earlier in zip(jobs, before, strict=True) if earlier is None]
         results = ordered(self._executor, function, todo, ())
@@ -141,9 +141,9 @@ class StageRun:
         return infos
 
     def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
-        """Write `function(item, *args)` for every item, as `transform` does for shards. The rows never pass through this process.
+        """Write the tables that `function(item, *args)` returns for each item. Workers write them; no rows pass through this process.
 
-        A stage must give the same items in every attempt. An item's rows are a shard if no other item's keys lie between theirs.
+        A stage must give the same items in every attempt. An item's rows form one shard if no other item has keys in their range.
         """
         call = self._next("produce")
         jobs = [Produce(function, item, args, self.kind, f"{call}-{n:06d}", self._work.staging) for n, item in enumerate(items)]
@@ -151,9 +151,9 @@ class StageRun:
         self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
 
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
-        """Write `function(rows, *args)`, tables by name or these and a JSON value, per shard of an exchange by id.
+        """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
 
-        The rows of a shard come partition by partition, so that none is ever in memory as a whole. Return the values of all calls.
+        The function returns tables by name, or a tuple of these and a JSON value. To save memory, it is called for each partition's rows.
         """
         call = self._next("shards")
         self._work.cut = cut
@@ -168,10 +168,10 @@ class StageRun:
     def exchange(
         self, function: Callable[..., Any], items: Sequence[Any], *args: Any, by: str, partitions: int, rows: int | None = None
     ) -> Exchange:
-        """Regroup the rows that `function(item, *args)` makes by their column `by`, out of core; finished jobs survive a crash.
+        """Compute rows by `function(item, *args)` and partition them on disk by the column `by`. Finished jobs survive a crash.
 
-        The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. `by` is uint64 or an id,
-        whose leading bits count, or the partition's number (int32).
+        The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. The leading bits of `by`
+        (uint64 or an id) choose the partition, or `by` is its number (int32).
         """
         call, runs = self._next("exchange"), level(partitions)
         exchange = gathered(self._work.files, self._regrouped(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
@@ -185,7 +185,7 @@ class StageRun:
     def _regrouped(
         self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]
     ) -> list[Scattered]:
-        """Write the rows of items by partition. `runs`: the partitions of each item, or of all items; see `Scatter`."""
+        """Write the items' rows by partition. `runs`: a range of partitions for each item, or one range for all; see `Scatter`."""
         names = [Scatter(self._work.staging, f"{call}-{n:05d}", by, count, runs[n % len(runs)]) for n in range(len(items))]
         jobs = [Scattering(function, item, args, how) for item, how in zip(items, names, strict=True)]
         results = []
@@ -202,26 +202,26 @@ class StageRun:
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
-        """Append rows given as dicts; columns that no row names are null."""
+        """Append rows given as dictionaries; a column that no row has is null."""
         if rows:
             self.write(_table(rows, name or self.kind), name)
         else:
             self._work.declare(name or self.kind)
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Write the rows that `make` returns to the main table, in this process, and return these columns of them.
+        """Write the rows that `make` returns to the main table, in this process; return their `columns`.
 
-        After a crash they are read back. The rows of one name must be the same in every attempt.
+        Rows written before a crash are read back without calling `make`. Under one `name`, rows must be the same in every attempt.
         """
         job = f"{self.kind}-once-{name}"
-        ranks.agree(self._work.earlier(job) is None)  # where they are missing, the other ranks help to make them
+        ranks.agree(self._work.earlier(job) is None)  # True: the rows are missing, and the other ranks call `make`, too
         self.rows_once(name, make)
         staged = self._work.earlier(job)
         tables = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Write the rows that `make` returns to a table; after a crash reuse the written rows."""
+        """Write the rows that `make` returns to a table. Rows written before a crash are reused without calling `make`."""
         staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
         if staged is None:
             self._work.add(table, _table(make(), table), f"once-{name}")
@@ -252,11 +252,11 @@ class StageRun:
         self.figures[name] = figure
 
     def count_input(self, rows: int) -> None:
-        """Count `rows` input rows of an input that is no artifact: they must all be kept or dropped."""
+        """Add to the number of input rows. After the stage, all input rows must be in the output or in `dropped`."""
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:
-        """Return a 63-bit seed derived from the configuration's seed and the names, from nothing else."""
+        """Return a 63-bit seed that depends only on the configuration's seed and `names`."""
         base = getattr(self.config, "seed", None)
         if base is None:
             raise PunaError(f"stage {self.stage}: its configuration has no seed; derive it from SeededConfig")

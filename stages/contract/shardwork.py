@@ -71,7 +71,7 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
 
 
 def made_of(result: Any) -> tuple[Any, ...]:
-    """Return a stage's result as a tuple: tables, or tables and a value."""
+    """Return the result of a stage's function as a tuple: (tables,) or (tables, JSON value)."""
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -83,7 +83,7 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
 
 
 def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
-    """Finish the tables; a table with rows outside of the shard gets no shard number."""
+    """Finish writing the tables. A table with rows outside the shard's id range gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
     staged = outputs.finish(number=number, cut=cut, info=info)
@@ -97,7 +97,7 @@ def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | No
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
-    """Return the places of rows, with sources numbered as in `Work.refers`."""
+    """Return source number (as in `Work.refers`) and row number of the rows start:stop."""
     source, row = job.rows.place(start, stop)
     return source + job.shift, row
 
@@ -105,7 +105,7 @@ def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
 def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, keep: Any) -> None:
     mask = np.asarray(keep, dtype=bool)
     if len(mask) != rows.num_rows:
-        raise PunaError(f"a filter said {len(mask)} times whether one of {rows.num_rows} rows is kept")
+        raise PunaError(f"a filter returned {len(mask)} values for {rows.num_rows} rows")
     selection = rows if mask.all() else rows.filter(pa.array(mask))
     if job.facts is None:
         outputs.add(job.kind, selection)
@@ -121,7 +121,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
     else:
         place = pc.index_in(new_rows["id"], value_set=rows["id"].combine_chunks())
         if place.null_count:
-            raise PunaError("documents were made whose ids are not those of the rows that they were made of")
+            raise PunaError("a stage's function returned documents with ids that its input rows do not have")
         at = np.asarray(place.combine_chunks() if isinstance(place, pa.ChunkedArray) else place)
     if len(at) > 1 and not (np.diff(at) > 0).all():
         order = np.argsort(at)
@@ -153,7 +153,7 @@ def _shared(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
 
 @dataclass(frozen=True)
 class Produce:
-    """A job that makes tables of one item. `shard`: number, cut and span if the tables are one shard."""
+    """A job that writes the tables of one item. `shard`: its number, the number of shards and its id range, if the tables are one shard."""
 
     function: Callable[..., Any]
     item: Any
@@ -184,7 +184,7 @@ def _added(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scattering:
-    """A job that regroups the rows of one item."""
+    """A job that computes the rows of one item and writes them by partition."""
 
     function: Callable[..., Any]
     item: Any
@@ -193,7 +193,7 @@ class Scattering:
 
 
 def scattered(job: Scattering) -> tuple[Scattered, str]:
-    """Write the rows of one item by partition; return the result and a warning about damaged earlier work."""
+    """Write the rows of one item by partition. Return the result and a warning about damaged earlier work, empty for none."""
     warning = ""
     try:
         before = found_before(job.how)
@@ -210,7 +210,7 @@ def scattered(job: Scattering) -> tuple[Scattered, str]:
 
 
 def _tables(items: Iterator[Any], values: list[Any]) -> Iterator[pa.Table]:
-    """Yield the tables of an iterator; append anything else to `values`."""
+    """Yield the tables of an iterator; append its other items to `values`."""
     for one in items:
         if isinstance(one, pa.Table):
             yield one

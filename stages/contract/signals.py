@@ -1,7 +1,7 @@
-"""Signals: numbers and words about documents, each declared once with name, type, unit, meaning and definition.
+"""Signals: numbers and words about documents. A signal is declared once, with name, type, unit and meaning.
 
-A stage declares the signals that it computes itself with `declare_signal`. A signal of a single document is a plain Python function,
-declared with `@signal` and measured by `heuristics`; compiled code may replace it.
+A stage declares the signals that it computes itself with `declare_signal`. A signal that depends on one document alone is a Python
+function declared with `@signal` and measured by `heuristics`; compiled code may replace the function.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COLUMNS = ("text", "title", "url", "source")
 class Signal:
     """A number or word about a document.
 
-    `kind`: float, int or str. `optional`: it may be null for every document of a corpus. `definition`: plain Python, of the
-    document's columns that its parameters name. `compiled`: the compiled measurement that gives it, empty for none.
+    `kind`: float, int or str. `optional`: it may be null for every document of a corpus. `definition`: Python function whose parameters
+    name columns of the document. `compiled`: name of the compiled measurement that computes the signal, empty for none.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Signal:
 
 SIGNALS: dict[str, Signal] = plugins.registry({}, lambda signal: signal.module)
 FAILURE = "failure"
-"""The signal that says why a document was not measured; null where it was."""
+"""Name of the signal that says why a document was not measured; it is null for measured documents."""
 
 
 def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
-    """Declare a signal that a stage computes by itself. Raise TypeError if another module has one of this name."""
+    """Declare a signal that a stage computes by itself. Raise TypeError if another module declared this name."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_globals["__name__"] if frame and frame.f_back else ""
     return _register(Signal(name, kind, unit, meaning, caller, optional))
@@ -120,6 +120,6 @@ def check_measured(rows: int, values: dict[str, int]) -> None:
     for name, count in values.items():
         if rows > values.get(FAILURE, 0) and not count and not SIGNALS[name].optional:
             raise PunaError(
-                f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents: whatever measures it does not. "
-                "Mend it, or declare the signal optional where a corpus may have none"
+                f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents: its measurement gives no value. "
+                "Fix the measurement, or declare the signal optional if a corpus may have none"
             )

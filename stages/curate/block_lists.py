@@ -1,4 +1,4 @@
-"""`block_lists`: lists of unwanted domains, addresses, words and expressions as an artifact of their own."""
+"""`block_lists`: the stage that reads lists of unwanted domains, URLs, words and regular expressions into an artifact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, 
 from puna.stages.reading.files import COMPRESSED, unpacked
 from puna.storage import PunaError
 
-KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}  # files of a UT1 folder, and their lines
+KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}  # file of a UT1 folder → kind of its lines
 SIMPLE = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]{2,24}")
 HOSTS = frozenset(("0.0.0.0", "127.0.0.1", "::", "::1"))
 WORD = re.compile(r"[a-z]+")
@@ -27,11 +27,11 @@ SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.s
 class BlockListsConfig(StageConfig):
     """Categories of a UT1 tree to read."""
 
-    categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree that are read (adult, phishing, …); none: all of them")
+    categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree to read (adult, phishing, …); empty: all folders")
 
 
 class Job(NamedTuple):
-    """One file to read: the kind of its lines ("": domains or addresses), and the rule that its entries give."""
+    """A file to read, the kind of its lines ("": domains or URLs), and the rule of its entries."""
 
     file: ExternalFile
     kind: str
@@ -40,12 +40,12 @@ class Job(NamedTuple):
 
 @stage(kind="lists")
 def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun) -> None:
-    """Read lists of unwanted sites, by URI, for `url_filter`.
+    """Read lists of unwanted sites for `url_filter`.
 
-    An input is a tree in the layout of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored),
-    whose entries give the rule `url_CATEGORY`; or single files of domains and domain/path prefixes, one a line, with the rule `url_NAME`.
-    `#` begins a comment; hosts files and `||domain^` are read too; files may be packed (gz, xz, zst). An entry of several lists keeps the
-    first rule by name. Lines that are not entries become rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
+    An input may be a tree in the layout of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored).
+    Its rules are `url_CATEGORY`. Or it is files of domains and domain/path prefixes, one per line; its rule is `url_` and the input's name.
+    `#` begins a comment. Hosts files, `||domain^` and compressed files (gz, xz, zst) are read, too. An entry of several lists gets the
+    rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
     """
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
@@ -89,7 +89,7 @@ def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
 
 
 def parsed(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
-    """Return (kind, entry) of each valid line of a list; and number, fault and text of the other lines."""
+    """Return distinct (kind, entry) pairs of a list's valid lines, and (line number, fault, text) of each invalid line."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []
     for number, line in enumerate(lines, 1):
@@ -120,7 +120,7 @@ def _word(text: str) -> Parsed:
 
 
 def _place(entry: str) -> Parsed:
-    """Return a domain, or a domain with a path (and query): the form that `url_filter` looks up."""
+    """Return (kind, entry) and fault. The entry is a domain, or a domain with path and query, in the form that `url_filter` looks up."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
     if SIMPLE.fullmatch(entry):
@@ -131,7 +131,7 @@ def _place(entry: str) -> Parsed:
             return None, "not_an_address"
         host, path, query = address.host.removeprefix("www."), address.path.rstrip("/"), address.query
     if not path and not query and urls.public_suffix(host):
-        return None, "public_suffix" if "." in host else ""  # names without a dot stand in hosts files; they match no site
+        return None, "public_suffix" if "." in host else ""  # hosts files have names without a dot, which match no site
     if path.count("/") > DEPTH and not query:
         return None, "too_deep"
     return ("url" if path or query else "domain", host + path + (f"?{query}" if query else "")), ""

@@ -1,4 +1,4 @@
-"""`train_code_reasoning`, `code_reasoning`: which pages teach programming, mathematics and reasoning (Llama 3, section 3.1.3)."""
+"""`train_code_reasoning`, `code_reasoning`: classifiers of pages with code and of pages with reasoning (Llama 3, section 3.1.3)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ DIGITS = 6
 
 
 class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
-    """Labels of pages, and fastText's settings."""
+    """Thresholds for labelling pages, and fastText's settings."""
 
     dimension: int = fasttext.DIMENSION(16)
     learning_rate: float = fasttext.LEARNING_RATE(0.5)
     epochs: int = fasttext.EPOCHS(15)
     max_characters: int = fasttext.MAX_CHARACTERS(2000)
-    class_ratio: float = Field(10.0, ge=1, description="Maximum number of training pages of neither kind for each page of the kind")
+    class_ratio: float = Field(10.0, ge=1, description="Maximum ratio of training pages of the larger class to the smaller class")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are all code: neither examples nor scored")
     min_code_lines: int = Field(3, ge=1, description="Minimum number of lines of code that label a page as code")
     min_code_line_fraction: float = Field(0.1, gt=0, le=1, description="Minimum fraction of lines of code that labels a page as code")
     max_code_line_fraction: float = Field(0.02, ge=0, lt=1, description="Maximum fraction of code lines on a page labelled as without code")
     min_reasoning_words: int = Field(3, ge=1, description="Minimum number of different words of deduction that label a page as reasoning")
-    min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of these words, label a page as reasoning")
-    max_reasoning_words: int = Field(1, ge=0, description="Maximum of these words on a page without formulas labelled as not reasoning")
+    min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of min_reasoning_words, label as reasoning")
+    max_reasoning_words: int = Field(1, ge=0, description="Maximum deduction words, without formulas, that label a page as not reasoning")
     min_judgement: float = Field(3.0, description="Minimum grade of a positive, if a judge's grades are given")
     min_labels: int = Field(20, ge=2, description="Minimum positives, and negatives, to train a classifier; else its score is null")
 
@@ -49,17 +49,17 @@ class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
         for name in ("code_line_fraction", "reasoning_words"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least <= most:
-                raise ValueError(f"min_{name}={least:g} must be above max_{name}={most:g}: what lies between has no label")
+                raise ValueError(f"min_{name}={least:g} must be above max_{name}={most:g}: pages between them get no label")
         return self
 
 
 @stage(kind="classifier")
 def train_code_reasoning(documents: Documents, labels: list[Signals] | None, config: TrainCodeReasoningConfig, run: StageRun) -> None:
-    """Train two fastText classifiers: of pages with code, and of pages that reason.
+    """Train two fastText classifiers: of pages with code, and of pages with reasoning.
 
     As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` of
-    `judge`; null: not judged). Without them, texts label themselves if they clearly have many, or no, code lines, deduction words and
-    formulas. The figures then measure consistency, not truth. A kind with too few labels has no classifier.
+    `judge`; null: not judged). Without `labels`, counts of code lines, deduction words and formulas label the pages with clearly many or
+    few of them. The figures then measure consistency, not truth. A kind with too few labels gets no classifier.
     """
     graded = _graded(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
@@ -71,11 +71,11 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
 
 @stage(kind="signals", signals=("code_score", "reasoning_score", "code_line_fraction", "formulas", "reasoning_words"))
 def code_reasoning(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Score documents with the classifiers of `train_code_reasoning`: pages with code, pages that reason.
+    """Score documents with the classifiers of `train_code_reasoning`: for code, and for reasoning.
 
-    `code_score` and `reasoning_score` are probabilities by models that did not see the document, null where there were too
-    few labels to learn from; `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read.
-    All are null for documents of the sources that the classifier leaves out.
+    `code_score` and `reasoning_score` are probabilities by models that did not see the document, null if there were too few
+    labels for training. `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read.
+    All signals are null for documents of the classifier's exempt sources.
     """
     trained(classifier, "code_reasoning")
     run.transform(_score, documents, classifier, columns=["id", "source", "text"])

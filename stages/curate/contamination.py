@@ -1,4 +1,4 @@
-"""Contamination of an evaluation set: questions that a model's training data hold, and its scores without them."""
+"""Contamination of an evaluation set: the questions that occur in a model's training data, and the model's scores without them."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ UNLEARNED = ("judges", "reward_model")
 
 
 class ContaminationConfig(DecontaminateConfig):
-    """Bounds of contamination, the same as in `decontaminate`."""
+    """Settings of the search for prompts, the same as in `decontaminate`."""
 
 
 class Source(NamedTuple):
-    """A table that a model was trained on, and the mixture that selected its documents."""
+    """A table that a model was trained on, and the mixture that selected its documents, if there is one."""
 
     artifact: Artifact
     mixture: Artifact | None
 
     @property
     def name(self) -> str:
-        """Return the table's kind and data digest, which do not depend on how it was made."""
+        """Return the table's kind and data digest, which do not depend on how the table was made."""
         return f"{self.artifact.kind} {self.artifact.data_digest[:12]}"
 
 
 class Held(NamedTuple):
-    """A prompt in a training text: the share of its n-grams, the text's id, and the passage."""
+    """A training text that contains a prompt: the share of the prompt's n-grams in it, its id (later with its source), the passage."""
 
     share: float
     place: str
@@ -62,11 +62,11 @@ def contamination(
 ) -> None:  # fmt: skip
     """Measure how many questions occur in training data: the data in the `model`'s lineage and the data given as inputs.
 
-    A question is contaminated where `decontaminate` with these settings would drop a training text for it; held-out documents and rows
-    were not trained on. Rows: the share `contaminated` of each task; with an `evaluation` of the prompts also its mean `score` beside
-    `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each such prompt, `examples` its place.
-    `tasks`: task files, whose questions are looked for beside the prompts or alone. `benchmark` takes the result as `overlaps`.
-    The metric `unknown_sources` counts sources that the lineage names and the store lacks, and imported models, whose data are unknown.
+    A question is contaminated if `decontaminate` with these settings would drop a training text because of it. Held-out texts do not
+    count. The rows have each task's share `contaminated` and, given an `evaluation` of the prompts, the mean scores `score` (of all),
+    `score_clean` and `score_contaminated`. The side table `scores` has each contaminated prompt's largest `overlap`, `examples` the text.
+    `tasks`: task files, whose questions are searched for, too. `benchmark` takes the result as `overlaps`.
+    The metric `unknown_sources` counts sources in the lineage that the store lacks, and imported models, whose data are unknown.
     """
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
     learned, unknown = trained_on(model) if model is not None else ([], 0)
@@ -99,7 +99,7 @@ def contamination(
 
 
 def trained_on(model: Artifact) -> tuple[list[Source], int]:
-    """Return the tables that a model and the models before it were trained on, and the number of sources that are not known."""
+    """Return the tables that a model and the models in its lineage were trained on, and the number of unknown sources."""
     sources: dict[str, Source] = {}
     waiting, seen, unknown = [model], {model.key}, 0
     while waiting:
@@ -125,7 +125,7 @@ def _stored(artifact: Artifact) -> bool:
 
 
 def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, str]]:
-    """Return the texts of a part that were trained on, each with its id."""
+    """Return (id, text) of each row in a part that the model was trained on."""
     if kind == "documents":
         return [(row.id, row.text) for row in chosen_of(part, mixture, "train")]
     texts = []
@@ -137,7 +137,7 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
 
 
 def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
-    """Return the prompts that occur in a part's texts, by number, each with the text that holds most of it."""
+    """Return prompt number → the text of this part that contains most of the prompt, for each prompt found."""
     import pyarrow as pa
 
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
@@ -150,13 +150,13 @@ def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> di
 
 
 def _scores(evaluation: Artifact | None) -> dict[str, float]:
-    """Return the score of each prompt in an evaluation. Raise PunaError if it has none."""
+    """Return prompt id → score, empty without an evaluation. Raise PunaError if the evaluation has no scores of prompts."""
     if evaluation is None:
         return {}
     rows = evaluation.read("scores").to_pylist() if "scores" in evaluation.tables else []
     scores = {row["id"]: float(row["value"]) for row in rows if row["name"] == "score"}
     if not scores:
-        raise PunaError(f"contamination: {evaluation.id} holds no score of single prompts; `evaluate` on prompts makes some")
+        raise PunaError(f"contamination: {evaluation.id} has no scores of single prompts; give a result of `evaluate` on prompts")
     return scores
 
 

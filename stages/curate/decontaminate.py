@@ -27,25 +27,25 @@ DROPPED = table_schema("dropped").schema
 
 
 class DecontaminateConfig(StageConfig):
-    """Bounds of contamination."""
+    """Settings of the search for prompts in documents."""
 
     n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
     min_characters: int = Field(25, ge=1, description="Minimum length of a question of fewer than n words, which is matched as a whole")
-    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams that no passage may reach")
+    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams that makes a passage a match")
     fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, words")
-    fuzzy_step: int = Field(3, ge=1, le=50, description="Look up every n-th short n-gram of a document")
-    fuzzy_misses: int = Field(10, ge=0, le=100, description="Foreign n-grams in a row that a passage may hold, n-grams")
-    fuzzy_min_words: int = Field(20, ge=2, description="Minimum length of a prompt that is matched this way, words")
+    fuzzy_step: int = Field(3, ge=1, le=50, description="Step between the short n-grams of a document that are looked up")
+    fuzzy_misses: int = Field(10, ge=0, le=100, description="Maximum consecutive n-grams of a passage that the prompt lacks")
+    fuzzy_min_words: int = Field(20, ge=2, description="Minimum length of a prompt to search for with changes, words")
     splits: tuple[Literal["heldout", "train"], ...] = Field(
-        ("heldout",), min_length=1, description="Splits of the prompts to search for; a list without held-out prompts is used as a whole"
+        ("heldout",), min_length=1, description="Splits of the prompts to search for; if all prompts are in the split train, all are used"
     )
     max_overlap: float = Field(0.0, ge=0, lt=1, description="Maximum fraction of one prompt's n-grams that a document may contain")
 
 
 @dataclass(frozen=True)
 class Index:
-    """N-grams of the prompts: `lengths` in words; per length sorted `hashes` uint64[m], the prompt of each in `owners`
-    int64[m], and `tables` of them for `places_held`; `totals` int64[prompts], n-grams of each prompt."""
+    """N-grams of the prompts: `lengths` in words; per length, sorted `hashes` uint64[m], `owners` int64[m] (prompt numbers) and hash
+    `tables` for `places_held`; `totals` int64[prompts], n-grams of each prompt; `names`, (task, id) of each prompt."""
 
     lengths: tuple[int, ...]
     hashes: tuple[NDArray[np.uint64], ...]
@@ -55,7 +55,7 @@ class Index:
     names: list[tuple[str, str]]
 
     def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
-        """Return a sieve of all n-grams: a document without any of them holds no prompt, exact or changed."""
+        """Return a sieve of all n-grams. A document without any of these contains no prompt, exactly or with changes."""
         return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
 
 
@@ -65,11 +65,11 @@ def decontaminate(
 ) -> None:
     """Drop documents that share n-grams of words with held-out prompts (question and reference together) or with `texts`.
 
-    `texts` are documents that may not be trained on; each counts as a prompt of its source. The measure is GPT-3's (Brown et al. 2020,
-    appendix C) with 13 words, without case and punctuation. A question of fewer words is matched as a whole if it is long enough, else
-    `unmatchable_TASK` counts it. Documents that pass are searched for changed prompts (`decontaminate.fuzzy`). `dropped` has the fraction
-    of the best matched prompt's n-grams, the prompt and its first n-gram (or the passage). `contaminated_TASK` counts the prompts that
-    occur in documents; `examples` shows each with its first document.
+    `texts` are documents that must not be trained on; each counts as a prompt whose task is its source. As in GPT-3 (Brown et al. 2020,
+    appendix C), n-grams have 13 words, without case and punctuation. A question of fewer words is matched as a whole if it is long
+    enough, else `unmatchable_TASK` counts it. Documents that pass are searched for changed prompts (`decontaminate.fuzzy`). `dropped` has
+    the fraction of the best matched prompt's n-grams, the prompt, and its first n-gram or the passage. `contaminated_TASK` counts the
+    prompts found in documents; `examples` shows each best matched prompt with its first document.
     """
     if not prompts and not texts:
         raise PunaError("decontaminate: give prompts or texts to look for")
@@ -108,7 +108,7 @@ def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str,
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the prompts of these splits, or all of a list without held-out ones. Raise PunaError if there is none."""
+    """Return the prompts of `splits`, or all prompts if all are in the split train. Raise PunaError if there is none."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
     whole = all(row["split"] == "train" for row in rows)
     result = rows if whole else [row for row in rows if row["split"] in splits]
@@ -118,7 +118,7 @@ def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str
 
 
 def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Index, Counter[str]]:
-    """Return the index of held-out prompts, and task → number of prompts that are too short to match."""
+    """Return the index of the prompts `rows`, and task → number of prompts that are too short to match."""
     rows = sorted(rows, key=lambda row: (row["task"], row["id"]))
     unmatchable: Counter[str] = Counter()
     entries: dict[int, list[tuple[int, int]]] = {}
@@ -143,8 +143,8 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt with the largest overlap with a document. `overlap`: share of its n-grams; `text`: its first n-gram, or by FUZZY_RULE the
-    changed passage; `shares`: overlaps of all prompts."""
+    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams; `text`: its first n-gram found, or
+    with FUZZY_RULE the changed passage; `shares`: prompt number → overlap, of all prompts found."""
 
     prompt: int
     overlap: float
@@ -154,7 +154,7 @@ class Match:
 
 
 def match(text: Hashed, index: Index) -> Match | None:
-    """Return the best match of a document with the indexed prompts, or None."""
+    """Return the best match of a document with the indexed prompts by exact n-grams, or None."""
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
     for length, hashes, owners, table in zip(index.lengths, index.hashes, index.owners, index.tables, strict=True):
@@ -175,7 +175,7 @@ def match(text: Hashed, index: Index) -> Match | None:
 
 @dataclass(frozen=True)
 class Search:
-    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`); `grams` sieves out texts that hold none of them."""
+    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`). `grams` quickly rules out texts without any."""
 
     index: Index
     fuzzy: FuzzyIndex
@@ -195,7 +195,7 @@ class Search:
 
 
 def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple[Search, Counter[str]]:
-    """Return the search for some prompts, and task → number of prompts that are too short to match."""
+    """Return a `Search` for the prompts `rows`, and task → number of prompts that are too short to match."""
     index, unmatchable = build_index(rows, config)
     texts = [text_of(messages_of(row)) for row in sorted(rows, key=lambda row: (row["task"], row["id"]))]
     fuzzy = build_fuzzy(texts, config.fuzzy_n, config.fuzzy_step, config.fuzzy_misses, config.fuzzy_min_words)
@@ -203,7 +203,7 @@ def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple
 
 
 def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return a part's kept documents and `dropped`; the prompts found; and per best match the number of documents and first row."""
+    """Return `keep` and `dropped`; the numbers of all prompts found; and prompt → (documents it matches best, first `dropped` row)."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     first: dict[str, tuple[int, dict[str, Any]]] = {}

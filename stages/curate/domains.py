@@ -1,4 +1,4 @@
-"""`train_domains`, `domains`: the knowledge type of each document (Llama 3, section 3.1.2)."""
+"""`train_domains`, `domains`: classification of documents by knowledge type (Llama 3, section 3.1.2)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
 class TrainDomainsConfig(fasttext.ClassifierConfig):
-    """Bounds of the seed words, and fastText's settings."""
+    """Thresholds for labels from seed words, and fastText's settings."""
 
     dimension: int = fasttext.DIMENSION(16)
     learning_rate: float = fasttext.LEARNING_RATE(0.5)
@@ -45,7 +45,7 @@ class TrainDomainsConfig(fasttext.ClassifierConfig):
 
 
 class Lexicon(NamedTuple):
-    """`types` str; `words`: the n seed words; `type_of` int64[n]: the type each points to."""
+    """Seed words of knowledge types: the names `types`, the n `words`, and `type_of` int64[n], the index of each word's type."""
 
     types: list[str]
     words: Listed
@@ -79,7 +79,7 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return `seed_counts` of one text in plain Python, since loading the compiled tokenizer takes longer than sampling some pages."""
+    """Return one text's counts as `seed_counts` does, in plain Python: for a few pages, loading the compiled tokenizer takes longer."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
@@ -100,7 +100,7 @@ def seed_label(counts: NDArray[np.int64], min_seeds: int, max_second: float) -> 
 
 
 def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
-    """Return an unmet need if sampled pages show fewer than two types with enough labelled documents."""
+    """Return a message if sampled pages show that fewer than two types have enough labelled documents, else an empty list."""
     (documents,) = facts.inputs.get("documents") or (InputFacts("documents"),)
     if documents.look is None:
         return []
@@ -130,9 +130,9 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
 def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRun) -> None:
     """Train the classifier of knowledge types on documents that seed words label.
 
-    A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly prevail; a
-    fastText classifier for each fold learns from them. `agreement` (of seed labels and the classifier, out of fold) measures consistency,
-    not truth. Without documents that could have a type the classifier has no classes.
+    A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly prevail. One
+    fastText classifier per fold is trained on these labels. `agreement` (of seed labels and the classifier, out of fold) measures
+    consistency, not truth. If all documents are of code sources, the classifier has no classes.
     """
     examples = prepare(run, documents, config, config.code_sources, _seeds, config)
     labels = Counter({name: count for name, count in examples.of(NAME).items() if count >= config.min_labels})
@@ -157,11 +157,11 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
 
 @stage(kind="signals", signals=("domain", "domain_score", "domain_seed"))
 def domains(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Give each document a knowledge type, by a classifier of `train_domains`.
+    """Assign each document a knowledge type, with a classifier of `train_domains`.
 
-    The type (`domain`, `domain_score`) has the greatest product of the probability, by a model that did not see the document, and the
-    square of one plus the number of its seed words; `domain_seed` is the label that seed words give. Documents in other languages are typed
-    by the words they share with the lexicon's four. Documents of code sources are `code`.
+    A type's weight is its probability, by a model that did not see the document, times (1 + its number of seed words) squared. `domain` is
+    the type with the largest weight, `domain_score` its share of all weights, `domain_seed` the label from seed words. Documents in other
+    languages are typed by the words they share with the lexicon's four languages. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()
     for results in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):

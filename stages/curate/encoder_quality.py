@@ -28,7 +28,7 @@ PURPOSE = "encoder_quality"
 
 
 class TrainEncoderQualityConfig(SeededConfig):
-    """Labels of good documents, and settings of the training."""
+    """Labels of good documents, and training settings."""
 
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents are good, if no judgements are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
@@ -40,9 +40,9 @@ class TrainEncoderQualityConfig(SeededConfig):
 
 
 class EncoderQualityConfig(StageConfig):
-    """Settings of the report; the classifier holds all others."""
+    """Setting of the metric `threshold`; the classifier has all other settings."""
 
-    keep: float = Field(0.9, gt=0, lt=1, description="Share of documents that reach the quality in the metric `threshold`, fraction")
+    keep: float = Field(0.9, gt=0, lt=1, description="Share of documents (0 to 1) that reach the quality in the metric `threshold`")
 
 
 class Head(NamedTuple):
@@ -54,7 +54,7 @@ class Head(NamedTuple):
     bias: float
 
     def probabilities(self, vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the probability of a good document for each vector [n, D]."""
+        """Return the probability that each document is good, float64[n], from the documents' vectors [n, D]."""
         logits = (vectors - self.mean) / self.scale @ self.weights + self.bias
         return np.asarray(1 / (1 + np.exp(-np.clip(logits, -60, 60))))
 
@@ -67,9 +67,9 @@ def train_encoder_quality(
     """Train a logistic classifier of good documents on an encoder's frozen, mean-pooled hidden states.
 
     Llama 3 (arXiv 2407.21783, section 3.1.3) distils a chat model's judgements into a small encoder; FineWeb-Edu (2406.17557,
-    section 4) trains only the head. `model` is a model of this pipeline, or `encoder` the folder of any Hugging Face encoder.
-    Positives are documents that `labels` grades well, else those of good sources. One head is trained for each fold of documents,
-    without that fold's; `encoder_quality` applies them, to these documents and to others. Metrics and figures are out of fold.
+    section 4) trains only the head. Give `model`, a model of this pipeline, or `encoder`, the folder of a Hugging Face encoder.
+    Positives are documents with good grades in `labels`; without `labels`, documents of good sources. For each fold, a head is trained
+    on the other folds' documents; `encoder_quality` applies the heads to any documents. Metrics and figures are out of fold.
     """
     place = place_of("train_encoder_quality", "encoder", model, encoder)
     if labels is not None and config.judgement not in labels.columns():
@@ -89,7 +89,7 @@ def train_encoder_quality(
 
 
 def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str, scratch: str) -> tuple[list[Head], NDArray[np.int64]]:
-    """Return the head of each fold, and the out-of-fold scores of all examples; the fits are saved in the folder `scratch`."""
+    """Return the head of each fold, and the examples `counted` by out-of-fold score. Unfinished fits are saved in `scratch`."""
     results = examples.read()
     positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
     of_fold = folds(results["id"].to_pylist(), config.seed, config.folds) if results.num_rows else np.zeros(0, np.int64)
@@ -115,8 +115,8 @@ def encoder_quality(
 ) -> None:  # fmt: skip
     """Score documents with a classifier of `train_encoder_quality`, on the same encoder; nothing is trained.
 
-    Signals and ranks are those of `quality`, so that `select` applies the same rules. A document that the classifier learned from
-    is scored by a head that did not see it. The metric `threshold` is the quality that the share `keep` of the documents reaches.
+    The signals are named as in `quality`, so that `select` applies the same rules. A training document of the classifier is scored
+    by a head that was not trained on it. The share `keep` of the documents reaches the quality in the metric `threshold`.
     """
     place = place_of(PURPOSE, "encoder", model, encoder)
     if trained(classifier, PURPOSE).about.encoder != _digest(model, encoder):
@@ -165,7 +165,7 @@ def _heads(file: Path) -> list[Head]:
 
 
 def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the probability of a good document, by the head that saw no document of its fold, float64[n]."""
+    """Return the probability, float64[n], that each document is good, by the head trained without the document's fold."""
     values = np.zeros(len(vectors))
     for fold, head in enumerate(heads):
         values[of_fold == fold] = head.probabilities(vectors[of_fold == fold])
@@ -176,7 +176,7 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
     """Return the head that minimises the mean log-loss plus `penalty` / 2 times the squared weights, by Newton's method.
 
     `vectors` float32[n, D], `positive` bool[n]. The bias is not penalised, so that the mean probability is the share of positives.
-    `state`: folder in which the fit is saved.
+    `state`: folder in which an unfinished fit is saved, to continue after a crash.
     """
     x = vectors.astype(np.float64)
     mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)

@@ -1,4 +1,4 @@
-"""`extract`: the text and title of each page."""
+"""`extract`: extraction of the text and title of each page."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from puna.storage.schemas import table_schema
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 MAX_ATTRIBUTES = 5000  # of one tag, or of several tags with the same cost; the parser compares all attributes of a tag
 MAX_OPTIONS = 2000  # of a page; the parser searches all earlier options for each
-TOGETHER = 1 << 18  # bytes of pages that are read together
-FAILURES = (ValueError, RuntimeError)  # of the parser and of numbers that do not fit
+TOGETHER = 1 << 18  # maximum bytes of pages that the model reads together
+FAILURES = (ValueError, RuntimeError)  # errors of the parser, and numbers out of range
 DEEP = "the elements are nested too deep"
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
-# A title stands between blank lines; a comment of code stands next to code.
+# A title stands between blank lines; a comment in code stands next to code.
 TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
 BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
 
 
 class ExtractConfig(StageConfig):
-    """Method of finding the main content of HTML, and bounds of extraction."""
+    """Options and limits of text extraction."""
 
-    headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else only the title has it")
-    code_and_maths: bool = Field(True, description="Read markup of code and formulas first: code in tables becomes blocks, MathML TeX")
+    headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else it is only in the title")
+    code_and_maths: bool = Field(True, description="Convert markup of code and formulas first: code in tables to blocks, MathML to TeX")
     strip_markdown: bool = Field(False, description="Remove the marks of **bold** and # titles that a page spells out as text")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of an HTML page, bytes; larger ones are dropped")
-    max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing takes quadratic time in it")
-    max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, with reopened ones")
+    max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing time is quadratic in the depth")
+    max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, reopened elements included")
     max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum blocks of text (paragraphs, cells, lines) for the model")
     max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in a kept text")
 
 
 class Unreadable(Exception):
-    """Reason why a page gives no text: a rule, the measured value and its bound."""
+    """Error for a page that gives no text, with a rule, the reason, the measured value and its bound."""
 
     def __init__(self, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
         super().__init__(detail)
@@ -60,14 +60,14 @@ class PageText(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """`PageText` in UTF-8."""
+    """Title of a page, and its text in UTF-8."""
 
     title: str | None
     text: bytes
 
 
 class _Parsed(NamedTuple):
-    """A page for the model: its title, its tree written out."""
+    """A parsed page for the extraction model: its title, and its tree serialised as HTML."""
 
     title: str | None
     html: bytes
@@ -77,8 +77,8 @@ class _Parsed(NamedTuple):
 def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
     """Turn pages into documents: the main content of HTML, plain text and code as they are.
 
-    Structure of code, lists and tables is kept, maths in images' alternative texts, MathML and scripts too
-    (`puna.models.extraction.technical`); permalink marks and Markdown-like markers are not written.
+    Code, lists and tables keep their structure. Formulas are read from MathML, scripts and images' alternative texts
+    (`puna.models.extraction.technical`). Permalink marks and Markdown-like markers are not written.
     """
     run.transform(_extract, pages, config)
 
@@ -140,7 +140,7 @@ def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig)
 
 
 def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
-    """Return the extraction of parsed pages by number; where reading them together fails, each is read by itself."""
+    """Return the extraction of parsed pages, by number. If reading the pages together fails, read them one by one."""
     try:
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
     except Exception as error:  # noqa: BLE001 - the error is the pages' result
@@ -168,7 +168,7 @@ def _readable(text: str, config: ExtractConfig) -> bytes:
 
 
 def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed:
-    """Parse a page for the model; raise Unreadable if the page is built to hang a parser."""
+    """Parse a page for the model. Raise Unreadable if the page exceeds a bound that protects the parser, or parsing fails."""
     from resiliparse.parse.html import HTMLParserException, HTMLTree
 
     _check_bound("extract_too_large", "the page is too large", len(body), config.max_body_bytes)
@@ -176,7 +176,7 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
     if _check_burden(html, config).options > MAX_OPTIONS:
         html = OPTION.sub("", html.decode()).encode()
     try:
-        marked = html.startswith(BOM_UTF8)  # a second mark is a character; the parser would drop it from bytes
+        marked = html.startswith(BOM_UTF8)  # a second byte-order mark is text, which the parser would drop from bytes
         tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()

@@ -1,4 +1,4 @@
-"""`gather`: documents of several origins as one table."""
+"""`gather`: union of documents of several inputs in one table."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from puna.storage.shards import count
 
 
 class GatherConfig(StageConfig):
-    """Source name of the documents."""
+    """New names for the documents' sources."""
 
-    sources: tuple[str, ...] = Field((), description="New source of each input's documents, in order; empty: they keep their own")
+    sources: tuple[str, ...] = Field((), description="New source of each input's documents, in order; empty: sources are unchanged")
 
 
 def _needs(config: GatherConfig, facts: Facts) -> list[str]:
@@ -32,7 +32,7 @@ def _needs(config: GatherConfig, facts: Facts) -> list[str]:
 def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
     """Join documents of several origins in one table; the configuration may name the source of each input.
 
-    Of documents with the same id the newest is kept, at equal times the first input's; the rule `same_id` drops the others.
+    Of documents with the same id, the newest is kept, or at equal times the first input's. The rule `same_id` drops the others.
     """
     if config.sources and len(config.sources) != len(documents):
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
@@ -45,7 +45,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
 
 
 def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
-    """Return one part's rows with their input's number, and its name, if any, as source; and the bytes of their texts."""
+    """Return a part's rows, with the column `input` (the input's number) and the new source, if any; and the texts' size in bytes."""
     part, at, name = given
     table = part.read()
     if name:

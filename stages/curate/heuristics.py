@@ -1,4 +1,4 @@
-"""Heuristic numbers about documents: Gopher, C4, FineWeb, repetition, dirty words, distance from the corpus."""
+"""`heuristics`: signals for the rules of Gopher, C4 and FineWeb, and for repetition, adult words and divergence from the corpus."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
 class HeuristicsConfig(SeededConfig):
-    """Settings of the measurement; thresholds are `select`'s."""
+    """Settings of the measurement. The thresholds are settings of `select`."""
 
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
-    line_coverage: float = Field(0.5, ge=0, le=1, description="Minimum coverage of a line for a row in line_signals, fraction of words")
+    line_coverage: float = Field(0.5, ge=0, le=1, description="Minimum share of a line's words in repeated n-grams, for line_signals")
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line, for C4's rules on lines")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
     max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a measured document, bytes of UTF-8")
-    signals: tuple[str, ...] = Field((), description="Signals of your own that are measured too, by name")
-    signal_seconds: float = Field(30.0, gt=0, le=3600, description="CPU seconds that a signal of your own may take for one document")
+    signals: tuple[str, ...] = Field((), description="Names of your own signals, to be measured, too")
+    signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum CPU seconds of a signal of your own for one document")
     signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
 
     @field_validator("signals")
@@ -92,13 +92,13 @@ def table_columns(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
 
 @stage(kind="signals", signals=table_columns)
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
-    """Measure documents with every number that Gopher's, C4's and FineWeb's rules ask for, and three of Llama 3's.
+    """Measure the signals that the rules of Gopher, C4 and FineWeb need, and three of Llama 3.
 
-    Gopher (arXiv 2112.11446), C4 (1910.10683) and FineWeb (2406.17557) as datatrove 0.10 defines them. Llama 3 (2407.21783, section
-    3.1.1): n-grams seen earlier, per document and per line (`line_signals`); adult vocabulary; Kullback-Leibler divergence of the
-    document's words from the corpus's, or from its language's with the signals of `language`. `signals.definitions` has each signal in
-    plain Python. `signals` of your own are measured in a separate process: a document for which one fails, or takes too long or too much
-    memory, has none, and `failed_NAME` counts it. `failure` says why a document is not measured; `select` drops it as `failed`.
+    Gopher's (arXiv 2112.11446), C4's (1910.10683) and FineWeb's (2406.17557) are defined as in datatrove 0.10. Llama 3's (2407.21783,
+    section 3.1.1) are n-grams seen earlier, per document and per line (`line_signals`); adult vocabulary; and the Kullback-Leibler
+    divergence of the document's words from the corpus, or given `language`, from documents of its language. `signals.definitions` defines
+    the signals in Python. `signals` of your own are measured in a separate process. If one fails or exceeds its limits for a document, it
+    is null there, and `failed_NAME` counts the document. `failure` says why a document is not measured; `select` drops it as `failed`.
     """
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]

@@ -1,4 +1,4 @@
-"""`ingest`: raw pages from archives, folders, tables and data sets."""
+"""`ingest`: import of raw pages from archives, folders, tables and data sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count
 
-CHUNK_BYTES = 8 << 20  # bytes of bodies that are held as objects at one time
+CHUNK_BYTES = 8 << 20  # maximum bytes of bodies that are held as objects at once
 BATCH_BYTES = 8 << 20  # files are read together up to this size
 PACKED = 4  # approximate ratio of the size of pages to the size of their archives
 HUB_BYTES = 1 << 30
@@ -48,19 +48,19 @@ FORMATS = dict.fromkeys((".warc", ".wet", ".wat"), "warc") | {end: "jsonl" if ki
 
 
 class InputColumns(StageConfig):
-    """The fields of one input's rows."""
+    """Names of the fields in one input's rows."""
 
     text: str | None = Field(None, min_length=1, description="Field that holds plain text")
-    html: str | None = Field(None, min_length=1, description="Field that holds HTML; it is then read instead of the text")
+    html: str | None = Field(None, min_length=1, description="Field that holds HTML, which is then read instead of text")
     url: str | None = Field(None, min_length=1, description="Field that holds the address")
     date: str | None = Field(None, min_length=1, description="Field that holds the time of fetching")
 
 
 class IngestConfig(StageConfig):
-    """Settings of reading inputs as pages."""
+    """Settings for reading inputs as pages."""
 
     format: Literal["auto", "warc", "files", "parquet", "jsonl", "csv", "tsv", "dataset"] = Field(
-        "auto", description="Format of every input file; auto goes by each file's name and first bytes"
+        "auto", description="Format of every input file; auto: by the file's name and first bytes"
     )
     content_types: tuple[str, ...] = Field(
         ("text/html", "application/xhtml+xml", "text/plain", "text/markdown", "text/x-*"),
@@ -69,10 +69,10 @@ class IngestConfig(StageConfig):
     )
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page that is kept, bytes")
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b reaches into a structure")
-    html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML; it is then read instead of the text")
+    html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML, which is then read instead of text")
     url_column: str | None = Field(None, min_length=1, description="Field with the address; default: `url`, else the row's place")
-    date_column: str | None = Field(None, min_length=1, description="Field with the time of fetching; default: a usual one, else 1970")
-    inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Name of an input → its own fields, if they differ")
+    date_column: str | None = Field(None, min_length=1, description="Field with the time of fetching; default: a usual name, else 1970")
+    inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Name of an input → fields, if they differ")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
@@ -88,7 +88,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
 
     Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty, body_too_large,
     truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error). A
-    page's id is a hash of source, address, time, media type and body: it does not depend on where the page lies.
+    page's id is a hash of source, address, time, media type and body. It does not depend on the page's place in the inputs.
     """
     jobs = list(_jobs(inputs, config))
     input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
@@ -137,7 +137,7 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return the pages and dropped rows of a range of ids, sorted by id, and their counts; a repeated id is dropped."""
+    """Return the pages and dropped rows of a range of ids, sorted by id, and their counts. Of rows with one id, the first is kept."""
     ids = rows["id"].to_pylist()
     first, repeated = repetitions(ids)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
@@ -159,11 +159,11 @@ LOOKED_AT = 100
 """Number of a file's first records that are searched for a rejection."""
 HINTS = {
     "body_too_large": "ingest.max_body_bytes is the limit",
-    "not_a_page": "a row is a page where it has the field that ingest.text_column or ingest.html_column names",
+    "not_a_page": "a row is a page if it has the field that ingest.text_column or ingest.html_column names",
     "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types",
-    "not_a_response": "of an archive's records responses, resources and conversions (WET) are pages; metadata (WAT) and requests hold none",
+    "not_a_response": "an archive's responses, resources and conversions (WET) are pages; metadata (WAT) and requests are not",
 }
-"""Hints on rules that rejected every record."""
+"""Rule → hint, for the error message if no page is kept."""
 
 
 def hints(rules: Container[str]) -> str:
@@ -215,7 +215,7 @@ def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | 
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """True if a file may hold pages. JSON and CSV are read up to the first page; without one, return the rejection of a row."""
+    """Return whether a file may hold pages. JSON and CSV are read up to the first page; without a page, return a row's rejection."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None
@@ -235,7 +235,7 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield one job per file; a file that can be refused is refused here, before any page is read."""
+    """Yield one job per file. Before any page is read, raise PunaError for ARC archives and Parquet files without the columns."""
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:
@@ -277,7 +277,7 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """Yield the records of some files as tables; last the number of records, bytes of bodies, and files without a page."""
+    """Yield the files' records as tables, then a dictionary: number of records, bytes of bodies, files without a page by ending."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
@@ -288,7 +288,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
         for record in _records(job, config):
             results = _judged(record, config, accepted)
             if isinstance(results, Page) or results.rule not in NO_PAGE:
-                why = ""  # it holds other records
+                why = ""  # the file has other records
             elif why is None:
                 why = results.detail
             held.append((results, job.source))
@@ -350,6 +350,6 @@ def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, b
 
 
 def sniffed(body: bytes) -> str:
-    """Return the media type of a page whose server gave none: HTML by its first tag, else nothing."""
+    """Return the media type of a page whose server gave none: HTML by its first tag, else empty."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

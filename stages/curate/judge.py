@@ -1,4 +1,4 @@
-"""`judge`: a language model grades a sample of pages; `encoder_quality` and `code_reasoning` learn from its grades."""
+"""`judge`: a language model's grades of a sample of pages, labels for `train_encoder_quality` and `train_code_reasoning`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Grade = Literal["judgement", "code_judgement", "reasoning_judgement"]
 TEXT = "{text}"
 TOP = 5  # points of the built-in scales
 
-# The graded quality, and the criteria that give a point each. Additive scales follow FineWeb-Edu (arXiv 2406.17557); the words are our own.
+# The quality to grade, and criteria worth one point each. The scales are additive as in FineWeb-Edu (arXiv 2406.17557), in Puna's wording.
 SCALES: dict[Grade, tuple[str, tuple[str, ...]]] = {
     "judgement": ("how much a reader can learn from the web page below", (
         "It has a subject: it is more than menus, offers, notices or a list of links.",
@@ -63,7 +63,7 @@ YES_NO: dict[Grade, str] = {
 
 
 class Question(NamedTuple):
-    """A prompt with one place for the page, the possible answers, and the grade of each.
+    """A prompt with one placeholder for the page, the possible answers, and the answers' grades.
 
     `start`: the beginning of the model's answer, before a space and one of `answers`. `chat`: ask in the model's chat format.
     """
@@ -90,10 +90,10 @@ TOKEN_CHARACTERS = 16  # maximum characters per token to which a page is cut bef
 
 
 class Grader:
-    """A model, and the question around a page as token ids: `head`, the page, `tail`; then one of `tokens` answers."""
+    """A model, and a question as token ids: `head`, the page, `tail`, then one of the answers' `tokens`."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, question: Question, max_tokens: int) -> None:
-        """Raise PunaError if the question does not suit the model."""
+        """Encode the question. Raise PunaError if it does not suit the model."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
         before, after = _framed(tokenizer, question)
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
@@ -110,9 +110,9 @@ class Grader:
         return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens])[: self.max_tokens] for text in texts]
 
     def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the grade of each page and the probability that the model answers as asked, float64[n] each.
+        """Return each page's grade and the total probability of the possible answers, both float64[n].
 
-        One forward pass: the question's head is read once, every page with its tail is a branch of it.
+        This takes one forward pass. The question's head is computed once; each page with the tail is a branch of it.
         """
         import torch
 
@@ -161,20 +161,20 @@ for _name, _meaning in (
 
 
 class JudgeConfig(SeededConfig):
-    """The question to the model, and the documents that it is asked about."""
+    """The question, the documents to grade, and the model's settings."""
 
-    signal: Grade = Field("judgement", description="Signal that is written; it chooses the built-in prompt: quality, code or reasoning")
+    signal: Grade = Field("judgement", description="Signal to write, which selects the built-in prompt: quality, code or reasoning")
     question: Kind = Field("scale", description="scale: points from 0 to max_grade; yes_no: the probability of Yes against No, 0 to 1")
     prompt: str | None = Field(None, description="Your own prompt, with {text} in place of the page; null: the built-in prompt")
-    max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade that a prompt of your own gives, one digit")
+    max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade in a prompt of your own, one digit")
     answer_start: str = Field("Answer:", description="Beginning of the model's answer, before a space and the grade")
     chat: bool = Field(True, description="Ask in the model's chat format; false: the model continues the prompt")
-    sample: int = Field(1000, ge=1, description="Documents graded of each source, and of each language in it if `language` is given")
+    sample: int = Field(1000, ge=1, description="Maximum documents to grade per source, or given `language`, per source and language")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not graded")
     max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens read of each document's beginning (endpoint: 4 characters each)")
     batch_documents: int = Field(8, ge=1, le=1024, description="Documents in one forward pass")
     endpoint: EndpointConfig | None = Field(None, description="Remote model that writes the grades; null: the input model or checkpoint")
-    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum length of that model's reply with its reasoning, tokens")
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum length of the remote model's reply, reasoning included, tokens")
 
     @field_validator("prompt")
     @classmethod
@@ -198,7 +198,7 @@ class JudgeConfig(SeededConfig):
 
 
 def needs(config: JudgeConfig, facts: Facts) -> list[str]:
-    """Return the unmet needs of an endpoint: its key, and no model besides it."""
+    """Return a message if the endpoint's key is missing, and one if a model is given besides the endpoint."""
     if config.endpoint is None:
         return []
     both = bool({"model", "checkpoint"} & set(facts.inputs))
@@ -209,16 +209,16 @@ def needs(config: JudgeConfig, facts: Facts) -> list[str]:
 def judge(
     documents: Documents, model: Model | None, checkpoint: External | None, language: Signals | None, config: JudgeConfig, run: StageRun
 ) -> None:
-    """Grade a sample of documents by a language model's own probabilities of the grades.
+    """Grade a sample of documents by a language model's probabilities of the possible grades.
 
-    The grade is the mean of all grades, weighted by the probability of each as the next token after question and document, as in G-Eval
-    (Liu et al., arXiv 2303.16634, section 2): one forward pass, nothing is generated. Null: not graded. The sample depends on ids and
-    seed alone. `encoder_quality` and `code_reasoning` learn from these signals as their `labels`, as Llama 3 does (arXiv 2407.21783,
-    section 3.1.3).
+    The grade is the mean of the possible grades, weighted by their probabilities as the next token after question and document (G-Eval,
+    Liu et al., arXiv 2303.16634, section 2). Nothing is generated. Documents outside the sample have null. The sample depends only
+    on ids, sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels`, as in Llama 3
+    (arXiv 2407.21783, section 3.1.3).
 
-    `model` is a model of this pipeline; `checkpoint` a local folder in Hugging Face's layout or a GGUF file. The metric
-    `answer_probability` is the mean probability of all answers together: if it is low, the model did not understand the question.
-    With `endpoint` a remote model writes its grades, and `answer_probability` is the share of replies with a grade.
+    `model` is a model of this pipeline; `checkpoint` is a local Hugging Face folder or a GGUF file. The metric `answer_probability` is
+    the mean total probability of the possible answers: if it is low, the model did not understand the question.
+    With `endpoint`, a remote model writes the grades, and `answer_probability` is the share of replies with a grade.
     """
     place = None if config.endpoint is not None else place_of("judge", "checkpoint", model, checkpoint, gguf=True)
     ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
@@ -260,7 +260,7 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
 def _graded(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grade of each chosen document and the probability of a proper answer. This process drives a GPU, workers drive CPUs."""
+    """Return each chosen document's grade and total probability of the answers. A GPU is used from this process, CPUs from workers."""
     import torch
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
@@ -280,7 +280,7 @@ def _graded(
 def _asked(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grades that the endpoint's model writes, NaN for a reply without one, and whether each reply has one."""
+    """Return the grades that the endpoint's model writes (NaN for a reply without a grade), and 1 for each reply with a grade, else 0."""
     assert config.endpoint is not None
     endpoint, question = Endpoint(config.endpoint, run), config.asked()
     grades: list[float] = []
@@ -317,7 +317,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
-    """Return the grade and the probability of a proper answer for each text, float64[2, n]; a file keeps them for a resumed run."""
+    """Return each text's grade and total probability of the answers, float64[2, n]. A file keeps them for a resumed run."""
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():

@@ -1,4 +1,4 @@
-"""`language`: the most probable language of each document."""
+"""`language`: identification of the language and script of each document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIN_PROGRAM_LINES = 5
 class LanguageConfig(StageConfig):
     """Part of a document that the classifier reads, and rows of the table of languages."""
 
-    max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Characters read; of a longer document, windows spread over it")
+    max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Maximum characters read, in windows spread over a longer text")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, whose language is zxx (no linguistic content)")
     rows: tuple[LanguageRow, ...] = Field((), description="Rows of your own for the table of languages, or a tab-separated file's path")
 
@@ -52,9 +52,9 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
 
     The classifier reads the lines of prose if there are enough, so that the code in a manual does not decide. Program text and text
     without letters have the language zxx, with score 1. Languages that are easily confused count together in the score. The classes of a
-    `classifier` (of `import_classifier` with the purpose `language`) are ISO 639 codes, perhaps with a script: `en`, `eng`, `eng_Latn`.
-    The table `languages` describes each language: `heuristics` takes its stop words, `select` its thresholds. If the identifier fails, the
-    language is und (undetermined) with score 0, and failed_language counts the document.
+    `classifier` (of `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with a script: `en`, `eng`, `eng_Latn`.
+    The table `languages` has stop words for `heuristics` and thresholds for `select`. If identification fails, the language is und
+    (undetermined) with score 0, and failed_language counts the document.
     """
     if classifier is not None:
         trained(classifier, "language")
@@ -99,7 +99,7 @@ def _identify(
         rows = todo.pop()
         try:
             results += said(rows)
-        except (PunaError, ImportError):  # of the machine or the classifier, not of the document
+        except (PunaError, ImportError):  # errors of the machine or the classifier, not of a document
             raise
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
             if len(rows) > 1:
@@ -127,7 +127,7 @@ def _classified(classifier: Artifact, identity: str, seen: str, names: Names) ->
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
-    """Return language, score and script of `text`, as the stage finds them."""
+    """Return language, score and script of `text`, as the stage `language` does without a classifier."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     results = prose(data, readonly(np.array([0, len(data)])), np.array([True]), max_characters)
     seen = classifier_text(lambda: text, results, 0, max_characters)
@@ -150,7 +150,7 @@ def classifier_text(text: Callable[[], str], found: Prose, number: int, max_char
             letters, capitals = letters_and_capitals(seen)
     if not letters:
         return None
-    # Classifiers have seen little text in capitals.
+    # Classifiers were trained on little text in capitals.
     return seen.lower() if capitals > 0.5 * letters else seen
 
 

@@ -1,4 +1,4 @@
-"""`line_dedup`: lines or paragraphs that repeat across documents."""
+"""`line_dedup`: removal of lines or paragraphs that repeat across documents."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ EXAMPLES = 50
 
 
 class LineDedupConfig(StageConfig):
-    """Bounds of counting, and treatment of a line that repeats."""
+    """Limits of a line's occurrences, and treatment of lines beyond them."""
 
-    unit: Literal["line", "paragraph"] = Field("line", description="Unit of comparison: lines, or paragraphs, which empty lines separate")
+    unit: Literal["line", "paragraph"] = Field("line", description="Unit of comparison: lines, or paragraphs separated by empty lines")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
     max_per_million: float = Field(0.2, ge=0, description="Maximum occurrences of a kept line, per million documents; Llama 3: 0.2")
-    max_occurrences: int = Field(6, ge=1, description="Lower bound of that limit for any number of documents, occurrences")
-    min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; a smaller one only shows them")
-    policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Remove all occurrences of such a line, or keep the first")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose lines are neither counted nor removed, as programs")
+    max_occurrences: int = Field(6, ge=1, description="Minimum of the limit that max_per_million gives, occurrences")
+    min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; smaller ones only list them")
+    policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Remove each occurrence of a frequent line, or keep one")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources, such as code, whose lines are not counted or removed")
     protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
 
     def limit(self, documents: int) -> int:
@@ -53,11 +53,11 @@ class LineDedupConfig(StageConfig):
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
     """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: more than 6 times in 30 million).
 
-    The rule is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared by 64-bit hashes,
-    without white space around them: of 40 corpora of a billion lines, one has two lines with the same hash. Blank lines are not counted;
-    where they would pile up, they are removed with a line. Hashes are regrouped by value and counted, then the places of frequent ones by
-    shard, so that memory is bounded. A document without any line left is dropped. `removed_lines` has every removed line, so that the
-    input can be rebuilt; `examples` has the most frequent lines, also of a bucket that is too small to lose them.
+    The limit is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared by 64-bit hashes,
+    without surrounding white space. About one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted; where
+    they would pile up, they are removed with a line. To bound memory, hashes are partitioned by value and counted, then places of frequent
+    hashes are partitioned by shard. A document without any line left is dropped. `removed_lines` has every removed line, so that the input
+    can be rebuilt. `examples` has the most frequent lines, also from buckets that are too small to lose lines.
     """
     shards, rows, size = documents.shards(), documents.rows(), config.bucket_documents
     sizes = {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
@@ -163,7 +163,7 @@ def _remove(
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return a mask of the pieces that look like code; each distinct one is examined once."""
+    """Return a mask of the pieces that look like code. Each distinct piece is examined once."""
     _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
     seen = np.array([looks_like_code(bytes(data[begin[at] : end[at]]).decode().strip()) for at in first.tolist()], np.bool_)
     return seen[which]

@@ -1,4 +1,4 @@
-"""`minhash_dedup`: near-duplicate documents, found by MinHash and verified by their word runs."""
+"""`minhash_dedup`: removal of near-duplicate documents, found by MinHash and verified by their word runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from puna.storage.exchange import Exchange, Partition, partitions
 
 COLUMNS = ("id", "fetched_at", "source", "text")
 SHARD_ROWS = 1 << 17  # maximum documents of one job, which writes one file of every exchange
-AT_ONCE = 1 << 25  # maximum characters of a corpus that one worker compares in memory (150 MB), in a fifth less time
+AT_ONCE = 1 << 25  # maximum characters of a corpus for one worker to compare in memory (150 MB), which saves a fifth of the time
 KEY_BYTES = 16
 SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 
@@ -29,11 +29,11 @@ SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 def minhash_dedup(documents: Documents, signals: Signals | None, config: MinhashDedupConfig, run: StageRun) -> None:
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
-    Candidates agree in one of `bands` bands of their MinHash signatures. They are taken in order of preference (preferred sources; then
-    the longest, latest or best; then by id). A document is removed if it is verified to be a near-duplicate of an earlier, kept one: they
-    share enough word runs, and it has no long passage of its own. It is always compared with its survivor itself, never along a chain.
-    `duplicates` has the evidence. A small corpus is compared in memory. For a larger one, band keys are regrouped by value and candidates
-    by component, so that each worker holds a share of them; only the edges between candidates, 16 bytes each, lie in one worker.
+    Candidates agree in one of `bands` bands of their MinHash signatures. They are judged in order of preference (preferred sources; then
+    the longest, latest or best; then by id). A document is removed if it is a verified near-duplicate of a kept, preferred document: the
+    two share enough word runs, and the removed document has no long passage of its own. It is compared with its survivor itself, never
+    along a chain. `duplicates` has the evidence. A small corpus is compared in memory. For a larger corpus, band keys are partitioned by
+    value, and candidates by component, over workers. One worker holds all edges between candidates, 16 bytes each.
     """
     if config.survivor == "best_score":
         check_score(signals, config)
@@ -95,7 +95,7 @@ def _edges(keys: Partition) -> pa.Table:
 
 
 def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
-    """Return the documents on edges, each with its component (that is, its first document) and the part that holds it."""
+    """Return `row`, `component` (the smallest row in it) and `part` number of each document with an edge."""
     from puna.stages.curate.minhash.near_duplicates import roots, unite
 
     rows = edges.read()
@@ -110,7 +110,7 @@ def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
 def _gathered(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
-    """Return the candidates, regrouped by component, with the columns that the decision needs."""
+    """Return the candidates, partitioned by component, with the columns that the decisions need."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
     return run.exchange(_candidates, items, signals, config, by="hash", partitions=partitions(members.rows * each))

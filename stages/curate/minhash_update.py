@@ -1,4 +1,4 @@
-"""`minhash_update`: documents added to deduplicated ones, at a cost that grows only with the added documents."""
+"""`minhash_update`: deduplication of documents added to deduplicated ones, at a cost that grows with the added documents only."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revi
 def minhash_update(
     documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun
 ) -> None:
-    """Remove near-duplicates among added documents, and record the earlier decisions that they change.
+    """Remove near-duplicates from added documents, and record the earlier decisions that change.
 
-    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result holds the added documents that are
-    kept, with evidence for the others; `revisions` holds the earlier documents whose decision changes. Only components with added
-    documents are decided again; all decisions, combined by `verdicts`, equal those of `minhash_dedup` on all documents.
+    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the kept added documents, and
+    evidence for the removed ones; `revisions` has the earlier documents whose decision changes. Only components with added documents are
+    decided again. All decisions, combined by `verdicts`, equal the decisions of `minhash_dedup` on all documents.
     """
     settings = _configuration(previous)
     if settings.survivor == "best_score":
@@ -58,7 +58,7 @@ def _revised(file: str) -> dict[str, pa.Table]:
 
 
 def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: list[str], config: MinhashDedupConfig) -> int:
-    """Write the index, the removed documents and the changed decisions; return the number of documents connected with an added one."""
+    """Write the index, the removed documents and the changed decisions. Return the number of documents decided."""
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
     members = _affected(indices, config)
@@ -78,7 +78,7 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
-    """Return removed document → its survivor and their similarity, after a `minhash_dedup` and its updates; `ids` limits the documents."""
+    """Return removed document → (survivor, similarity), after a `minhash_dedup` and its updates. `ids`: the only documents to return."""
     result: dict[str, tuple[str, float]] = {}
     for artifact in artifacts:
         for table in ("revisions", "duplicates"):
@@ -107,7 +107,7 @@ def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
 
 
 class Members(NamedTuple):
-    """Documents, int64[M]: the number of each one's index (`segment`) and its row in it, ordered by both."""
+    """Documents: number of the index that has a document (`segment`) and its row there, both int64[M]; sorted by segment, then row."""
 
     segment: NDArray[np.int64]
     row: NDArray[np.int64]
@@ -118,7 +118,7 @@ def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]
 
 
 def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
-    """Return the added documents with shingles, and all documents that shared bands connect to them."""
+    """Return the added documents with shingles, and all documents linked to them by shared bands, directly or not."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     masks = [np.zeros(len(index.facts), bool) for index in indices]

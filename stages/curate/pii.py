@@ -1,4 +1,4 @@
-"""`pii`: a mask for personal data in documents, and the removal of documents with too much of it."""
+"""`pii`: masking of personal data in documents, and removal of documents with too much personal data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PiiConfig(StageConfig):
     """Kinds of personal data to mask or drop."""
 
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
-    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → minimum number that drops a document, as {ssn: 1}")
+    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → number of pieces that drops a text, e.g. {ssn: 1}")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
-    code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in those sources")
+    code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in code_sources")
     max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a document, bytes of UTF-8; longer ones are dropped")
 
 
@@ -35,8 +35,8 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
     """Mask e-mail and postal addresses, phone, card, bank account and social security numbers and public IP addresses.
 
     A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts them per
-    document. The rule `pii_KIND` drops documents with at least `drop` pieces of a kind. The rule `pii_failed` drops documents that are too
-    long or cannot be searched, since they may hold personal data.
+    document. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind. The rule `pii_failed` drops documents that
+    are too long, or whose search fails: they may contain personal data.
     """
     run.transform(_mask, documents, config)
 

@@ -18,7 +18,7 @@ from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
-# Optional: a crawl may hold no English, or only sources that a classifier leaves out.
+# Optional: a crawl may have no English, or only sources that a classifier exempts.
 declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it", optional=True)
 declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality", optional=True)
 GOOD, OTHER = "good", "other"
@@ -37,7 +37,7 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """Return the unmet needs: without a classifier, the signals of `language`, and the default class."""
+    """Return messages for unmet needs: without a classifier, `language` must be given, and `positive` must be the default."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 
@@ -50,12 +50,12 @@ def _lacking(config: QualityConfig, language: bool) -> list[str]:
 def quality(documents: Documents, classifier: Classifier | None, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
     """Score documents with the model that comes with Puna, or with a classifier of `train_classifier` or `import_classifier`.
 
-    Puna's model (`puna.models.classifiers.grades`) learned a judge's grades of English documents: `quality` is the probability of a grade
-    of 3 (sound text) or more, null for documents of other languages. A classifier, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and
-    DCLM (2406.11794), learned from sources: `quality` is the probability of a good one, null for the sources that it leaves out; a model
-    scores only documents that it did not learn from. It also learns how the sources differ in subject or language.
+    Puna's model (`puna.models.classifiers.grades`) was trained on a judge's grades of English documents: `quality` is the probability of a
+    grade of 3 (good text) or more, null for other languages. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM
+    (2406.11794), usually tells good sources from others: `quality` is the probability of `positive`, by a model that was not trained on
+    the document, and null for exempt sources. Such a classifier also learns how the sources differ in subject or language.
 
-    `quality_rank` is the share of scored documents with a lower quality, within a language if the signals of `language` are given.
+    `quality_rank` is the share of scored documents with a lower quality, among documents of the same language if `language` is given.
     """
     if classifier is None:
         if language is None or _lacking(config, True):

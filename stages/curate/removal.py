@@ -1,4 +1,4 @@
-"""Removal of duplicates by decisions regrouped by id, the last step of every deduplication stage."""
+"""Removal of duplicates, the last step of deduplication stages: decisions are partitioned by id and applied to the documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from puna.storage import Artifact
 from puna.storage.schemas import table_schema
 
 DECIDED = pa.schema([("id", pa.string()), ("kept_id", pa.string()), ("similarity", pa.float64()), ("detail", pa.string())])
-"""Schema of a removed document: its id, the id of the one kept instead, their similarity, and an explanation for a reader."""
+"""Schema of decisions: the ids of a removed document and of the document kept instead, their similarity, and an explanation."""
 MANY = 100_000  # approximate number of decisions in a partition if every document is removed
 
 
@@ -23,7 +23,7 @@ def remove(
 ) -> Sequence[Any]:  # fmt: skip
     """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
 
-    Return the infos of `decide`, by item. `threshold` of the rule; None: it has neither threshold nor value.
+    Return the JSON values of `decide`, by item. If `threshold` is None, threshold and value are null in `dropped`.
     """
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)

@@ -1,4 +1,4 @@
-"""Selection: the one stage that applies rules to documents."""
+"""`select`: the stage that applies rules to documents."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return the first need of the rules that the incoming signals do not meet, if these are known."""
+    """Return a message on the first signal or table that the rules need and no input has; none if the inputs' tables are not known."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -100,15 +100,15 @@ def needs(config: SelectConfig, facts: Facts) -> list[str]:
 def select(documents: Documents, signals: list[Signals], config: SelectConfig, run: StageRun) -> None:
     """Apply rules to signals, and keep the documents that no rule drops.
 
-    Documents that could not be measured are dropped first, as `failed`; then thresholds apply in declared order, `groups` of other packages
-    and `sql`. `dropped` has the first rule that fires, with value and threshold. With the signals of the stage `language`, a threshold is
-    multiplied by the factor of the document's language (table `languages`); a rule without a factor skips the document, as abstained_RULE
-    counts. A document that lacks a signal is an error. A null signal drops the document, except by rules on measures that do not exist
-    for every document. Kept documents lose lines that repeat earlier ones and, if configured, lines that C4 removes (`removed_lines`);
-    a document that loses all its lines is dropped.
+    Documents that could not be measured are dropped first, as `failed`. Then apply thresholds in declared order, `groups` of other
+    packages, and `sql`. `dropped` has the first rule that fires, with value and threshold. With the signals of the stage `language`, a
+    threshold is multiplied by its factor for the document's language (table `languages`). If that factor is null, the rule skips the
+    document, and abstained_RULE counts it. A document without a row of signals is an error. A null signal drops the document, except for
+    rules on measures that some documents do not have. Kept documents lose lines that repeat earlier text and, if configured, lines that
+    C4 removes (`removed_lines`). A document that loses all its lines is dropped.
     """
     if not documents.rows():
-        run.transform(_select, documents)  # signals of no documents have no columns for rules
+        run.transform(_select, documents)  # signals of an empty corpus lack the columns that rules read
         return
     thresholds, expressions = list(active_rules(config)), config.expressions()
     carried = carried_signals(signals)

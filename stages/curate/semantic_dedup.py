@@ -1,4 +1,4 @@
-"""`semantic_dedup`: near-duplicates in meaning, by TF-IDF vectors or an encoder's vectors (SemDeDup)."""
+"""`semantic_dedup`: removal of documents with similar TF-IDF vectors or encoder vectors (SemDeDup)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ JOB_ROWS = 1 << 17  # documents of one job; sums of vectors must not depend on s
 
 
 class SemanticDedupConfig(SeededConfig):
-    """Settings of document vectors, of their clusters, and of the similarity at which a document is removed."""
+    """Settings of document vectors, of clusters, and of the removal of similar documents."""
 
     threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine of a duplicate and a kept document")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
     buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Hash buckets of the vocabulary of TF-IDF")
     max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens of a document that an encoder reads, from its beginning")
-    cluster_documents: int = Field(1000, ge=2, description="Documents per cluster on average; only those of one cluster are compared")
+    cluster_documents: int = Field(1000, ge=2, description="Average documents per cluster; only documents of one cluster are compared")
     iterations: int = Field(10, ge=1, le=100, description="Steps of spherical k-means")
     min_words: int = Field(20, ge=1, description="Minimum length of a document that may be removed, words")
-    survivor: Literal["longest", "latest"] = Field("longest", description="Which of several duplicates is kept")
+    survivor: Literal["longest", "latest"] = Field("longest", description="Document to keep among duplicates")
 
 
 @stage(kind="documents", filters="documents")
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
-    """Remove documents whose vector is close to that of a kept one (SemDeDup, Abbas et al. 2023, but with the survivor of `survivor`).
+    """Remove documents whose vector is close to a kept document's (SemDeDup, Abbas et al. 2023, but `survivor` chooses the kept document).
 
     Vectors are TF-IDF over normal words, projected at random: they match reordered and lightly edited text, but not paraphrases. With a
-    `model` of this pipeline, or the folder of a Hugging Face `encoder`, they are mean hidden states less their common mean (Mu and
-    Viswanath 2018). Documents are clustered by spherical k-means. In each cluster they are visited in order of preference, and a document
-    is removed if a kept one is similar enough. `duplicates` holds the pair and its cosine.
+    `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states, minus their mean (Mu and
+    Viswanath 2018). Documents are clustered by spherical k-means. A cluster's documents are visited in order of preference; a document is
+    removed if its cosine with a kept document reaches `threshold`. `duplicates` has the pair and the cosine.
     """
     if not documents.rows():
         return
@@ -118,7 +118,7 @@ def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: ND
 
 
 def _read(table: pa.Table, common: NDArray[np.float64] | None) -> NDArray[np.float32]:
-    """Return unit vectors [n, D] of documents, less the mean `common` unless it is None."""
+    """Return the documents' vectors [n, D] as stored, or if `common` is given, minus `common` and scaled to unit length."""
     column = table["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if common is None:
@@ -168,7 +168,7 @@ def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArr
 
 
 def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
-    """Return documents with their cluster and its partition, `place` (of `size`)."""
+    """Return documents with their cluster number and the cluster's partition, `place` (0 to `size` - 1)."""
     table = vectors.read()
     own = _read(table, common)
     cluster = np.zeros(len(own), np.int64) if centers is None else np.argmax(own @ centers.T, axis=1)

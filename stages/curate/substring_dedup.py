@@ -26,7 +26,7 @@ class SubstringDedupConfig(StageConfig):
     """Minimum lengths of removed passages and of the documents that remain."""
 
     words: int = Field(50, ge=2, le=10_000, description="Minimum length of a repeated passage that is removed, words")
-    min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; one with fewer is dropped")
+    min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; else it is dropped")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor cut")
 
 
@@ -34,8 +34,8 @@ class SubstringDedupConfig(StageConfig):
 def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: StageRun) -> None:
     """Remove repeated passages of at least `words` words except their first occurrence, by id (Lee et al. 2021, ExactSubstr).
 
-    White space does not count. `removed_spans` holds every removed passage. A document with too few words left is dropped. Hashes of
-    windows are regrouped by value. Places of repeated windows are sent to the shard of the first occurrence for its id, then to their own.
+    White space does not count. `removed_spans` has every removed passage. A document with too few words left is dropped. Hashes of windows
+    are partitioned by value. Repeated windows go to the shard of their first occurrence, to get its id, and then to their own shard.
     """
     shards = documents.shards()
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
@@ -67,7 +67,7 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
 
 
 def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
-    """Return the repeated windows, by the shard of the first window with their hash; and the number of repeated hashes."""
+    """Return the repeated windows, with the shard and row of the first window of equal hash; and the number of repeated hashes."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
     order = np.argsort(hashes, kind="stable")  # windows come in the order of rows
@@ -81,7 +81,7 @@ def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, 
 
 
 def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
-    """Return repeated windows by their own shard, each with the id of the document in `item`'s shard that has it first."""
+    """Return repeated windows with their own shard, and the id of the document in `item`'s shard that has the first occurrence."""
     shard, repeated = item
     table = repeated.read()
     row = table["row"].to_numpy()

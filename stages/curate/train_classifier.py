@@ -1,4 +1,4 @@
-"""`train_classifier`, `import_classifier`, `classify`: a classifier that is made once and applied to any number of crawls."""
+"""`train_classifier`, `import_classifier`, `classify`: a classifier that is trained or imported once and applied to any crawl."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainClassifierConfig(ClassifierConfig):
 
 
 def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
-    """Return unmet needs: without labels, training needs known sources of both classes."""
+    """Return a message if there are no labels and the known sources do not give both classes, else an empty list."""
     names = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not names or (names & set(config.positive_sources) and names - set(config.positive_sources)):
         return []
@@ -51,8 +51,8 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
 def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
     """Train a fastText classifier on documents of good sources against all others, or on labels of an earlier stage.
 
-    For each fold one model is trained on the documents of the other folds (see `puna.stages.curate.classifiers.fold_models`). The stage
-    `purpose` applies them. Equal inputs give equal bytes. Metrics and figures come from models that did not see the scored documents.
+    For each fold, one model is trained on the documents of the other folds (see `puna.stages.curate.classifiers.fold_models`). The stage
+    `purpose` applies the models. Equal inputs give byte-identical models. Metrics and figures are out of fold.
     """
     if labels is not None and config.label not in labels.columns():
         there = ", ".join(name for name in labels.columns() if name != "id")
@@ -96,7 +96,7 @@ class ImportClassifierConfig(StageConfig):
 
 @stage(kind="classifier")
 def import_classifier(model: External, config: ImportClassifierConfig, run: StageRun) -> None:
-    """Make a classifier of a fastText model, a .bin or .ftz file, that is applied like one of `train_classifier`."""
+    """Import a fastText model (.bin or .ftz) as a classifier, which is applied like a classifier of `train_classifier`."""
     file = Path(model.uri.removeprefix("file://"))
     if not file.is_file():
         raise PunaError(f"import_classifier: {model.uri} is no local file; give a fastText model, .bin or .ftz")
@@ -117,9 +117,9 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
 
 @stage(kind="signals", signals=("classifier_label", "classifier_score"))
 def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Give documents the most probable class of a classifier, and its probability; nothing is trained.
+    """Write each document's most probable class by a classifier, and the class's probability. Nothing is trained.
 
-    Documents that the classifier learned from are scored by a model that did not see them. Both are null for sources that it leaves out.
+    The classifier's training documents are scored by models that did not see them. Both signals are null for exempt sources.
     """
     run.transform(_classify, documents, classifier, columns=["id", "source", "text"])
 

@@ -1,4 +1,4 @@
-"""`url_dedup`: the newest version of each address."""
+"""`url_dedup`: removal of all documents of a URL except the newest."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROW_BYTES = 150  # approximate bytes of an address, an id and a time
 
 
 class UrlDedupConfig(StageConfig):
-    """Parts of an address that are ignored."""
+    """Treatment of addresses before they are compared."""
 
     normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and the like when comparing addresses")
 
 
 @stage(kind="documents", filters="documents")
 def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> None:
-    """Keep the newest version of each address (Llama 3, section 3.1.1); if several are equally new, the smallest id."""
+    """Keep the newest document of each URL (Llama 3, section 3.1.1); among equally new documents, keep the smallest id."""
     shards = documents.parts(columns=["id", "url", "fetched_at"], rows=1 << 17)
     by_address = run.exchange(_addresses, shards, config, by="hash", partitions=partitions(ROW_BYTES * documents.rows()))
     remove(run, documents, _older, by_address.filled, method="url", rule="same_url")

@@ -1,4 +1,4 @@
-"""`url_filter`: removal of documents of unwanted sites, by their addresses."""
+"""`url_filter`: removal of documents from unwanted sites, by their URLs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORD = re.compile(r"[a-z]+")
 NO_LETTERS = re.compile(r"[^a-z-]+")
 ENDINGS = ("", "s", "o", "os", "er", "ers", "y", "ing", "ography", "ographic")
 SHORT = ("porn", "hentai")
-"""Adult words with which other names begin (Thai given names, Japanese terms)."""
+"""Adult words that are also the beginning of harmless names (Thai given names, Japanese terms)."""
 SUFFIXES = frozenset(("porn", "xxx", "sex", "adult"))
 """Public suffixes of adult sites."""
 LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.txt", "harmful": "data/harmful_domains.txt"}
@@ -69,9 +69,9 @@ class Verdict(NamedTuple):
 def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilterConfig, run: StageRun) -> None:
     """Drop documents of unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
 
-    `lists`: further lists, read by `block_lists`. Addresses are dropped below a listed domain or domain/path, with a listed word, or if
-    they match a listed expression. Places are looked up by 64-bit hashes: with 5 million entries, a collision wrongly drops about one
-    address in 10^12.
+    `lists`: further lists, read by `block_lists`. A document is dropped if its URL lies below a listed domain or domain/path, has a
+    listed word, or matches a listed expression. Domains and paths are looked up by 64-bit hashes: with 5 million entries, a collision
+    wrongly drops about one URL in 10^12.
     """
     places: dict[str, str] = {}
     for name, file in LISTS.items():
@@ -153,7 +153,7 @@ def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | Non
     digests = np.array([xxh64_intdigest(place.encode()) for place in flat], np.uint64)
     at = np.minimum(np.searchsorted(hashes, digests), len(hashes) - 1)
     owner = np.repeat(np.arange(len(places)), [len(own) for own in places])
-    for hit in np.flatnonzero(hashes[at] == digests)[::-1].tolist():  # backwards: the first place is written last
+    for hit in np.flatnonzero(hashes[at] == digests)[::-1].tolist():  # backwards, so that the first place wins
         out[owner[hit]] = (flat[hit], rules.rules[numbers[at[hit]]])
     return out
 
@@ -188,7 +188,7 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words of addresses. One word of `adult`, a stem with an ending, in a host is enough; words of `whole` are counted."""
+    """Words in URLs. One word of `adult` (a stem with an ending) in the host drops a document; words of `whole` are counted."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]
@@ -214,7 +214,7 @@ def adult_name(host: str) -> str:
     """Return the adult word in a host; empty if there is none.
 
     Labels, without the public suffix, are split at hyphens and digits. A piece counts if adult and ordinary words cover all its
-    letters, with fewer words than ordinary ones alone; or if ordinary words cover all letters before a long adult word.
+    letters, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult word.
     """
     words = _vocabulary()
     domain, _, suffix = urls.names(host)[-1].partition(".")

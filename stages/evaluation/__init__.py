@@ -1,1 +1,1 @@
-"""Measurement of models."""
+"""Evaluation of models."""

@@ -44,10 +44,10 @@ RESULTS = "results.json"
 class BenchmarkConfig(SeededConfig):
     """Settings of questions, answers and scores."""
 
-    limit: int | None = Field(None, ge=1, description="Number of questions of each task, from its first; null: all")
+    limit: int | None = Field(None, ge=1, description="Number of questions of each task, from the first on; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
     prompts: PromptFormat = Field("plain", description="plain: text as it is, for base models; chat: one message of the chat template")
-    options: Literal["task", "letters", "best"] = Field("task", description="Options of multiple choice; best: the better of both formats")
+    options: Literal["task", "letters", "best"] = Field("task", description="Format of multiple choice; best: the better of both")
     answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
     max_tokens: int = Field(256, ge=1, description="Maximum length of an answer to the input `prompts`, tokens; task files have their own")
@@ -68,7 +68,7 @@ class BenchmarkConfig(SeededConfig):
 
 @dataclass
 class Result:
-    """Measurements of a task with questions `ids`. `about`: version, content, shots and format; `settings`: those of the task file."""
+    """Measurements of a task with questions `ids`. `about`: version, content, shots and format. `settings`: settings of the task file."""
 
     name: str
     about: dict[str, Any]
@@ -105,21 +105,21 @@ def benchmark(
     model: Model, tasks: list[External] | None, prompts: list[Prompts] | None, judges: list[Model] | None, overlaps: Evaluation | None,
     config: BenchmarkConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Score a model on task files in lm-evaluation-harness's YAML, over local data; each number has its 95 % interval.
+    """Score a model on task files in lm-evaluation-harness's YAML, over local data, with 95 % intervals.
 
-    `tasks`: task files beside their data. `prompts`: their held-out prompts are tasks, too, each answer scored by its prompt's verifier.
+    `tasks`: task files beside their data. `prompts`: their held-out prompts are tasks, too; a prompt's verifier scores its answers.
     Multiple choice: context and option are encoded together. `acc_norm` divides likelihoods by characters, `acc_bytes` by bytes. Whole
     texts: `word_perplexity`, `byte_perplexity` and `bits_per_byte`; the BOS token is scored after a prefix, as in the harness. Answers:
-    `exact_match` after each filter; with a `verifier` of the task file `verified`, and with several answers `pass@k` and `majority@n`.
-    To a verifier, an answer that was cut off by its length is wrong; `judges` are models that a verifier may name.
+    `exact_match` after each filter; `verified` if the task file has a `verifier`, and with several answers `pass@k` and `majority@n`.
+    For a verifier, an answer that was cut off by its length is wrong. `judges`: models that a verifier may name.
 
-    `task_scores` has each number with version, examples, format, seed and cost; for multiple choice the expected calibration error; and
-    with `overlaps`, from `contamination` of these tasks, the share of questions that the model was trained on, and the number without
-    them. `scores` has the numbers of each question, to compare two models; results.json has all of them in the harness's layout.
+    `task_scores` has each metric with version, shots, format, seed and cost, and for multiple choice the expected calibration error. With
+    `overlaps`, from `contamination` of these tasks, it has the share of questions that the model was trained on, and the metric without
+    them. `scores` has the scores of each question, to compare two models. results.json has the results in the harness's layout.
     """
     loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks or () for file, spec in task_files(one)]
     if prompts and config.shots:
-        raise PunaError(f"benchmark: {prompts[0].id} has no examples to show before a question: leave shots out, or ask a task file")
+        raise PunaError(f"benchmark: {prompts[0].id} has no examples to show before a question: leave shots out, or give a task file")
     loaded += [task for one in prompts or () for task in prompt_tasks(one, config.max_tokens, config.limit)]
     if not loaded:
         raise PunaError("benchmark: give tasks or prompts to ask")
@@ -201,7 +201,7 @@ class Bench:
         return self.model.config.max_position_embeddings
 
     def measured(self, task: Task) -> Iterator[Result]:
-        """Yield the results of a task; with the options `best`, those of the better format, then of each format."""
+        """Yield the result of a task. With `options: best`, yield the better format's result, then both formats' results."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
@@ -284,7 +284,7 @@ class Bench:
     def _examples(
         self, name: str, task: Task, asker: Asker, columns: Sequence[Column], texts: Sequence[str], **more: Sequence[Any]
     ) -> list[dict[str, Any]]:
-        """Return the first questions with their answers as rows of `examples`; `more`: further facts about each question."""
+        """Return the first questions with their answers as rows of `examples`. `more`: name → a further fact per question."""
         rows = []
         for number, (document, text) in enumerate(zip(task.documents[: self.config.examples], texts, strict=False)):
             facts = {key: values[number] for key, values in more.items()} | {column.name: column.values[number] for column in columns}
@@ -312,7 +312,7 @@ class Bench:
     def _verified(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's scores of answers and its details; an answer that cannot be scored has 0, and a metric counts it."""
+        """Return the verifier's score and detail for each answer. An answer that cannot be scored gets 0; a metric counts these."""
         pairs = [(row, text) for row, several in zip(task.asked(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]

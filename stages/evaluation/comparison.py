@@ -16,17 +16,17 @@ SURE = 0.05
 """Level of significance."""
 TABLE = "task_scores"
 SAME = ("version", "shots", "format")
-"""Columns that must be equal if two numbers are compared, as must `content`."""
+"""Columns of `task_scores` that must be equal, besides `content`, to compare two models."""
 Values = dict[str, tuple[float, float]]
 """Each question's value and weight."""
 Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
-"""Task → metric → the row of `task_scores` with the key of its `evaluation`, and the questions' values."""
+"""Task → metric → the row of `task_scores` (with the key of its artifact as `evaluation`), and the questions' values."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two models in a metric, over the `n` questions that both were asked. `p`: two-sided, of Student's t; `holm`: `p` after
-    Holm's correction for the number of rows (1979). Perplexities are compared by their logarithms."""
+    """Difference of two models in a metric, `other` minus `one`, over the `n` questions that both were asked. `p`: two-sided, by Student's
+    t; `holm`: `p` after Holm's correction (1979) for the number of rows. Perplexities are compared by their logarithms."""
 
     task: str
     metric: str

@@ -47,21 +47,21 @@ OWN_BITS = "document_bits_per_byte"
 class PagesConfig(StageConfig):
     """Settings of measurements on held-out pages."""
 
-    max_bytes: int = Field(400_000, ge=1000, description="Held-out text to score, bytes; pages are chosen by a hash of their id")
-    max_page_bytes: int = Field(100_000, ge=100, description="Maximum length of a page, bytes; longer ones are left out")
+    max_bytes: int = Field(400_000, ge=1000, description="Maximum held-out text to score, bytes; a hash of their ids chooses pages")
+    max_page_bytes: int = Field(100_000, ge=100, description="Maximum length of a page, bytes; longer pages are left out")
     questions: int = Field(100, ge=0, description="Multiple-choice questions made of the pages; 0: none")
     options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
     prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
     option_words: int = Field(20, ge=1, description="Words of each option")
-    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model that is compared to n-grams; 0: none")
+    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model to compare with baselines; 0: none")
     ngram_order: int = Field(4, ge=1, le=16, description="Maximum length of the counted n-grams, tokens")
     continuations: int = Field(3, ge=0, description="Pages whose beginning the model continues, as examples for a reader")
 
 
 class AnswersConfig(TurnsConfig):
-    """Answers to held-out prompts."""
+    """Settings of answers to held-out prompts."""
 
-    prompts_per_task: int = Field(100, ge=1, description="Held-out prompts of each task")
+    prompts_per_task: int = Field(100, ge=1, description="Maximum held-out prompts of each task")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
     taste: dict[str, JsonValue] | None = Field(None, description="Verifier, {name: …, …}, of annotators' taste, for the metric `liked`")
@@ -77,7 +77,7 @@ class AnswersConfig(TurnsConfig):
 
 
 class EvaluateConfig(BadRowsConfig, SeededConfig):
-    """Settings of the measurements."""
+    """Settings of the evaluation on pages and on prompts."""
 
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
@@ -106,17 +106,17 @@ def evaluate(
     model: Model, documents: Documents | None, mixture: Mixture | None, prompts: Prompts | None, judges: list[Model] | None,
     config: EvaluateConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Measure a model on pages and prompts it was not trained on; every number has its 95 % interval.
+    """Evaluate a model on pages and prompts that it was not trained on, with 95 % intervals.
 
     Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, which include the end of each page,
-    and two baselines that read as many training tokens as the model (see `baseline_tokens`): token n-grams, without and with the counts of
-    the page itself, and zstd with that text as dictionary. They also give multiple choice between continuations of this and other pages.
+    and two baselines, fitted to the model's training tokens (see `baseline_tokens`): token n-grams, without and with the counts of the
+    page itself, and zstd with the training text as dictionary. They also give multiple choice between continuations of several pages.
 
-    Prompts are answered in the chat format and scored by their verifiers; `judges` are models that a verifier may name. A prompt is solved
-    at a score of 1, unless its answer was cut off (`cut_off_right` counts those). If a verifier fails on an answer, the task's numbers
+    Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may name. A prompt is solved
+    at a score of 1, unless its answer was cut off (`cut_off_right` counts these). If a verifier fails on an answer, the task's metrics
     leave the answer out, and `unscored_answers` counts it. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
-    `variety` shows whether answers follow one template: the mean share of an answer's runs of three words that no other answer has, without
-    its question's words. `answer_tokens` counts all tokens, also of answers that a search (`answers.search`) did not choose. The side
+    `variety` shows whether answers follow one template: it is the mean share of an answer's three-word runs that no other answer has,
+    without the words of its question. `answer_tokens` also counts answers that a search (`answers.search`) did not choose. The side
     table `scores` has each prompt's `score` and, with a taste, `liked` (1: right and to the annotators' taste; else 0).
     """
     if documents is None and prompts is None:
@@ -300,7 +300,7 @@ def _answers(
 
 
 def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
-    """Return a function that scores answers by the search's verifier; None without one."""
+    """Return a function that scores answers by the search's verifier, or None if the search has none."""
     assert config.answers.search is not None
     if (spec := config.answers.search.verifier) is None:
         return None
@@ -355,10 +355,10 @@ def _liked(row: dict[str, Any]) -> bool:
 
 
 def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
-    """Return, for each (question, answer), the share of the answer's runs of three words that no other answer has, 0 to 1.
+    """Return, for each (question, answer), the share of the answer's three-word runs that no other answer has, 0 to 1.
 
-    The words of an answer's own question are left out, so that a template in which only these change gives 0 (cf. distinct-n, Li et al.
-    2016). An answer's beginning and end count as words. Shares depend on the number of answers, so compare only equal numbers.
+    The words of an answer's own question are left out, so that a template in which only these words change gives 0 (cf. distinct-n, Li et
+    al. 2016). An answer's beginning and end count as words. Shares depend on the number of answers: compare only equal numbers of answers.
     """
     runs = [_runs(question, answer) for question, answer in asked]
     having = Counter(run for one in runs for run in one)

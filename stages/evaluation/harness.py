@@ -1,4 +1,4 @@
-"""lm-evaluation-harness itself, with Puna's engine as its model. It is an extra: `pip install 'puna[harness]'`."""
+"""Evaluation by lm-evaluation-harness itself, on Puna's engine. The harness is an extra: `pip install 'puna[harness]'`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
     """Evaluate a model with lm-evaluation-harness, on task files over local data or on the harness's own tasks by name.
 
     The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, each shared prompt once.
-    The tables are those of `benchmark`, which gives equal numbers for task files that both read.
+    The tables are the same as in `benchmark`, which gives equal numbers for task files that both can read.
     """
     if problems := needs(config, Facts({}, 0, None)):
         raise PunaError(f"harness: {'; '.join(problems)}")

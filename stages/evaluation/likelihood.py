@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations by the conventions of lm-evaluation-harness 0.4.13.
 
 Context and continuation are encoded together and split after as many tokens as the context alone has. Common prefixes of token sequences
-are computed once: the prompt of a question's options, the examples of a task's questions. Where passes can be exact
-(`kernels/exact.py`), a likelihood has the same bits in every batch, at no cost in time and with half the rounding error.
+are computed once, such as the question of several options, or the examples of a task's questions. Where passes can be exact
+(`kernels/exact.py`), a likelihood has the same bits in every batch. This costs no time and halves the rounding error.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Request(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """The sum of log p of a continuation's tokens in nats, and whether each of them was the likeliest."""
+    """The log-likelihood of a continuation in nats, and whether each of its tokens was the model's likeliest (`greedy`)."""
 
     sum: float
     greedy: bool
 
 
 class Encoder:
-    """A tokenizer with the harness's conventions. `lead`: tokens that it puts before every text (BOS, or none). `prefix`: the token that
-    stands for an empty context (BOS, or end of text if there is no BOS)."""
+    """A tokenizer with the harness's conventions. `lead`: tokens that the tokenizer puts before every text (BOS, or none). `prefix`: the
+    token that stands for an empty context (BOS, or end of text if there is no BOS)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -160,7 +160,7 @@ def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]
 
 
 def _scored(model: Transformer, forest: Forest, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p of each target at its position, and whether it is the likeliest token there, on the CPU."""
+    """Return, as CPU tensors, log p of each target at its position, and whether it is the likeliest token there."""
     import torch
 
     device = next(model.parameters()).device

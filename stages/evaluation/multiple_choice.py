@@ -1,7 +1,7 @@
 """Multiple-choice questions from held-out pages: several continuations, one of which is the page's own.
 
-The model's answer is the option with the highest log-likelihood, plain or divided by its length in bytes (`acc` and `acc_bytes` of
-lm-evaluation-harness, whose `acc_norm` divides by characters)."""
+The model's answer is the option with the highest log-likelihood, plain or divided by the option's length in bytes. These are `acc` and
+`acc_bytes` of lm-evaluation-harness, whose `acc_norm` divides by characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """Return the held-out pages with the smallest hashes, until they have max_bytes."""
+    """Return the held-out pages with the smallest hashes, up to `max_bytes` in all. Raise PunaError if there is none."""
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
@@ -37,7 +37,7 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
 def training_text(
     model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
-    """Return training documents' tokens, at most as many as trained the model; nothing if that number is unknown or above `most_tokens`.
+    """Return training documents' tokens, at most the model's number of training tokens; empty if that is unknown or above `most_tokens`.
 
     A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of its n-grams."""
     trained = model.manifest.metrics.get("trained_tokens")
@@ -80,10 +80,10 @@ class Item:
 def build(
     documents: Sequence[tuple[str, str, str]], items: int, options: int, prompt_words: int, option_words: int, seed: int
 ) -> list[Item]:
-    """Build at most `items` questions from documents (id, category, text), in any order.
+    """Return at most `items` questions from documents (id, category, text). The documents' order does not matter.
 
     A page gives a question if it has prompt_words + option_words words. Wrong options are the same word range of other pages, preferably
-    of its category. So length and position do not reveal the answer, and topic seldom does."""
+    of the same category. So length and position do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
         words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]

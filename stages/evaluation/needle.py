@@ -32,7 +32,7 @@ class NeedleSettings(StageConfig):
     passage: str = Field("\nThe number of the {key} is {value}.\n", description="Passage; the text before {value} is the question")
     key_words: tuple[str, ...] = Field(THINGS, min_length=1, description="Keys, one of which is asked for")
     value_words: tuple[str, ...] = Field(tuple(map(str, range(100, 1000))), min_length=2, description="Values, drawn for each key")
-    pairs: int = Field(1, ge=1, description="Passages per text, each with another key; only the one asked for has a fixed depth")
+    pairs: int = Field(1, ge=1, description="Passages per text, with different keys; only the passage asked for has a fixed depth")
     trials: int = Field(24, ge=1, le=10_000, description="Texts at each depth")
 
     @model_validator(mode="after")
@@ -49,8 +49,8 @@ class NeedleSettings(StageConfig):
 class NeedleConfig(NeedleSettings, SeededConfig):
     """Settings of the needle-in-a-haystack evaluation."""
 
-    lengths: tuple[int, ...] = Field((), description="Lengths of the texts, tokens; none: the model's longest context")
-    max_bytes: int = Field(4_000_000, ge=1000, description="Held-out text to hide passages in, bytes; shorter text is repeated")
+    lengths: tuple[int, ...] = Field((), description="Lengths of the texts, tokens; empty: the model's longest context")
+    max_bytes: int = Field(4_000_000, ge=1000, description="Maximum held-out text to hide passages in, bytes; it is repeated if short")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass; a longer text is a pass of its own")
 
 
@@ -101,7 +101,7 @@ def by_depth(
 ) -> dict[float, intervals.Interval]:
     """Return the share of texts of `length` tokens whose passage the model finds, by depth, with Wilson's interval.
 
-    It finds a passage if each token of the value is its likeliest next token. `noise`: token ids of the surrounding text."""
+    A passage counts as found if each token of its value is the model's likeliest. `noise`: token ids of the surrounding text."""
     shares: dict[float, intervals.Interval] = {}
     for depth in DEPTHS:
         trials = list(texts(noise, tokenizer, length, depth, settings, seed))
@@ -143,5 +143,5 @@ def needle(model: Model, documents: Documents, mixture: Mixture | None, config: 
 
 
 def heat(series: dict[str, list[tuple[Any, float]]]) -> Figure:
-    """Return the figure of accuracies by depth, a row each."""
+    """Return a figure of accuracy by depth, with one series per text length."""
     return Figure(title="Passages found, by depth", x="depth", y="accuracy", kind="bar", series=series)

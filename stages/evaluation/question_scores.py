@@ -108,7 +108,7 @@ def _answer(task: Task, document: Document, options: Options) -> str:
 
 @dataclass(frozen=True)
 class Asker:
-    """A writer of prompts: plain text, or a conversation by the chat template with a turn per example."""
+    """A writer of prompts: plain text, or a conversation by the chat template, with a question and an answer turn per example."""
 
     encoder: Encoder
     prompts: PromptFormat = "plain"
@@ -144,7 +144,7 @@ class Asker:
         return ids or [self.encoder.prefix]
 
     def shown(self, task: Task, document: Document) -> str:
-        """Return the question as text for people."""
+        """Return the question as text for a reader, without examples."""
         return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
 
     def requests(self, task: Task, document: Document) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Task files: the YAML of lm-evaluation-harness, over local data, without code of its own.
+"""Task files in the YAML of lm-evaluation-harness, over local data, without Python code.
 
 `TaskFile` lists the supported keys. Keys in `UNUSED` change no score and are ignored; any other key is an error.
 """
@@ -46,8 +46,8 @@ class Metric(StageConfig):
     """An entry of metric_list."""
 
     metric: str = Field(description="Name of the metric")
-    aggregation: str = Field("", description="The metric's own aggregation, or nothing")
-    higher_is_better: bool | None = Field(None, description="Whether more is better, for readers")
+    aggregation: str = Field("", description="Empty, or the metric's own aggregation; no other is supported")
+    higher_is_better: bool | None = Field(None, description="Whether higher values are better, for readers")
     ignore_case: bool = Field(False, description="exact_match: compare in lower case")
     ignore_punctuation: bool = Field(False, description="exact_match: compare without ASCII punctuation")
     ignore_numbers: bool = Field(False, description="exact_match: compare without digits")
@@ -63,7 +63,7 @@ class Filter(StageConfig):
     """An entry of filter_list: steps that an answer goes through before its metrics."""
 
     name: str = Field(min_length=1, description="Name of the filter, written after the metric's")
-    filter: tuple[dict[str, JsonValue], ...] = Field(min_length=1, description="Steps, each {function: regex, …}")
+    filter: tuple[dict[str, JsonValue], ...] = Field(min_length=1, description="Steps, such as {function: regex, …}")
 
     @field_validator("filter")
     @classmethod
@@ -82,10 +82,10 @@ class Shots(StageConfig):
     sampler: Literal["first_n"] = Field("first_n", description="Choice of examples: the first ones; random ones are not supported")
     split: str | None = Field(None, description="Split of the examples; null: fewshot_split")
     samples: tuple[dict[str, JsonValue], ...] | None = Field(None, description="The examples themselves, as rows")
-    doc_to_text: str | None = Field(None, description="The examples' question, if not as the task's")
-    doc_to_target: str | int | None = Field(None, description="The examples' answer, if not as the task's")
-    fewshot_delimiter: str | None = Field(None, description="Text behind each example, if not as the task's")
-    target_delimiter: str | None = Field(None, description="Text between question and answer, if not as the task's")
+    doc_to_text: str | None = Field(None, description="Question of the examples; null: doc_to_text of the task")
+    doc_to_target: str | int | None = Field(None, description="Answer of the examples; null: the task's")
+    fewshot_delimiter: str | None = Field(None, description="Text after each example; null: the task's")
+    target_delimiter: str | None = Field(None, description="Text between question and answer; null: the task's")
 
 
 class Generation(StageConfig):
@@ -120,11 +120,11 @@ class TaskFile(StageConfig):
     doc_to_choice: str | tuple[str, ...] | None = Field(None, description="Options: a template of a list, a field, or the list")
     description: str = Field("", description="Text before everything else")
     target_delimiter: str = Field(" ", description="Text between question and answer")
-    fewshot_delimiter: str = Field("\n\n", description="Text behind each example")
+    fewshot_delimiter: str = Field("\n\n", description="Text after each example")
     fewshot_config: Shots = Field(Shots(), description="The examples")
     num_fewshot: int = Field(0, ge=0, le=1000, description="Examples before each question")
     metric_list: tuple[Metric, ...] = Field((), description="Metrics; none: acc and acc_norm, exact_match, or the perplexities")
-    generation_kwargs: Generation = Field(Generation(), description="How answers are drawn")
+    generation_kwargs: Generation = Field(Generation(), description="Settings of generation")
     repeats: int = Field(1, ge=1, le=10_000, description="Answers to each question")
     filter_list: tuple[Filter, ...] = Field((), description="Filters of answers before metrics; none: take_first")
     verifier: str | dict[str, JsonValue] | None = Field(
@@ -169,13 +169,13 @@ class TaskFile(StageConfig):
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
-        """Return each split's data files by their names in the task file. Without splits, all are `train`."""
+        """Return split → data files, as named in the task file. Without splits, all files are `train`."""
         data_files = self.dataset_kwargs["data_files"]
         splits = data_files if isinstance(data_files, dict) else {"train": data_files}
         return {split: tuple(map(str, files)) if isinstance(files, list) else (str(files),) for split, files in splits.items()}
 
     def split(self, where: str) -> str:
-        """Return the split to evaluate."""
+        """Return the split to evaluate; raise PunaError if it has no data files."""
         split = self.test_split or self.validation_split
         if split is None or split not in self.files:
             subject = "test_split or validation_split" if split is None else f"the split {split!r}"
@@ -218,7 +218,7 @@ def generation(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
-    """Yield each task file of an input with its task."""
+    """Yield (file, task) for each task file of an input. Raise PunaError if there is none."""
     found = False
     for file in external.files:
         if PurePosixPath(file.name).suffix in (".yaml", ".yml"):
@@ -256,7 +256,7 @@ class Document:
 @dataclass(frozen=True)
 class Task:
     """A task with its documents and few-shot examples. `where`: the task file. `digest`: of the file and its data. `prompted`: the rows are
-    an artifact's prompts, each with its verifier."""
+    prompts of an artifact, with their verifiers."""
 
     file: TaskFile
     where: str
@@ -334,7 +334,7 @@ def _data(external: External, file: ExternalFile, name: str) -> ExternalFile:
 
 
 def _rows(external: External, file: ExternalFile, spec: TaskFile, split: str) -> list[dict[str, Any]]:
-    """Return a split's rows, each with all columns of the split."""
+    """Return a split's rows; columns that a row lacks are None. Raise PunaError for a faulty row, or if there are none."""
     rows: list[dict[str, Any]] = []
     for name in spec.files[split]:
         data = _data(external, file, name)
@@ -381,7 +381,7 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
 
 
 def _permuted(document: Document) -> Document:
-    """Return a question with its options in an order given by a hash of its id, and their indices changed accordingly."""
+    """Return a question with its options ordered by a hash of its id and their places, and the right options' indices adapted."""
     order = sorted(range(len(document.choices)), key=lambda at: place(0, document.id, str(at)))
 
     def moved(value: Any) -> Any:

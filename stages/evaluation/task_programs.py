@@ -33,7 +33,7 @@ FAULTS = (
 def rendered(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:
     """Return each row's template values. A template that is a column's name gives that column's value unchanged.
 
-    `choices`: texts and targets of digits are indices of choices. Raise a PunaError that begins with `where` if a row fails."""
+    `choices`: questions and answers of digits are indices of choices. Raise a PunaError that begins with `where` if a row fails."""
     return _asked("render", [dict(row) for row in rows], where, dict(templates), choices)
 
 
@@ -128,7 +128,7 @@ def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], c
 
 
 def _value(name: str, text: str, choices: bool) -> Any:
-    """Return the parsed value of a rendered field: choices are a Python list, a target may be one, digits are an index of choices."""
+    """Return the parsed value of a rendered field: choices are a Python list, a target may be a list, digits are an index of choices."""
     if name == "doc_to_choice":
         try:
             return ast.literal_eval(text)

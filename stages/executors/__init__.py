@@ -1,4 +1,4 @@
-"""Executors of `run.map`: local processes, Dask or Ray, all with the shape of `concurrent.futures.Executor`."""
+"""Executors of `run.map`: local processes, Dask or Ray, all with the interface of `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 

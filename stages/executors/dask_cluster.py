@@ -1,4 +1,4 @@
-"""Workers of a Dask cluster, or of one started on this machine."""
+"""An executor on a Dask cluster, which is given by its address or started on this machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LOCAL = {
     "distributed.scheduler.http.routes": ["distributed.http.health"], "distributed.worker.http.routes": ["distributed.http.health"],
 }  # fmt: skip
 JOIN_SECONDS, GONE_SECONDS = 60, 600
-"""Seconds that a cluster without workers is waited for: before the first part, and during one."""
+"""Maximum wait for the workers of a cluster that has none, seconds: before the first part, and during a part."""
 LOOK_SECONDS = 5.0
 
 
 class DaskCluster(PartExecutor):
-    """The workers of the Dask scheduler at `address`; without one, `workers` processes of this machine.
+    """The workers of the Dask scheduler at `address`; if that is empty, `workers` processes on this machine.
 
-    Dask restarts a part whose worker dies, and, without counting, a part whose result is lost with the worker. So each worker reports
-    each attempt, and the driver gives a part up after `ATTEMPTS`.
+    Dask restarts a part whose worker dies. It also restarts a part whose result is lost with the worker, without counting. So workers
+    report every attempt, and the driver gives a part up after `ATTEMPTS`.
     """
 
     def __init__(self, address: str, workers: int) -> None:
@@ -56,7 +56,7 @@ class DaskCluster(PartExecutor):
             self._client: Any = Client(target, timeout=20, set_as_default=False)
             self._client.wait_for_workers(1, timeout=JOIN_SECONDS)
         except (OSError, TimeoutError) as error:
-            raise PunaError(f"--executor dask: the cluster {self._where} cannot be used ({error}); has it workers?") from error
+            raise PunaError(f"--executor dask: the cluster {self._where} cannot be used ({error}); does it have workers?") from error
         self._topic = f"puna-{uuid.uuid4().hex}"
         self._begun: dict[str, tuple[Part, Any, int]] = {}
         self._begun_lock = threading.Lock()
@@ -130,7 +130,7 @@ class DaskCluster(PartExecutor):
     async def _answer(self, future: Any) -> Answer:
         """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`.
 
-        Dask forgets workers that are away longer than its `lost-worker-timeout`: those of this machine are replaced here.
+        Dask forgets workers that are away longer than its `lost-worker-timeout`. On this machine, lost workers are replaced here.
         """
         result, seen = asyncio.ensure_future(future.result()), time.monotonic()
         while not (await asyncio.wait({result}, timeout=LOOK_SECONDS))[0]:

@@ -13,7 +13,7 @@ from puna.stages.executors.worker import Answer, packed
 from puna.storage import PunaError
 
 ATTEMPTS = 3
-"""Maximum starts of a part whose worker ends each time."""
+"""Maximum starts of a part whose workers keep dying."""
 BYTES_UNDER_WAY = 1 << 30
 """Maximum bytes of arguments and results that wait in the driver."""
 AHEAD = 64
@@ -52,7 +52,7 @@ class PartFuture(Future[Any]):
 class PartExecutor(Executor):
     """An executor that survives dead workers: it starts a lost part again, at most `ATTEMPTS` times in all.
 
-    An engine defines `slots` and `_begin`, which sends a part and calls `_answered` or `_lost` once, from any thread.
+    An engine defines `slots` and `_begin`, which sends a part and calls `_answered`, `_lost` or `_failed` once, from any thread.
     `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker.
     `below`: the workers are child processes of this one, not members of a cluster.
     """
@@ -123,14 +123,14 @@ class PartExecutor(Executor):
         part.payload = b""
         try:
             part.future.set_result(answer.value())
-        except Exception as error:  # noqa: BLE001 - the part's own
+        except Exception as error:  # noqa: BLE001 - the part's own error
             part.future.set_exception(error)
         self._advance()
 
     def _lost(self, part: Part, reason: str) -> None:
         """Restart a part whose worker ended, or fail it after `ATTEMPTS`."""
         if part.attempts >= ATTEMPTS or self._closed:
-            times = f"{part.attempts} times, which is as often as it is tried" if part.attempts > 1 else "once"
+            times = f"{part.attempts} times, the maximum number of attempts" if part.attempts > 1 else "once"
             message = (
                 f"a worker process ended in the middle of its work ({part.name}; {times}; {reason}). Most likely the system ran out of "
             )
@@ -148,7 +148,7 @@ class PartExecutor(Executor):
         self._advance()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more work. `wait`: until the accepted work ends; with `cancel_futures`, only the work in progress."""
+        """Accept no more work. `wait`: wait for the accepted work; `cancel_futures`: cancel parts that have not begun."""
         self._refuse(cancel_futures)
         if wait:
             self._wait(None)

@@ -1,4 +1,4 @@
-"""A pool of local processes."""
+"""An executor on local processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 class Processes(PartExecutor):
-    """Local processes that share the cores evenly, each in its own pool: if one is killed, the others go on."""
+    """Local processes that share the cores evenly. A process has its own pool, so if it is killed, the others go on."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Processes(PartExecutor):
             self._busy.add(pool)
         try:
             pool.submit(compute, part.payload).add_done_callback(partial(self._complete, part, pool))
-        except BrokenExecutor as error:  # it was killed while it had nothing to do
+        except BrokenExecutor as error:  # the process was killed while it was idle
             self._ended(pool)
             self._lost(part, str(error))
 

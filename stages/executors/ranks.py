@@ -70,7 +70,7 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
     mesh.together = True
     try:
         yield
-    except RuntimeError as error:  # an exchange that failed
+    except RuntimeError as error:  # a collective operation failed
         raise PunaError(f"rank 0: {str(error).splitlines()[0]}; {_last_words()}" if job is not None else str(error)) from error
     finally:
         mesh.together = False
@@ -84,14 +84,14 @@ def mesh(layout: Layout = ONE) -> Mesh:
 
 
 def agree(wish: bool) -> bool:
-    """Return whether a process that runs the stage wishes so."""
+    """True if `wish` is true on any rank that runs the stage."""
     return wish if count() == 1 else mesh().agree(wish)
 
 
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
-    """Return `compute` of the items (one JSON value each) in all processes. Items with equal keys go to one process or layout group."""
+    """Return, on every rank, `compute` of all items (one JSON value each), dealt to ranks. Equal keys go to one rank or layout group."""
     return mesh(layout).dealt(items, compute, key)
 
 
@@ -132,12 +132,12 @@ def heard() -> list[str]:
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
-    """Run the jobs that rank 0 sends, until it ends."""
+    """Run the jobs that rank 0 sends, until it sends `END`."""
     from puna.models.training.parallel import mesh
 
     number = 0
     while True:
-        while not mesh.store().check([f"job-{number}"]):  # `wait` would keep the store from this process's lines
+        while not mesh.store().check([f"job-{number}"]):  # `wait` would block the store, which this process also needs for its log lines
             time.sleep(LOOK)
         text = mesh.store().get(f"job-{number}").decode()
         if text == END:
@@ -173,19 +173,19 @@ def _say(text: str) -> None:
 def start(command: Sequence[str], processes: int) -> int:
     """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
-    If a signal kills one, all end and start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0, whose training
-    saves its state. Only rank 0 has stdin and stdout; all have stderr.
+    If a signal kills one process, all are killed and start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0,
+    whose training saves its state. Only rank 0 has stdin and stdout; all have stderr.
     """
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
         if status >= 0:
             return status
-        print(f"a process was ended by {signal.Signals(-status).name}: all start again from the last state", file=sys.stderr)
+        print(f"a process was ended by {signal.Signals(-status).name}: all start again from the last saved state", file=sys.stderr)
     return 1
 
 
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
-    """Return rank 0's exit status, or another failed rank's, or 0; minus the signal's number if one killed a rank."""
+    """Return the exit status of rank 0, else of another failed rank, else 0; minus the signal number if a signal killed a rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -213,7 +213,7 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
         statuses = [worker.poll() for worker in workers]
         killed = next((status for status in statuses if status is not None and status < 0), None)
         if killed is None and workers[0].poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its error says more than a follower's
+            with contextlib.suppress(subprocess.TimeoutExpired):  # rank 0's error says more than a follower's
                 workers[0].wait(2 * LAST_WORDS)
         status = workers[0].poll()
         if killed is not None and not stopped:

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster, or of one started on this machine."""
+"""An executor on a Ray cluster, which is given by its address or started on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayCluster(PartExecutor):
-    """The workers of the Ray cluster whose client port is at `address`; without one, `workers` processes of this machine."""
+    """The workers of the Ray cluster whose client port is at `address`; if that is empty, `workers` processes on this machine."""
 
     below = False
 

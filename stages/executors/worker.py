@@ -73,13 +73,13 @@ class Answer:
 
 
 def packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pack a part for a worker, with what the driver's `__main__` (a notebook, a script) defines."""
+    """Return a part packed for a worker, with the definitions in the driver's `__main__` (a notebook or script) that it uses."""
     call = cloudpickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     return pickle.dumps((asdict(fingerprint()), plugins.added(), call), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def compute(payload: bytes) -> Answer:
-    """Compute one part. Its error is part of the answer, so that every engine passes errors on alike."""
+    """Return the answer of one part. It also holds an error, so that every engine passes errors on in the same way."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
         if refused := _refused(Fingerprint(**driver), modules):

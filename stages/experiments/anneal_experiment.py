@@ -1,4 +1,4 @@
-"""Judging small data sets by annealing a half-trained model on them."""
+"""`anneal_experiment`: a test of small data sets, by annealing a half-trained model on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ARMS = ("set", "shuffled")
 class AnnealExperimentConfig(SeededConfig):
     """Settings of annealing with and without each data set, and of the verdict."""
 
-    sets: tuple[str, ...] = Field((), description="Categories of the mixture to judge, each as a data set; none: all")
+    sets: tuple[str, ...] = Field((), description="Categories of the mixture to judge as data sets; empty: all")
     categories: int = Field(8, ge=1, description="Maximum number of data sets: the mixture's largest categories, and the others as one")
     share: float = Field(0.3, gt=0, le=1, description="Share of rows from the data set in the annealing (0 to 1)")
     model: ModelShape = Field(
@@ -82,7 +82,7 @@ class AnnealExperimentConfig(SeededConfig):
 
 
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
-    """Require a token between documents, and memory."""
+    """Return messages if no token separates documents, or if memory does not suffice."""
     return [*documents_apart(facts, "model"), *needs_of.trained(facts, "model", config.optimizer)]
 
 
@@ -93,13 +93,13 @@ def anneal_experiment(
 ) -> None:  # fmt: skip
     """Measure whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
-    The sets are the mixture's categories; without a mixture, all documents are one. The model should be half-trained; by default a small
-    one is trained here on the default tokens. It is annealed three times from the same weights, on equally many tokens: on default rows
-    alone, with a share of the set's rows, and with those rows' words shuffled. The gain is the drop in loss on held-out documents of the
-    set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired runs. It may raise the loss on
-    default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count once, and a set of mostly copies
-    is refused at once. The table `weights` is the mix to anneal on, for `mix`: accepted sets get `share`, in proportion to their bytes;
-    the rest stays as in the mixture.
+    The sets are the mixture's categories; without a mixture, all documents are one set. The model should be half-trained; by default, a
+    small model is trained here on the default tokens. It is annealed in three ways from the same weights, on equally many tokens: on
+    default rows alone, with a share of the set's rows, and with a share of the set's rows with shuffled words. The gain is the drop in
+    loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
+    runs. It may raise the loss on default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count
+    once; a set of mostly copies is refused without a run. The table `weights` is the annealing mix, for `mix`: accepted sets share `share`
+    in proportion to their bytes, the rest is as in the mixture.
     """
     source = tokenizer or model
     if source is None:
@@ -168,8 +168,8 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces whose document copies an earlier or held-out one, the tokens of the other pieces, and
-    the share of documents that are no copies."""
+    """Return a mask [P] of a set's training pieces: True if the document copies an earlier or held-out document. Return also the number of
+    tokens in the other pieces, and the share of documents that are not copies."""
     packed, windows = pools.training[number], set[bytes]()
     heldout = np.concatenate(pools.heldout[number])
     windows.update(map(_digest, np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:])))
@@ -195,7 +195,7 @@ def _digest(document: npt.NDArray[Any]) -> bytes:
 
 
 def shuffled(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Packed:
-    """Return the documents with the words of each in a random order, in rows of `row` tokens."""
+    """Return the documents in rows of `row` tokens, with each document's words in random order."""
     texts = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in _documents(packed)]
     mixed = [" ".join(np.random.default_rng([seed, number]).permutation(text.split())) for number, text in enumerate(texts)]
     ids = [[vocabulary.begin, *own, *vocabulary.end] for own in vocabulary.encode_batch(mixed)]
@@ -238,7 +238,7 @@ def _anneal(
 
 
 class Verdict(NamedTuple):
-    """A set's verdict: gains by held-out text over the default mix and over its words shuffled, the refusal (or ""), and passes read."""
+    """Verdict on a set: gains by held-out text, over the default mix and over the shuffled words; the refusal (or ""); passes read."""
 
     name: str
     gains: dict[str, intervals.Interval]

@@ -31,10 +31,10 @@ GROWTH, NEAR = (0.3, 0.7), 1.5
 class ChooseSizeConfig(LawConfig):
     """Settings of a forecast: a budget in `flops` or `hours`, or a given model's `tokens`."""
 
-    flops: float | None = Field(None, gt=0, description="Budget in floating-point operations of the training")
-    hours: float | None = Field(None, gt=0, description="Budget in hours of the device")
+    flops: float | None = Field(None, gt=0, description="Training budget, FLOPs")
+    hours: float | None = Field(None, gt=0, description="Training budget, hours of the device")
     gpu: str | None = Field(None, description="GPU of `hours` (H100, H200, A100, …) in bf16; null: this CPU")
-    tokens: int | None = Field(None, ge=1, description="Tokens of a training whose `model` is given: only the loss is forecast")
+    tokens: int | None = Field(None, ge=1, description="Training tokens of the given `model`: only the loss is forecast")
     model: ModelShape | None = Field(None, description="Sizes of the model; null: the best of the ladder's family for the budget")
     sequence_length: int | None = Field(None, ge=2, description="Tokens per row (attention's cost depends on it); null: the ladder's")
 
@@ -52,7 +52,7 @@ class ChooseSizeConfig(LawConfig):
 
 @dataclass(frozen=True)
 class Size:
-    """A model's configuration, its training tokens, and the operations of training it on them."""
+    """A model's configuration, its number of training tokens, and the FLOPs of this training."""
 
     shape: ModelConfig
     tokens: float
@@ -66,12 +66,12 @@ class Size:
 
 @stage(kind="evaluation")
 def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> None:
-    """Choose shape and tokens for a budget, and forecast the loss before the run is paid for (Llama 3, section 3.2.1).
+    """Choose shape and tokens for a budget, and forecast the loss before the run (Llama 3, section 3.2.1).
 
-    Shapes come from the ladder's family, each on the tokens that the budget allows; the lowest loss of the law's surface wins.
-    The forecast's interval is a union of three: the bootstrap's, the forecast without the lowest budget, and the error of forecasting known
-    budgets, which grows with the distance. `recipe.yaml` holds shape, tokens, rows, rate and optimizer: `pretrain` takes them from the
-    input `size`, or from a recipe.
+    Shapes come from the ladder's family, with as many tokens as the budget allows. The law's surface decides: the lowest loss wins.
+    The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of forecasts of known budgets, which
+    grows with the distance. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer. `pretrain` takes these from the input
+    `size`, or from a recipe.
     """
     rows = read_points(law)
     forecaster = forecaster_of(rows, config, run)
@@ -127,7 +127,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes within the usual growth from the ladder's best: a surface fitted to few points leaves its optimum uncertain."""
+    """Return the sizes that grow from the ladder's best size as usual (`GROWTH`): few points leave the surface's optimum uncertain."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 

@@ -1,4 +1,4 @@
-"""Gains and costs of a selection's rules: small runs with and without the documents that each drops."""
+"""`filter_ablation`: gains and costs of a selection's rules, by small runs with and without the documents that a rule drops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from puna.storage import PunaError
 class FilterAblationConfig(SeededConfig):
     """Settings of the small runs, and of the share of a rule's documents in them."""
 
-    rules: int = Field(8, ge=1, le=100, description="Rules measured: those that drop most text, and the others together as one")
+    rules: int = Field(8, ge=1, le=100, description="Rules to measure: the rules that drop most text, and the others as one")
     share: float = Field(
         0.3, gt=0, le=1, description="Share of rows from the rule's documents; above the real share, so that few tokens show an effect"
     )
@@ -34,7 +34,7 @@ class FilterAblationConfig(SeededConfig):
     model: ModelShape = Field(PROXY, description="Shape of the small models")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=4, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
-        description="Training of each",
+        description="Training of a small model",
     )
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
@@ -56,9 +56,9 @@ def filter_ablation(
     """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
     `documents` is the selection's input, `selected` its output. A small model is trained only on kept documents; another, from the same
-    weights and on equally many tokens, replaces a share of them by documents that the rule dropped. Its excess loss is what the rule earns
-    at that share; a negative one is a cost. A document counts for the first rule that dropped it. A rule with too few documents to be read
-    at most `max_readings` times is not measured.
+    weights and on equally many tokens, replaces a share of them by documents that the rule dropped. The second model's excess loss is the
+    rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule is not measured if
+    its documents would be read more than `max_readings` times.
     """
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
@@ -67,7 +67,7 @@ def filter_ablation(
     groups = [group for group in every if group.amount.documents > 1]
     names = [group.name for group in groups]
     if KEPT not in names or len(names) < 2:
-        raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and what it was made of")
+        raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and its input documents")
     pools = build_pools(documents, selected, groups, tokenizer, sizes, run)
     kept_group, text = names.index(KEPT), Pools.read(pools)
     read = {name: config.share * tokens_needed / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
@@ -112,7 +112,7 @@ def _trial(
     job: int, arm: int, kept: int, name: str, seed: int, pools: PoolRows, vocab_size: int, begin: int, config: FilterAblationConfig,
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train on kept documents with a share of documents that the rule `arm` drops; measure on held-out kept ones."""
+    """Train on kept documents with a share of documents that the rule `arm` drops; return the loss on held-out kept documents."""
     text, shares = Pools.read(pools), np.zeros(len(pools.totals))
     shares[kept] = 1.0
     if arm != kept:

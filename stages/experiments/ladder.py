@@ -1,4 +1,4 @@
-"""A ladder of small runs: each shape is one run at a constant rate (the trunk), with a decaying copy at every number of tokens."""
+"""A ladder of small runs: each shape has a run at a constant learning rate (the trunk), and a decaying copy at each number of tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400
-"""Minimum steps of a run: in shorter ones, warm-up and few updates decide the loss, which says nothing of longer runs."""
+"""Minimum steps of a run: in shorter ones, warm-up and few updates decide the loss, which then says nothing about longer runs."""
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
 """Tokens of a question's prompt and of an option, and the option's parts, which wrong options swap."""
 
@@ -41,24 +41,24 @@ Question = tuple[list[int], list[list[int]]]
 
 
 class LadderConfig(SeededConfig):
-    """Settings of the ladder: shapes, tokens, and the tuning before."""
+    """Settings of the ladder: shapes, numbers of tokens, and tuning."""
 
-    model: ModelShape = Field(SHAPE, description="Sizes of the largest model that the ladder's law is for, as in pretrain")
-    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other sizes shrink along")
+    model: ModelShape = Field(SHAPE, description="Shape of the largest model that the scaling law is for, as in pretrain")
+    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other sizes follow")
     tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens per parameter, output layer included, at multiple 1")
     multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of tokens at which a trunk decays")
-    max_flops: float | None = Field(None, gt=0, description="Largest budget of a point, 6 operations per parameter and token; null: none")
+    max_flops: float | None = Field(None, gt=0, description="Maximum FLOPs of a point, 6 per parameter and token; null: no limit")
     decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls linearly to 0 (0 to 1)")
     warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of a shape's shortest run in which the rate rises (0 to 1)")
     repeats: int = Field(
-        0, ge=0, le=100, description="Further seeds of the narrower half of shapes, to their second point; intervals then hold seed noise"
+        0, ge=0, le=100, description="Further seeds for the narrower half of shapes, to the second point; intervals then hold seed noise"
     )
-    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows per step to try at two scales; a single value is not tuned")
-    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try there; one value is not tuned")
-    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as pretrain has it")
+    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows per step to try at two model sizes; one value is not tuned")
+    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try, too; one value is not tuned")
+    optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as in pretrain")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents held out, as in pretrain (0 to 1)")
-    validation_tokens: int = Field(40_000, ge=100, description="Maximum tokens of those documents, as in pretrain")
+    validation_tokens: int = Field(40_000, ge=100, description="Maximum held-out tokens, as in pretrain")
     questions: int = Field(
         0, ge=0, le=100_000, description=f"Multiple-choice questions from held-out documents: {PROMPT_TOKENS} tokens, and the next "
         f"{OPTION_TOKENS} as they are or with parts swapped (4 options); 0: none"
@@ -76,7 +76,7 @@ class LadderConfig(SeededConfig):
 
 
 class Rung(NamedTuple):
-    """One shape of the ladder: its configuration, rows per step, learning rate, and its points' steps."""
+    """One shape of the ladder: configuration, rows per step, learning rate, and the number of steps at each point."""
 
     shape: ModelConfig
     rows: int
@@ -86,13 +86,13 @@ class Rung(NamedTuple):
 
 @stage(kind="evaluation", device=True)
 def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, config: LadderConfig, run: StageRun) -> None:
-    """Train small models on several numbers of tokens each, for a law of the loss (Llama 3, section 3.2.1; Bhagia et al. 2024).
+    """Train models of several small sizes on several numbers of tokens, for a scaling law (Llama 3, section 3.2.1; Bhagia et al. 2024).
 
-    A shape is trained once at a constant rate. At .5, 1, 2 and 4 times 20 tokens per parameter, a copy decays to 0 and gives a point. Rows
-    per step and rate are tuned first at two scales, at the middle multiple that both reach: the best rate of short runs is too high for
-    long ones. Other shapes follow the power law through the two optima. A budget too small for 400 steps is an error. The loss is measured
-    on documents held out as in pretrain, and on each `heldout` set. Runs share the CPU's cores. If the largest model is too large for one
-    and there is a GPU, they run there in turn.
+    A shape is trained once at a constant learning rate. At .5, 1, 2 and 4 times 20 tokens per parameter, the rate of a copy decays to 0,
+    which gives a point. Batch size and learning rate are tuned first, at two model sizes and the middle multiple: the best rate of short
+    runs is too high for long runs. Other shapes follow the power law through the two optima. A shape whose first point has fewer than 400
+    steps is an error. The loss is measured on documents held out as in pretrain, and on the `heldout` sets. Runs share the CPU's cores. If
+    the largest model is too large for a core and there is a GPU, the runs use the GPU in turn.
     """
     import torch
 
@@ -121,7 +121,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
 
 
 class Tuned(NamedTuple):
-    """Tuned rows and rates at two scales (parameters), and the trials' losses by name."""
+    """Tuned batch sizes (rows) and learning rates at two model sizes (parameters), and the tuning runs' losses by name."""
 
     parameters: tuple[float, ...]
     rows: tuple[float, ...]
@@ -129,7 +129,7 @@ class Tuned(NamedTuple):
     trials: dict[str, float]
 
     def at(self, parameters: int) -> tuple[int, float]:
-        """Return rows and learning rate for a model of this size, on the power law through the two scales."""
+        """Return rows per step and learning rate for a model of `parameters` parameters, by the power law through the two model sizes."""
         rows, rate = (fit_power(self.parameters, values)(parameters) for values in (self.rows, self.rates))
         return max(1, round(rows)), rate
 
@@ -174,7 +174,7 @@ def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: slice = slice(None)) -> Rung:
-    """Return a shape's run; raise PunaError if it has no point within the budget, or one of too few steps."""
+    """Return a shape's rung; raise PunaError if no point is within `max_flops`, or the first point has too few steps."""
     parameters = matrix_parameters(shape)
     tokens = [multiple * config.tokens_per_parameter * parameters for multiple in config.multiples[points]]
     within = [one for one in tokens if config.max_flops is None or 6 * parameters * one <= config.max_flops]
@@ -223,7 +223,7 @@ def _decayed(
     trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
     sets: dict[str, list[Any]], questions: list[Question], flops: float, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a copy of the trunk while the rate falls to 0, and measure it. `flops`: operations so far."""
+    """Train a copy of the trunk while the rate falls to 0; return its FLOPs, losses and accuracy. `flops`: the trunk's FLOPs."""
     from puna.models.training.trainer import computing_in
 
     size = config.compute.micro_batch_tokens

@@ -19,7 +19,7 @@ from puna.storage import Artifact, PunaError
 class LawConfig(SeededConfig):
     """Settings of a scaling law: the loss that it predicts, and the bootstrap draws of its intervals."""
 
-    heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a further one")
+    heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or a `heldout` artifact's id")
     draws: int = Field(200, ge=100, le=100_000, description="Bootstrap draws behind an interval")
 
 
@@ -28,14 +28,14 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     """Fit the scaling law of a ladder's points: the loss by parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
     Two surfaces are fitted to all points, and the better fit is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
-    tokens limits the loss (Kaplan et al. 2020). IsoFLOP parabolas, where three shapes reach a budget, give its best parameters. The loss
-    of the questions' right options has a surface of its own, and accuracy is a sigmoid of it. To test the method, each measured budget is
-    forecast from the points below it. Several ladders are fitted together.
+    tokens limits the loss (Kaplan et al. 2020). For a budget that three shapes reach, an IsoFLOP parabola gives the best number of
+    parameters. The loss of the questions' right options has its own surface, and accuracy is a sigmoid of that loss. To test the method,
+    known budgets are forecast from the points below them. Several ladders are fitted together.
     """
     rows = [row for artifact in ladders for row in read_points(artifact) if row["heldout"] == config.heldout]
     names = sorted({row["heldout"] for artifact in ladders for row in read_points(artifact)})
     if len(rows) < scaling_laws.FEWEST:
-        raise PunaError(f"law: the ladders have {len(rows)} points of heldout={config.heldout!r}, of six numbers and more a law is made; "
+        raise PunaError(f"law: the ladders have {len(rows)} points of heldout={config.heldout!r}, which are too few for a law; "
                         f"held-out texts are {', '.join(names)}")  # fmt: skip
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
     forecaster = forecaster_of(rows, config, run)
@@ -121,7 +121,7 @@ def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list
 
 
 def _best_sizes(forecaster: Forecaster, flops: float) -> list[tuple[float, float, float]]:
-    """Return budgets up to `flops`, the parameters of the law's lowest loss at each, and that loss."""
+    """Return (budget, best number of parameters, loss) by the law, for budgets up to `flops`."""
     points = forecaster.points
     cost = (points.flops / points.parameters / points.tokens).mean()
     sizes = np.geomspace(points.parameters.min() / 4, points.parameters.max() * 4 * flops / points.flops.max(), 300)
@@ -150,7 +150,7 @@ def _parabola_figure(lines: Sequence[Parabola], forecaster: Forecaster, run: Sta
 
 
 def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Sigmoid]:
-    """Return the surface of the right option's loss [1], and accuracy as its sigmoid."""
+    """Return the surface of the right options' loss, and the sigmoid that turns this loss into accuracy."""
     points = points_of(rows, "task_loss")
     accuracy = [row["accuracy"] for row in rows]
     surface = scaling_laws.fit_surfaces(points.parameters, points.tokens, points.loss[None])

@@ -41,7 +41,7 @@ class MixExperimentConfig(SeededConfig):
     divergence_weight: float = Field(
         0.01, ge=0, le=10, description="Loss reduction required per nat of divergence from the natural mixture, nats per token"
     )
-    target: dict[str, float] = Field(default_factory=dict, description="Category → weight of its loss in the objective; others 1")
+    target: dict[str, float] = Field(default_factory=dict, description="Category → weight of its loss in the objective; default: 1")
     model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=1, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
@@ -73,10 +73,10 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex. Two surrogates fit each category's held-out
-    loss: a law of the shares and a Gaussian process over their roots, weighed by how well each predicts mixtures left out (rows
+    loss: a law of the shares and a Gaussian process over their roots, weighted by how well they predict left-out mixtures (rows
     `left_out_error`). The recommended shares minimise the categories' weighted loss plus a penalty on divergence from the natural mixture.
     The recommended mixture is then trained against the natural one with `repeats` seeds. The table `weights` holds its shares if the 95 %
-    interval of the gain (Student's t over the seeds) is above 0, else the natural ones; the metric `mixture_used` tells which.
+    interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
 
     Proxies are measured on pages of the split's training documents that they never read; the split's held-out documents are not used.
     """
@@ -128,7 +128,7 @@ def _recommended(
         losses = np.stack([surrogate(mixtures) for surrogate in fitted], 1) @ target
         return np.asarray(losses + config.divergence_weight * mixing_laws.divergence(mixtures, natural))
 
-    # The natural mixture is always among those that may be recommended.
+    # The natural mixture may always be recommended.
     high = np.maximum(np.minimum(config.max_share, config.max_repeats * natural), natural)
     return mixing_laws.best_mixture(value, np.minimum(config.min_share, natural), high, np.concatenate([natural[None], shares]))
 

@@ -2,9 +2,9 @@
 
 The analyser follows the names in the stage's function and configuration, through imports (also inside functions). It reaches functions,
 classes and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names,
-formatting and modules do not count. A tensor operation counts by its reference and by the version in its module's `NUMERICS`
+formatting and module names do not count. A tensor operation counts by its reference and by the version in its module's `NUMERICS`
 (`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries count. The contract and the store do not
-decide content and are not followed: `FORMAT`, here and of the manifest, stands for them.
+affect content and are not followed; `FORMAT`, here and in the manifest, represents them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna
 
 
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
-    """Return name → hash or version of all code that decides a stage's output. `named`: symbols that the configuration names."""
+    """Return name → hash or version of all code that affects a stage's output. `named`: symbols that the configuration names."""
     if stage.version:
         return reached(*named) | {"version": stage.version}
     return reached(*_roots(stage), *named)
@@ -87,16 +87,16 @@ def _reach(*roots: Name) -> Reach:
 
 @dataclass
 class Followed:
-    """The result of following code: symbols by (module, name), and their source files."""
+    """Code reached from some roots: symbols by (module, name), and their source files."""
 
     symbols: dict[Name, Symbol] = field(default_factory=dict)
     sources: set[Path] = field(default_factory=set)
 
     def meaning(self, roots: Iterable[Name]) -> str:
-        """Return one hash of every reached statement and of what each of its names refers to.
+        """Return one hash of all reached statements and of the symbols that their names refer to.
 
-        Symbols are distinguished as states of a minimal automaton are (Hopcroft 1971, as colour refinement): each is coloured by its own
-        text, then by its own colour and those of the symbols it uses, in order, until no colour splits. Module names do not count.
+        Symbols are distinguished like states of a minimal automaton (Hopcroft 1971, as colour refinement). A symbol's first colour is its
+        text; each round adds the colours of the symbols that it uses, in order, until no colour splits. Module names do not count.
         """
         edges = {
             name: [end for use in (*symbol.uses, *load(name[0]).imports.get(name[1], [])) for end in self._ends(use)]
@@ -122,7 +122,7 @@ class Followed:
         return [name for name in sorted(self.symbols) if name[0] == module] if is_module(module) else []
 
     def data(self) -> Iterator[tuple[str, Path]]:
-        """Yield the data files, each with the module that opens it."""
+        """Yield (module, file) for each data file that a module opens."""
         words = {word for symbol in self.symbols.values() for word in symbol.texts}
         for (where, _), symbol in self.symbols.items():
             for opened in symbol.opened:
@@ -161,7 +161,7 @@ def _followed(*roots: Name) -> Followed:
 
 @dataclass(frozen=True)
 class Symbol:
-    """One binding: the hash of its statements, and all that it uses. `uses` are in the order of the text, with repetitions."""
+    """A name's binding: the hash of its statements, and all that they use. `uses` are in the order of the text, with repetitions."""
 
     hash: str
     uses: tuple[Name, ...]
@@ -292,7 +292,7 @@ def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _beside(words: Iterable[str], folder: Path) -> Iterator[data_files.Opened]:
-    """Yield the files that a string names, beside the module or in its folder `data`."""
+    """Yield the files in `folder`, or in its folder `data`, that a string of the code names."""
     for word in words:
         for path in (folder / word, folder / "data" / word):
             if path.is_file():

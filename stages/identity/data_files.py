@@ -23,7 +23,7 @@ class Opened:
 
 
 def opened(node: ast.AST, lookup: Lookup) -> Iterator[Opened]:
-    """Yield the files and folders that a statement's path expressions denote, except a folder that it only assigns to a name."""
+    """Yield the files and folders that a statement's path expressions denote, except a folder that is only assigned to a name."""
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(path := value(node.value, lookup), Path) and path.is_dir():
         return
     yield from _opened(node, lookup, names=False)

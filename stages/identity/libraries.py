@@ -1,4 +1,4 @@
-"""Libraries that decide a stage's output, and their versions."""
+"""Libraries that affect a stage's output, and their versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 import unicodedata
 
-# Libraries that move, store, compile or check values but decide none: their versions are in no key.
+# Libraries that move, store, compile or check values but do not change them: their versions are in no key.
 CARRIERS = frozenset((
     "boto3", "botocore", "brotli", "cffi", "cloudpickle", "dask", "distributed", "duckdb", "fsspec", "httpx", "huggingface_hub",
     "hypothesis", "llvmlite", "numba", "obstore", "prefect", "psutil", "pyarrow", "pydantic", "pydantic_core", "pytest", "ray", "requests",
@@ -32,7 +32,7 @@ def version_in_key(module: str) -> str:
         return ""
     if module in ("re", "unicodedata"):
         return f"unicode {unicodedata.unidata_version}"
-    # Most distributions are named as their module is.
+    # Most distributions have the same name as their module.
     version = _version(module) or ", ".join(sorted({one.version for one in importlib.metadata.distributions() if _brings(one, module)}))
     return ".".join(version.split(".")[:2]) if module in NUMERIC else version
 

@@ -1,4 +1,4 @@
-"""A cache of the code that symbols reach: following it takes seconds, and it rarely changes.
+"""A cache of the code that symbols reach: following code takes seconds, and the result rarely changes.
 
 An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and Python are
 unchanged. A damaged entry is ignored. Only code within Puna is cached: new data files may appear beside a user's module.
@@ -25,12 +25,12 @@ FOLDER = "code"
 
 @dataclass(frozen=True)
 class Reach:
-    """The reach of some symbols.
+    """The code, data files and libraries that some symbols reach.
 
     symbols    `module.symbol` → hash
-    sources    their source files, with digests
-    data       the data files that they open, with the name that each has in a key
-    libraries  top-level modules from outside
+    sources    source file → digest
+    data       (name in a key, data file) for each opened data file
+    libraries  top-level modules of libraries
     meaning    one hash of the symbols and their uses, without module names
     """
 
@@ -98,7 +98,7 @@ def _file(roots: Sequence[tuple[str, str]]) -> Path:
 
 
 def _of(roots: Sequence[tuple[str, str]]) -> str:
-    """Return the dependencies of a cached entry beside its source files, as JSON."""
+    """Return the dependencies of a cached entry, apart from its source files, as JSON."""
     return json.dumps([platform.python_version(), sources.contract(), sources.listing(), *roots])
 
 

@@ -31,7 +31,7 @@ def _started() -> float:
 
 
 def _walked() -> Iterator[Path]:
-    """Yield Puna's source files, without Python's caches and hidden files."""
+    """Yield all files in Puna's source folders, without Python's caches and hidden files."""
     for room in ROOMS:
         for folder, folders, names in os.walk(ROOT / room):
             folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
@@ -39,10 +39,10 @@ def _walked() -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path]) -> dict[str, str]:
-    """Return the digest of each source file, or "edited" if it was written after this process started, which may run the older version.
+    """Return the digest of each Python file, or "edited" if it was written after this process started: older code may be running.
 
-    The inode's change time (ctime) decides: an archive may set any modification time. A file with a ctime in the future (clocks differ)
-    counts as unedited.
+    The inode's change time (ctime) decides, because an archive may set any modification time. A file with a ctime in the future (clocks
+    differ) counts as unedited.
     """
     start_time, digests = _started(), {}
     for file in files:
@@ -85,8 +85,8 @@ def check(files: Iterable[Path | str]) -> None:
             same = False
         if not same:
             raise PunaError(
-                f"{file} was edited while this process runs, which goes on with the older code: nothing is committed under "
-                "the name of the newer one; start it again"
+                f"{file} was edited while this process runs, and the process still runs the old code: nothing is committed, "
+                "since its key would name the new code; start it again"
             )
         if time.time() - now.st_ctime > SETTLED:
             _unedited[file] = state
@@ -105,5 +105,5 @@ def contract() -> str:
 
 @cache
 def listing() -> str:
-    """Return one digest of the names of all files of Puna at the start."""
+    """Return one digest of the names of all files in Puna's source folders at the start."""
     return _together({str(file): "" for file in _FILES})

@@ -27,7 +27,7 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the top-level statements of a module, an `if` or `for` as one, without the body of `if TYPE_CHECKING:`."""
+    """Yield a module's top-level statements, without the body of `if TYPE_CHECKING:`. Another `if`, or a `for`, is one statement."""
     for node in body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from statements(node.orelse)
@@ -96,7 +96,7 @@ def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
 
 @dataclass
 class Scope:
-    """The names of a function, class or comprehension: those renamed to numbers, and those kept."""
+    """The names of a function, class or comprehension: name → number for renamed names, and the names that are kept."""
 
     renamed: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
@@ -196,7 +196,7 @@ class _Canonical(ast.NodeTransformer):
         if not in_function:
             self.annotations.append(node.annotation)
         marks = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node.annotation) if isinstance(n, ast.Name | ast.Attribute)}
-        # These make no field of a dataclass.
+        # An annotation with one of these defines no normal dataclass field.
         special = sorted(marks & {"ClassVar", "InitVar", "KW_ONLY"})
         arguments = [] if in_function else [new for item in _added(node.annotation) if not _is_bare_field(new := self.visit(item))]
         word = ast.Constant(" ".join(special))
@@ -279,7 +279,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _added(annotation: ast.expr) -> Iterator[ast.expr]:
-    """Yield the arguments that `Annotated` adds to a type, anywhere in an annotation, also in quotes."""
+    """Yield the arguments that `Annotated` adds to a type, anywhere in an annotation, including quoted annotations."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "Annotated" in node.value:
             with suppress(SyntaxError):

@@ -1,1 +1,1 @@
-"""Stages and functions that bring data and models in and out."""
+"""Stages and functions that import and export data and models."""

@@ -1,4 +1,4 @@
-"""Known benchmarks as prompts: the fields by which each is recognised, its question, reference and verifier.
+"""Conversion of known benchmarks to prompts: the columns that identify a benchmark, and its questions, references and verifiers.
 
 Options are ordered by a hash if the right one always has the same position (BLiMP, TruthfulQA).
 """
@@ -30,7 +30,7 @@ Build = Callable[["Plan", Fields], Values]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's layout: field → its usual columns. `tells` decides by values of rows if the columns do not suffice."""
+    """A benchmark's layout. `needs` (required) and `may` (optional): field → usual columns. `tells`: a check of the rows' values."""
 
     name: str
     build: Build
@@ -76,7 +76,7 @@ def _optional(plan: Plan, row: Fields, name: str) -> str | None:
 
 
 def _value(plan: Plan, row: Fields, name: str) -> Any:
-    """Return a list or object, also from its JSON text in a cell of CSV."""
+    """Return a field's value; text, such as a CSV cell, is parsed as JSON."""
     value = plan.get(row, name)
     return turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
 
@@ -89,7 +89,7 @@ def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
 
 
 def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
-    """Return a list of texts; whole numbers are texts, too."""
+    """Return a field's list of texts; whole numbers are converted to text."""
     values = [str(value) if type(value) is int else value for value in _list(plan, row, name)]
     return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(values)]
 
@@ -113,7 +113,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
 
 
 def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a question with lettered options; `mixed`: ordered by a hash."""
+    """Return a multiple-choice prompt with lettered options. `mixed`: a hash decides the order of the options."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
@@ -240,7 +240,7 @@ def _truthfulqa(plan: Plan, row: Fields) -> Values:
 
 
 def _ruler(plan: Plan, row: Fields) -> Values:
-    """Return RULER's string_match_all: the share of expected outputs that the answer contains, ignoring case."""
+    """Return a prompt scored as RULER's string_match_all: the share of expected outputs that the answer contains, ignoring case."""
     outputs = [str(value) for value in _list(plan, row, "outputs")]
     return _contains(_text(plan, row, "input"), outputs)
 
@@ -278,7 +278,7 @@ def _labelled(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if `is_so` holds for at least half of a column's values; the other rows are set aside later."""
+    """True if `is_so` holds for at least half of a column's values; the other rows are dropped later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
     return 2 * sum(map(is_so, values)) >= len(values)
 

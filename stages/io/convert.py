@@ -86,7 +86,7 @@ CONVERT: dict[str, Callable[[Plan, Fields], Values]] = {
 
 
 def split_of(plan: Plan, row: Fields) -> str | None:
-    """Return the row's split, train or heldout, None if it names none."""
+    """Return the row's split, train or heldout, or None if the row names no split."""
     value = plan.get(row, "split")
     if value is None:
         return None
@@ -197,7 +197,7 @@ def _side(value: Any, field: str) -> list[Message]:
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return one side's messages, without the context if they begin by repeating it."""
+    """Return one side's messages, without the context if they begin with it."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:
@@ -257,7 +257,7 @@ def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _compared(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return context and pair of two answers: preference -3 means that the first is significantly better, 3 the second."""
+    """Return context and pair of two answers. Preference -3: the first answer is significantly better; 3: the second is."""
     worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
     if worth not in (-3, -2, -1, 1, 2, 3):
         rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")
@@ -282,7 +282,7 @@ def _candidate(answer: Any, field: str) -> Message:
 
 
 def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:
-    """Return a number per answer, larger for better ones: its score, or (flag True) its negated rank."""
+    """Return a number per answer, larger for better answers, and whether the numbers are negated ranks (else scores)."""
     if "scores" in plan.columns:
         field = plan.name("scores")
         values = plan.get(row, "scores")
@@ -305,7 +305,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """Return the improved best answer, from its own column or beside the answer."""
+    """Return the edit of the best answer, from its own column or the answer's field `edited`; None if there is none."""
     first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:

@@ -46,9 +46,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet", "jsonl"] = "parquet") -> Path:
     """Write an artifact's main table to one file in `folder`, atomically; return the file.
 
-    Parquet holds the columns as they are stored. JSON lines hold conversations in common layouts: `messages` (instructions),
-    `prompt` with `chosen` and `rejected`, or with `completion` and `label` if a preference has one side, all as lists of
-    messages. Raise PunaError if the artifact has no table, holds bytes that JSON cannot, or the folder is not empty.
+    Parquet has the columns as stored. JSON lines have conversations in common layouts, as lists of messages: `messages` for
+    instructions; `prompt` with `chosen` and `rejected` for preferences, or with `completion` and a boolean `label` if there is
+    one side. Raise PunaError if there is no table, if JSON cannot hold a column of bytes, or if the folder is not empty.
     """
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
@@ -104,12 +104,12 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     `hf`: weights, configuration, tokenizer and chat template for transformers, vLLM and lm-eval. `gguf`: one file for llama.cpp, named
     after the folder. `awq`: hf with the layers' matrices in 4 bits; scales are calibrated on the file `text`, which should resemble the
     model's inputs. `adapter`: the adapters that training kept, in PEFT's layout. Raise PunaError if the artifact is no model, is damaged,
-    has no adapters or does not fit the format, if awq has no `text`, or if the folder is not empty.
+    has no adapters or does not fit the format. Raise it also if awq has no `text`, another format has one, or the folder is not empty.
     """
     if (format == "awq") != (text is not None):
-        raise PunaError("export: awq chooses scales by a text, and nothing else does: give a text file only with the format awq")
+        raise PunaError("export: awq, and no other format, calibrates scales on a text: give a text file only with the format awq")
     if artifact.kind != "model":
-        raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; a model is wanted")
+        raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; give a model")
     if damage := artifact.damage():
         raise DamagedArtifact.of(artifact.id, damage)
     if json.loads((artifact.path() / "config.json").read_text(encoding="utf-8")).get("reward_pooling", "last") != "last":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local_folder(files: External, scratch: Path) -> Path:
-    """Return the folder of the files, or the only file. Remote files are downloaded to the scratch folder."""
+    """Return the folder of the files, or the file if there is only one. Remote files are downloaded to the scratch folder."""
     places = {file.name: file.local() for file in files.files}
     if len(places) == 1 and (only := next(iter(places.values()))) is not None:
         return only
@@ -64,7 +64,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template given as a file: its content decides the artifact, its path does not."""
+        """Return the text of a template given as a name or a file, so that its content, not its path, is in the artifact's key."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.tokenizer import TEMPLATES
@@ -82,7 +82,7 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     """Import a model from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
     First check the family, all tensors' names and shapes, the tokenizer against the embeddings, the chat template on a conversation, and
-    the tokens that end an answer. The metrics describe the model. It keeps the sampling settings of generation_config.json.
+    the tokens that end an answer. The metrics describe the model. The sampling settings of generation_config.json are kept.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Common parts of the import stages: find files, recognise their layout, read them in workers, count dropped rows.
+"""Common parts of the import stages: finding files, recognising their layout, reading in workers, counting dropped rows.
 
-Each file is read by one worker, and its rows are regrouped by id: the first row of each id is kept. An invalid row goes to the table
+One worker reads a whole file. Rows are then partitioned by id, and the first row of each id is kept. An invalid row goes to the table
 `dropped` with file, row, field and reason."""
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, if row
 class ImportConfig(SeededConfig):
     """Settings of an import."""
 
-    columns: dict[str, str] = Field(default_factory=dict, description="Field → its column, if not usual; a.b.0 reaches into structures")
+    columns: dict[str, str] = Field(default_factory=dict, description="Field → column, if it is not a usual one; a.b.0 is a nested value")
     bad_rows: Literal["drop", "refuse"] = Field("drop", description="Invalid rows go to `dropped` (drop), or end the run (refuse)")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every file (json: lines or an array); auto: by its name and first bytes"
     )
-    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Longest row that is read, bytes")
-    task: str = Field("", description="Task of the rows that name none; empty: the input's name")
+    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Maximum size of a row that is read, bytes")
+    task: str = Field("", description="Task of rows that name no task; empty: the input's name")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
@@ -77,13 +77,13 @@ class PromptRowsConfig(SplitConfig):
     """Settings of an import of prompts, whose rows may name verifiers."""
 
     verifier: str = Field(
-        "", description="Verifier of rows without one of their own: a name (numeric, exact) or JSON; before a benchmark's"
+        "", description="Verifier of rows that name none, also in benchmarks: a name (numeric, exact) or JSON"
     )
     code_from: tuple[str, ...] = Field((), description="Modules whose functions a row's verifier may name; `puna import --module` sets it")
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
-    """Write the rows of the inputs as artifacts of `kind`. The table `examples` records the layout, its reason and an example."""
+    """Write the inputs' rows as an artifact of `kind`. The table `examples` has each input's layout, the reason, and an example."""
     jobs = list(_jobs(inputs, kind, config, run))
     if isinstance(config, PromptRowsConfig) and config.verifier:
         from_text(named_verifier(config.verifier))
@@ -124,7 +124,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """Files of an input: format and, if one is named `train`, split by name; and the names of files without rows."""
+    """Files of an input: file name → format; file name → split, if a file is named `train`; and names of files without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Inspect the files of an input. Raise PunaError if none holds rows, or the format of one is unclear."""
+    """Return the files of an input by format. Raise PunaError if no file has rows, or a file's format is not recognised."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -311,7 +311,7 @@ def named_verifier(text: str) -> str:
 
 
 def _check_question(values: dict[str, Any]) -> None:
-    """Raise Refused if a row does not suit the verifier named for all rows, for example without a reference."""
+    """Raise Refused if a row does not suit the configured verifier, for example because it has no reference."""
     try:
         from_text(values["verifier"]).check(Question("of this row", "", "", values["reference"]))
     except PunaError as error:

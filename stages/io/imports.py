@@ -1,4 +1,4 @@
-"""Imports of rows in the field's layouts: prompts, preferences, instructions, documents."""
+"""Stages that import rows in common layouts: prompts, preferences, instructions, documents."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 from puna.stages.contract import External, StageRun, stage
 from puna.stages.io.importing import HELDOUT_SHARE, ImportConfig, PromptRowsConfig, SplitConfig, import_rows
 
-LAYOUT = "Layout of the rows; auto recognises one, and stops if several fit"
+LAYOUT = "Layout of the rows; auto detects it, and stops if several layouts fit"
 
 
 class ImportPreferencesConfig(SplitConfig):
-    """Settings of the stage `import_preferences`."""
+    """Settings of an import of preferences."""
 
     layout: Literal["auto", "pairs", "kto", "ranked", "compared"] = Field("auto", description=LAYOUT)
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
@@ -21,13 +21,13 @@ class ImportPreferencesConfig(SplitConfig):
 
 @stage(kind="preferences")
 def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
-    """Import preferences: chosen and rejected answers, labelled answers (KTO), scored or ranked ones, or pairs with -3 to 3 (HelpSteer).
+    """Import preferences: chosen and rejected answers, labelled (KTO), scored or ranked answers, or pairs with a preference from -3 to 3.
 
     Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, their common first messages are
     the context. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept. A tenth
-    of the prompts is held out by default, to evaluate on.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once. A tenth of
+    the prompts is held out by default, for evaluation.
     """
     import_rows("preferences", config.layout, inputs, config, run)
 
@@ -42,7 +42,7 @@ class ImportInstructionsConfig(SplitConfig):
 def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
     """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once.
     """
     import_rows("instructions", config.layout, inputs, config, run)
 
@@ -55,9 +55,9 @@ class ImportDocumentsConfig(ImportConfig):
 
 @stage(kind="documents")
 def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
-    """Import documents from rows with a text, and perhaps a title, an address and a date; HTML pages and archives go through `ingest`.
+    """Import documents from rows with a text and, optionally, title, URL and date. For HTML pages and archives, use `ingest`.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept.
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once.
     """
     import_rows("documents", config.layout, inputs, config, run)
 
@@ -74,13 +74,13 @@ class ImportPromptsConfig(PromptRowsConfig):
 
 @stage(kind="prompts")
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
-    """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier if there is one.
+    """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier, if given.
 
     If a conversation ends in an answer, that answer is the reference. Rows of known benchmarks are recognised by their columns and
     get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name unused columns;
     `prompts_without_verifier` counts rows without a verifier.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Of equal rows one is kept. A verifier
+    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once. A verifier
     may name code only in modules that `--module` or an installed plugin names. A tenth of the prompts is held out by default.
     """
     import_rows("prompts", config.layout, inputs, config, run)

@@ -1,1 +1,1 @@
-"""Classifiers that a curation trains or applies."""
+"""Classifiers that curation trains and applies."""

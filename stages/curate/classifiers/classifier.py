@@ -1,7 +1,7 @@
-"""Training of fastText classifiers, one model per fold: no document is scored by a model that saw it.
+"""Training of fastText classifiers, one model per fold: no document is scored by a model that was trained on it.
 
-Documents fall into folds by the hash of their id. The model of a fold is trained on the labelled documents of the other
-folds. Lines in a fixed order give the same model every time (`puna.models.classifiers.fasttext`).
+The hash of a document's id decides its fold. The model of a fold is trained on the labelled documents of the other
+folds, in a fixed order, so training is deterministic (`puna.models.classifiers.fasttext`).
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from puna.storage import Artifact, Part, PunaError
 FOLD = "fold-{}.bin"
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
-FINEST = 1_000_000  # scores have six digits: documents are counted by them, so that no number is kept for each document
+FINEST = 1_000_000  # steps of a score: documents are counted by score, rounded to six digits, to bound memory
 BARS = 20
-ENDS_WORD = re.compile(r"[\0\t-\r ]")  # for fastText
+ENDS_WORD = re.compile(r"[\0\t-\r ]")  # as fastText splits a line
 Labels = dict[str, list[str | None]]  # classifier → the class of each document, or None
 
 DIMENSION = functools.partial(Field, ge=8, le=1000, description="Length of a word's vector")
 LEARNING_RATE = functools.partial(Field, gt=0, le=10, description="Learning rate at the start, decaying to 0")
 EPOCHS = functools.partial(Field, ge=1, le=1000, description="Passes over the training documents")
 MAX_CHARACTERS = functools.partial(Field, ge=1, description="Maximum characters read of each document")
-"""Settings whose defaults differ by use."""
+"""Fields of the four settings whose defaults differ between classifiers."""
 
 
 class ClassifierConfig(SeededConfig):
-    """fastText's settings; the defaults are DCLM's (Li et al. 2024): pairs of words, otherwise fastText's own."""
+    """fastText's settings. Defaults as in DCLM (Li et al. 2024): word bigrams, otherwise fastText's own, except for fewer buckets."""
 
     folds: int = Field(3, ge=2, le=20, description="Number of folds of the documents, for out-of-fold scores")
     word_ngrams: int = Field(2, ge=1, le=5, description="Longest word n-gram, words")
     dimension: int = DIMENSION(100)
     learning_rate: float = LEARNING_RATE(0.1)
     epochs: int = EPOCHS(5)
-    min_count: int = Field(1, ge=1, description="Minimum occurrences of a word; rarer ones are left out")
+    min_count: int = Field(1, ge=1, description="Minimum occurrences of a word; rarer words are left out")
     buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's 2,000,000 make models of 0.8 GB")
     max_characters: int = MAX_CHARACTERS(4000)
     max_class_documents: int = Field(100_000, ge=1, description="Maximum training documents of one class")
-    class_ratio: float = Field(3.0, ge=1, description="Maximum size of a class by the median one; classes below its inverse are repeated")
+    class_ratio: float = Field(3.0, ge=1, description="Maximum ratio of a class to the median class; below 1/ratio, documents are repeated")
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled documents as lines of words, in files with their `id`, `fold`, `draw` (their place in a random order) and `line`, and
-    a column of classes for each classifier, null if a document has none.
+    """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number, to order training), `line` (the words), and a
+    column for each classifier with the documents' classes, null for none.
 
     `documents`: number of documents that could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
     """
@@ -78,8 +78,8 @@ class Examples:
 class Scores:
     """Out-of-fold scores of the labelled documents.
 
-    `labels`: the classes. `confusion` int64[classes, classes]: documents of a class (row) by their most probable one (column).
-    `counted`: counts of documents of the class `positive` and of others by score, see the function `counted`.
+    `labels`: the classes. `confusion` int64[classes, classes]: documents by class (row) and most probable class (column).
+    `counted`: documents of the class `positive` and others, counted by score; see the function `counted`.
     """
 
     labels: list[str]
@@ -91,7 +91,7 @@ class Scores:
 class _Job:
     """A model to train on documents outside `fold` with a class in the column `name`; it scores the documents of the fold.
 
-    `quota`: class → number of training documents, and of copies of each. `state`: the folder in which its training is saved.
+    `quota`: class → (number of training documents, copies of each document). `state`: folder of the training's checkpoints.
     """
 
     fold: int
@@ -106,10 +106,10 @@ class _Job:
 def prepare(
     run: StageRun, documents: Artifact, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> Examples:
-    """Write the labelled documents below the scratch folder.
+    """Write the labelled documents to files in the scratch folder, for `out_of_fold`.
 
     `label(rows, *args)` returns, by classifier, the class of each document in `rows` (`id`, `source`, `text`), or None.
-    Documents of the sources `exempt` have none.
+    Documents of the sources `exempt` get no class.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
     files, rows = [], 0
@@ -126,7 +126,7 @@ def prepare(
 def out_of_fold(
     run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
 ) -> Scores:
-    """Train the classifier `name` on the documents of `classes`, keep the model of each fold in `folder`, and score the documents."""
+    """Train the classifier `name` once per fold, on the documents of `classes`; write the models to `folder`; return the scores."""
     folder.mkdir(exist_ok=True)
     counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
@@ -148,7 +148,7 @@ def out_of_fold(
 
 
 def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return positives (row 0) and negatives by their scores in [0, 1], in steps of a millionth: int64[2, FINEST + 1]."""
+    """Return the number of positives (row 0) and negatives (row 1) with each score, 0 to 1 by millionths: int64[2, FINEST + 1]."""
     return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
 
 
@@ -161,7 +161,7 @@ def auc(counts: NDArray[np.int64]) -> float:
     positive, negative = counts[:, counts.any(axis=0)]
     if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")
-    twice = 2 * np.cumsum(negative) - negative  # negatives below, doubled, and equal ones
+    twice = 2 * np.cumsum(negative) - negative  # twice the negatives with a lower score, plus those with the same score
     return int((positive * twice).sum()) / (2 * int(positive.sum()) * int(negative.sum()))
 
 
@@ -196,9 +196,9 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
 
 
 def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
-    """Return for each class the number of documents to train on and their copies: large classes are cut, small ones repeated.
+    """Return for each class the number of training documents and the copies of each: large classes are cut, small ones repeated.
 
-    Without this a type with few documents is never predicted.
+    Without this, a class with few documents would never be predicted.
     """
     # The lower median: of two classes the smaller one.
     median = sorted(counts.values())[(len(counts) - 1) // 2]
@@ -211,7 +211,7 @@ def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[
 def _prepare(
     part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> tuple[str, int, Counter[tuple[str, str, int]]]:
-    """Return the file of a part; how many of its documents could have a label; and documents by classifier, class and fold."""
+    """Write a part's labelled documents. Return the file, the number of documents not exempt, and counts by (classifier, class, fold)."""
     file = Path(scratch) / f"examples-{part.start}-{part.stop}.arrow"
     table = part.read()
     table = table.filter(pc.invert(pc.is_in(table["source"], pa.array(exempt, pa.string()))))
@@ -236,7 +236,7 @@ def _prepare(
 
 
 def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Train and write one model; return the scores of its fold: `confusion`, and places and values of `counted` that are not 0."""
+    """Train and write one model. Return its fold's scores: `confusion`, and indices and values of the nonzero entries of `counted`."""
     lines, places = _training_lines(job, files)
     c, labels = config, [label_of(name) for name in job.classes]
     settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
@@ -280,7 +280,7 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
 
 
 def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
-    """Return the lines that a model learns from, in a random order that only ids decide, and the place of each one's class."""
+    """Return a model's training lines and the index of each line's class. Ids and seed alone decide the random order of the lines."""
     by_draw = [("draw", "ascending"), ("id", "ascending")]
     candidates: dict[str, list[pa.Table]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
@@ -302,7 +302,7 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
 
 
 def label_of(name: str) -> str:
-    """Return a class as a fastText label, with white space escaped, as it would end the label."""
+    """Return a class's name as a fastText label. White space, which would end the label, is escaped."""
     return ENDS_WORD.sub(lambda match: f"%{ord(match[0]):02X}", name)
 
 

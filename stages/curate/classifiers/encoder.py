@@ -1,4 +1,4 @@
-"""The networks with which curation stages read documents: their files, how they compute, and document vectors."""
+"""Encoders with which curation stages turn documents into vectors: their files, settings of torch, and the vectors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Encode = Callable[[str], NDArray[np.float32]]
 
 
 class Place(NamedTuple):
-    """A network on the local disk: a folder, or a GGUF file; `own`: it is a model of this pipeline."""
+    """A network on the local disk: a folder, or a GGUF file. `own`: True for a model artifact of this pipeline."""
 
     path: str
     own: bool = False
 
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
-    """Return the place of the one network that `stage` was given: a model of this pipeline, or the folder that its input `name` names.
+    """Return the path of the network that `stage` was given: a model of this pipeline, or the Hugging Face folder in its input `name`.
 
-    With `gguf` such an input may be a GGUF file, or a folder that holds one. Raise PunaError if neither or both are given, or
-    nothing lies there.
+    With `gguf`, the input `name` may also be a GGUF file, or a folder with one. Raise PunaError if neither or both are given, or
+    there is no network at the path.
     """
     if model is not None and external is None:
         return Place(str(model.path()), own=True)
@@ -45,7 +45,7 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Turn off gradients and use one thread inside: a document's vector must not depend on the number of documents."""
+    """Within the context, turn off gradients and use one thread: a vector must not depend on the number of threads."""
     import torch
 
     threads = torch.get_num_threads()
@@ -60,7 +60,7 @@ def reading() -> Iterator[None]:
 def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
     """Return the mean of the last hidden states of the first `max_tokens` tokens of each text, float32[n, D].
 
-    One text at a time: a vector must not depend on the other texts.
+    Texts are encoded one at a time, so that a vector does not depend on other texts.
     """
     with reading():
         encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)

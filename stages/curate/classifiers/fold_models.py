@@ -1,7 +1,7 @@
-"""A classifier as an artifact: the fastText model of each fold, and the settings to apply them with.
+"""A classifier as an artifact: the fastText model of each fold, and the settings for applying the models.
 
-A document is scored by the model of its fold, which was trained without the documents of that fold: the classifier's training documents and
-new ones are scored alike, by a model that saw none of them.
+The model of a document's fold, which was trained without that fold's documents, scores it. So training documents and new documents are
+scored alike, by a model that did not see them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ABOUT = "classifier.json"
 class About:
     """Description of a classifier, written beside its models.
 
-    `purpose`: the stage that applies it. `classes`: sorted names, none if there was nothing to learn. `exempt_sources`: not scored.
-    `split`: texts are split into words in lower case, as in training. `settings`: further settings of the stage that applies it.
-    `max_tokens`, `encoder`: tokens that an encoder reads of each document, and the encoder's digest.
+    `purpose`: the stage that applies it. `classes`: sorted names, empty if there was nothing to learn. `exempt_sources`: not scored.
+    `split`: texts are split into lower-case words, as in training. `settings`: further settings of the stage that applies it.
+    `max_tokens`: number of tokens that an encoder reads of a document. `encoder`: the encoder's digest.
     """
 
     purpose: str
@@ -51,7 +51,7 @@ class About:
 
 
 class Trained:
-    """The classifier in a folder."""
+    """A classifier loaded from its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.about = folder, read_about(folder)
@@ -61,7 +61,7 @@ class Trained:
         return list(self.about.classes)
 
     def scored(self, documents: pa.Table) -> list[int]:
-        """Return the indices of the documents to score: those not of exempt sources."""
+        """Return the indices of the documents to score: all except documents of exempt sources."""
         return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
 
     def probabilities(self, ids: list[str], texts: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
@@ -69,14 +69,14 @@ class Trained:
         return self.of_lines(ids, self.lines(texts))
 
     def lines(self, texts: pa.Array | pa.ChunkedArray) -> pa.Array:
-        """Return documents as the models read them."""
+        """Return each text as one line of words, which is what the models read."""
         most = self.about.max_characters
         if self.about.split:
             return spaced(texts, most)
         return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
-        """Return the class probabilities of documents from their `lines`, which several classifiers can share."""
+        """Return class probabilities from the documents' `lines`, float64[n, classes]. Several classifiers can share the lines."""
         result = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
@@ -91,12 +91,12 @@ def read_about(folder: Path) -> About:
 
 
 def purpose_of(classifier: Artifact) -> str:
-    """Return the name of the stage that applies a classifier; `classify` if no other does."""
+    """Return the name of the stage that applies a classifier, such as `quality` or `classify`."""
     return read_about(classifier.path()).purpose
 
 
 def trained(classifier: Artifact, purpose: str) -> Trained:
-    """Return the classifier of an artifact; raise PunaError if it was made for another purpose than the stage `purpose`."""
+    """Return an artifact's classifier. Raise PunaError if it is for another stage than `purpose`, unless that is `classify`."""
     result = _trained(classifier.path())
     if result.about.purpose != purpose and purpose != "classify":
         raise PunaError(f"{purpose}: {classifier.id} was made for {result.about.purpose!r}; give one that was made for {purpose!r}")
@@ -110,7 +110,7 @@ def _trained(folder: Path) -> Trained:
 
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
-    """Return the model of a file; `split`: its input is words without labels."""
+    """Return the model in a file; fastText itself loads it if its input is not split into words (`split`) or Puna cannot read it."""
     if split and (model := read(Path(file))) is not None:
         return model
     import fasttext

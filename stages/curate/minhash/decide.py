@@ -1,4 +1,4 @@
-"""Decisions on which near-duplicates are removed, by components of candidates, in workers or in memory."""
+"""Decisions about which near-duplicates to remove, by component of candidates, in workers or in memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK_DOCUMENTS = 512
 
 
 class Found(NamedTuple):
-    """Removals: rows of removed and kept documents, similarity, longest passage that the kept one lacks (words); `saved`: documents kept
-    only for such a passage."""
+    """Removals: rows of the removed and the kept document, their similarity, and the longest passage that the kept one lacks, words.
+    `saved`: number of documents kept only because of such a passage."""
 
     removed: I64
     kept: I64
@@ -34,7 +34,7 @@ class Found(NamedTuple):
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
     def of_rows(self, rows: I64) -> Found:
-        """Return the same decisions with each place replaced by its entry of `rows`, ordered by removed row."""
+        """Return the decisions with each index i replaced by rows[i], ordered by removed row."""
         order = np.argsort(rows[self.removed])
         removed, kept = rows[self.removed[order]], rows[self.kept[order]]
         return Found(removed, kept, self.similarity[order], self.new_words[order], self.saved)
@@ -49,7 +49,7 @@ def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tu
 
 
 def together(component: I64, *order: NDArray[Any]) -> tuple[I64, I64]:
-    """Return documents that share their component, by component and then by `order` (as for lexsort), and the bounds of components."""
+    """Return documents in components of two or more, sorted by component, then `order` (as in lexsort), and the components' bounds."""
     members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
     members = members[np.lexsort((*(key[members] for key in order), component[members]))]
     return members, _bounds(component[members])
@@ -60,7 +60,7 @@ def _bounds(component: I64) -> I64:
 
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
-    """Return for each member and band the number of its group (members with equal keys), counted over all bands, int64[M, B]."""
+    """Return the number of each member's group in each band, int64[M, B]. A group has equal keys; numbers run on over all bands."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)
@@ -74,10 +74,10 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
 def decided(
     facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
-    """Return the removed members of whole components, by their places: FACTS[M] and signatures [M, P] by component and then by
-    preference; `bounds` of the components. Only members with similar signatures need their `shingles`.
+    """Return the removed members of whole components, by index. `facts` FACTS[M] and `signatures` [M, P] are sorted by component, then
+    preference; `bounds` are the components' bounds. `shingles` is called only for members with similar signatures.
 
-    Without verification every component shrinks to its preferred member, and the signatures estimate the similarity.
+    Without verification, only the preferred member of a component is kept, and signatures estimate the similarity.
     """
     from puna.stages.curate.minhash import near_duplicates as kernel
 
@@ -100,7 +100,7 @@ def decided(
 
 
 def flat(pieces: list[U64]) -> tuple[U64, I64]:
-    """Return shingles one after another, and where each piece begins."""
+    """Return the pieces' shingles concatenated, and the index of each piece's first shingle."""
     ends = np.cumsum([0, *map(len, pieces)])
     return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
@@ -108,7 +108,7 @@ def flat(pieces: list[U64]) -> tuple[U64, I64]:
 def candidates(
     table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig
 ) -> pa.Table:
-    """Return documents that share a band with another one, as rows of an exchange by component: FACTS, signatures and shingles as bytes."""
+    """Return the documents of `table`, all of them candidates, with FACTS, signature and shingles as bytes, for an exchange by `hash`."""
     results = shingled(table["text"], config)
     values, _ = signed(results, config)
     shingles = [None, pa.py_buffer(8 * results.offsets.astype(np.int64)), pa.py_buffer(results.hashes)]
@@ -122,8 +122,8 @@ def candidates(
 
 
 class Candidates(NamedTuple):
-    """Candidates by component and then by preference: ids, FACTS, signatures [M, P], `bounds` of the components; `hashes` of their
-    shingles; each candidate's begin at `start`."""
+    """Candidates sorted by component, then preference: ids, FACTS, signatures [M, P]; `bounds` of the components. `hashes`: shingles of
+    all candidates, unsorted; `start`: index of each candidate's first shingle."""
 
     ids: pa.ChunkedArray
     facts: NDArray[Any]
@@ -145,7 +145,7 @@ class Candidates(NamedTuple):
         return cls(table["id"].take(pa.array(order)), facts[order], signatures, _bounds(component[order]), hashes, start[order])
 
     def decided(self, config: MinhashDedupConfig) -> Found:
-        """Return the decision on the candidates, by their places."""
+        """Return the removals among the candidates, by index."""
         return decided(self.facts, self.signatures, self.bounds, config, lambda places: (self.hashes, self.start[places]))
 
 
@@ -156,7 +156,7 @@ def _binary(array: NDArray[Any]) -> pa.Array:
 
 
 def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
-    """Return the concatenated bytes of all rows as a new array: loops are compiled for writable arrays."""
+    """Return the bytes of all rows as one new array of `kind`, writable because numba's loops are compiled for writable arrays."""
     results = [np.zeros(0, kind)]
     for chunk in column.chunks:
         data, size = chunk.buffers()[-1], kind.itemsize
@@ -172,7 +172,7 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
-    """Return the near-duplicates among some texts in memory, as `minhash_dedup` finds them; the longest survive, then the first.
+    """Return the near-duplicates among texts in memory, as `minhash_dedup` finds them. By default the longest text survives.
 
     Rows are positions in `texts`. This needs about twice the texts' size in memory; the stage has no such limit.
     """

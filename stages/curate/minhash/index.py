@@ -1,4 +1,4 @@
-"""The index of deduplicated documents, to which `minhash_update` adds documents, and the search for documents that resemble a text.
+"""The index of deduplicated documents, which `minhash_update` continues, and the search for documents that resemble a text.
 
 ids.npy         bytes[D]       ids, in order
 facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
@@ -31,7 +31,7 @@ BLOCK_ROWS = 1024
 
 
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
-    """Write the index of sketched documents, in bounded memory, apart from the keys."""
+    """Write the index of sketched documents. Only ids, facts and one band's keys are held in memory."""
 
     def of(name: str) -> list[NDArray[Any]]:
         return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches]
@@ -98,7 +98,7 @@ class Index(NamedTuple):
         return np.unique(np.concatenate(results))
 
     def shingles(self, rows: I64, config: MinhashDedupConfig) -> Shingles:
-        """Return the shingles of some documents, from their stored texts."""
+        """Return the shingles of the documents `rows`, from their stored texts."""
         from puna.kernels.text.shingles import words_of
 
         codec = pa.Codec("zstd")
@@ -117,7 +117,7 @@ def indexed(documents: Artifact) -> bool:
 
 
 def configuration(documents: Artifact) -> MinhashDedupConfig:
-    """Return the configuration of the `minhash_dedup` that made an index, or whose index a `minhash_update` continues."""
+    """Return the configuration of the `minhash_dedup` that made the index, or whose index `minhash_update` continued."""
     index = documents
     if index.manifest.stage == "minhash_update":
         first = next(record for record in index.manifest.inputs if record.name == "previous")
@@ -139,8 +139,8 @@ def signature_table(documents: Artifact) -> pa.Table:
 
 
 class Resemblance(NamedTuple):
-    """Overlap of a document's and a text's shingles: `similarity` (Jaccard), and the shared fraction of the text's (`of_text`) and of the
-    document's (`of_document`)."""
+    """Overlap of the shingles of a document and a text: `similarity` (Jaccard), and the shared fraction of the text's shingles
+    (`of_text`) and of the document's (`of_document`)."""
 
     id: str
     similarity: float
@@ -189,7 +189,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return the rows with `kept` (an index also holds removed documents), and with the address and title of kept documents."""
+    """Return `rows` as dictionaries with `kept` (an index also has removed documents), and the URL and title of kept documents."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

@@ -1,7 +1,7 @@
 """Candidate pairs among MinHash signatures (locality-sensitive hashing) and their exact verification.
 
-Shapes: D documents, P signature values, B bands, E edges, M members of some components. Shingles lie in one flat array:
-`sequence_S[start_M[m] : start_M[m] + count_M[m]]` are those of member m in text order.
+Shapes: D documents, P signature values, B bands, E edges, M members of some components, S shingles in one flat array.
+The shingles of member m, in text order, are `sequence_S[start_M[m] : start_M[m] + count_M[m]]`.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def common(left_S: Any, right_S: Any) -> Any:
 
 
 class Sets(NamedTuple):
-    """Sets of members' shingles, each made on first use.
+    """Sets of members' shingles. A set is made on first use.
 
-    `values` uint64[S]: a member's distinct shingles in text order, from `start_M[m]` on. `sizes` int64[M]: their number; 0: not yet made.
+    `values` uint64[S]: a member's distinct shingles in text order, from `start_M[m]` on. `sizes` int64[M]: size of a set; 0: not yet made.
     `slots` int32: for each member an open-addressing hash table over its values. The slots from `first_M1[m]` to `first_M1[m + 1]`, a
-    power of two, hold 1 + the index of a value, or 0. Shingles are hashes already: their low bits are the slot.
+    power of two, hold 1 + the index of a value, or 0. A shingle is a hash; its low bits are the first slot tried.
     """
 
     values: U64
@@ -184,7 +184,7 @@ def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
 
 
 class Criteria(NamedTuple):
-    """Bounds by which a document is verified as a near-duplicate of another one.
+    """Bounds for verifying that a document is a near-duplicate of another document.
 
     `words` per shingle. `containment`: divide the shared shingles by the removed document's, not by the union. `similarity` and `distinct`
     float64[levels]: for each doubling of the shingles' width, the minimum similarity and the minimum share of distinct shingles in a text
@@ -212,8 +212,8 @@ class Verdicts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
-    """Return a mask of the members that need shingles, bool[M]: their signature agrees in a share of at least `estimate` with another
-    member of one of their groups. A group holds members with equal keys in a band; groups are numbered from 0 over all bands."""
+    """Return a mask bool[M] of the members that need shingles: at least the share `estimate` of a member's signature equals the signature
+    of another member of one of its groups. A group has equal keys in a band; groups are numbered from 0 over all bands."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
@@ -234,7 +234,7 @@ def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _lists(groups_MB: Any) -> Any:
-    """Return empty linked lists: each group's newest member [G], the one before each member [M, B], and its last visitor [M]."""
+    """Return empty linked lists of groups: newest member [G], previous member [M, B]; and the member last compared with each [M]."""
     members, bands = groups_MB.shape
     newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
     return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
@@ -250,10 +250,10 @@ def _agreeing(signatures_MP: Any, m: Any, k: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, count_M: Any, sequence_S: Any, criteria: Any) -> Any:
-    """Return `Verdicts` on the members, decided one after another in order of preference.
+    """Return `Verdicts` on the members, which are decided in order of preference.
 
-    A member is removed if its text is verified to equal that of an earlier, kept member of one of its groups (see `near`). The survivor is
-    the most similar such member, the first one in a tie.
+    A member is removed if it is verified as a near-duplicate of an earlier, kept member of one of its groups (see `near`). The survivor is
+    the most similar such member, or the first of equally similar members.
     """
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
@@ -317,7 +317,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """True if fewer than `share` of the shingles are distinct, and longer ones are far more varied: a few words in any order."""
+    """True if fewer than `share` of the shingles are distinct, but many more longer shingles are: a few words in changing order."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
     return len(distinct(widened(sequence, width))) > GROWTH * own

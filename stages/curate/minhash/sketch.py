@@ -1,4 +1,4 @@
-"""Workers' part of `minhash_dedup`: from texts to signatures and shingles."""
+"""Shingles, signatures and facts of documents, which workers compute for `minhash_dedup`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Shingles(NamedTuple):
-    """Shingles of some documents: their XXH64 `hashes` in text order, uint64[S], each document's `offsets` in them, int64[D + 1], number of
-    `words`, int64[D], and the `normal` texts that they are from."""
+    """Shingles of some documents: XXH64 `hashes` in text order, uint64[S]; `offsets` of the documents in `hashes`, int64[D + 1]; number of
+    `words` of each document, int64[D]; and the documents' `normal` texts."""
 
     hashes: U64
     offsets: I64
@@ -91,7 +91,7 @@ def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config:
 
 
 def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedupConfig, scratch: str) -> str:
-    """Write the index of one part to files, and return their common prefix."""
+    """Write the ids, facts, signatures, band keys and texts of one part to files; return the files' common prefix."""
     number, part = job
     table = part.read()
     results = shingled(table["text"], config)

@@ -25,7 +25,7 @@ from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 from puna.storage.tables import connect
 
-Factors = Mapping[str, NDArray[np.float64]]  # signal → factors of its thresholds, float64[n]; NaN: the rule does not judge it
+Factors = Mapping[str, NDArray[np.float64]]  # signal → factors of its thresholds, float64[n]; NaN: document not judged
 
 DROPPED = table_schema("dropped").schema
 REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*", "PARAMETER": "a parameter"}
@@ -33,7 +33,7 @@ REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*",
 
 @dataclass(frozen=True)
 class SqlRule:
-    """A rule that drops a document if `expression` is true; `columns`: those that it reads, signals or `source`."""
+    """A rule that drops a document if `expression` is true. `columns`: signals that the expression reads, and perhaps `source`."""
 
     name: str
     expression: str
@@ -133,9 +133,9 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """Return signal → the documents' factors, by `language` and `script`, from the columns NAME_factor of the table `languages`.
+    """Return signal → factor of its thresholds for each document of `table`, float64[n], from the columns NAME_factor of `languages`.
 
-    Documents of languages that are not in the table have the factor 1.
+    Rows are matched by `language` and `script`. Documents of languages that are not in `languages` have the factor 1.
     """
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
     results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))

@@ -1,7 +1,7 @@
 """Rules as configuration: thresholds on signals, in groups (`decide` applies them).
 
-A rule drops a document when its signal is below, above, in or not in the threshold; a threshold or a group that is null is off. Each
-group says which sources it judges. Groups and rules apply in declared order, and the first that fires is recorded.
+A rule drops a document if its signal is below, above, in or not in the threshold. A null threshold turns off its rule, a null group all
+its rules. A group has a setting for the sources to judge. Rules apply in declared order; the first that fires is recorded.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def below(signal: str, default: float | None, description: str, missing: Missing
 
 
 def above(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the field of a rule that drops documents with a higher `signal`."""
+    """Return the field of a rule that drops documents whose `signal` is above the field's value."""
     return threshold(signal, ">", default, description, missing)
 
 
 @dataclass(frozen=True)
 class DocumentKind:
-    """A kind of documents: their `signal` is at least `minimum`, and not null (not measured)."""
+    """A kind of documents, whose `signal` is at least `minimum`; a document with a null signal (not measured) is not of the kind."""
 
     signal: str
     minimum: float
@@ -62,7 +62,7 @@ class DocumentKind:
 
 @dataclass(frozen=True)
 class Rule:
-    """One active rule of a configuration. With `kinds` it judges only documents of one of them, or (`of_kind` false) only the others."""
+    """An active rule of a configuration. With `kinds`, it judges only documents of these kinds, or if `of_kind` is false, all others."""
 
     name: str
     drop: Drop
@@ -79,7 +79,7 @@ class Rule:
 
     @property
     def number(self) -> float | None:
-        """Return the threshold if it is a number."""
+        """Return the threshold if it is a number, else None."""
         return None if isinstance(self.threshold, tuple) else float(self.threshold)
 
 
@@ -90,13 +90,13 @@ class RuleGroup(StageConfig):
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
 
 
-RULE_GROUPS: dict[str, type[RuleGroup]] = {}  # name in `select.groups` → group of rules, of other packages and modules
+RULE_GROUPS: dict[str, type[RuleGroup]] = {}  # name in `select.groups` → rule group of another package or module
 
 G = TypeVar("G", bound=type[RuleGroup])
 
 
 def rule_group(name: str) -> Callable[[G], G]:
-    """Declare a class of rules, fields marked with `Drop`, as a group; `select.groups` turns it on by this name."""
+    """Declare a class, whose fields marked with `Drop` are rules, as a rule group. `select.groups` turns it on by `name`."""
 
     def declare(group: G) -> G:
         before = RULE_GROUPS.get(name)
@@ -124,7 +124,7 @@ class LanguageRules(RuleGroup):
 class GopherRepetitionRules(WebRules):
     """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
 
-    min_characters: Count = below("characters", 1, "Minimum length of the text, characters: an empty one has no fractions")
+    min_characters: Count = below("characters", 1, "Minimum length of the text, characters; an empty text has no fractions")
     max_duplicate_paragraphs: Share = above("duplicate_paragraph_fraction", 0.30, "Maximum share of paragraphs seen earlier in the text")
     max_duplicate_paragraph_characters: Share = above(
         "duplicate_paragraph_character_fraction", 0.20, "Maximum share of characters in repeated paragraphs"
@@ -196,8 +196,8 @@ class DirtyWordRules(RuleGroup):
 class DivergenceRules(RuleGroup):
     """Rules against documents with too many outlier tokens (Llama 3, section 3.1.1)."""
 
-    # Not measured for languages with too few documents to compare with.
-    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus beyond that of its length, nats", "keep")
+    # Not measured for languages with too few words to compare with.
+    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus, less that of random text, nats", "keep")
 
 
 class NgramCoverageRules(RuleGroup):
@@ -209,7 +209,7 @@ class NgramCoverageRules(RuleGroup):
 class NoticeRules(WebRules):
     """Rules against terms of use, privacy and cookie policies, and notices instead of a page (JavaScript required, page not found).
 
-    They count phrases: of terms and policies in seven European languages, of notices in English. The thresholds are Puna's own.
+    The rules count phrases of terms and policies in seven European languages, and of notices in English. The thresholds are Puna's own.
     """
 
     max_legal: Share = above("legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, like `we may disclose`")
@@ -235,26 +235,26 @@ class CodeRules(RuleGroup):
 
 
 Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "ngram_coverage", "quality"]
-"""Names of the rule groups for prose, which programs with their repeated, short lines without full stops do not fit."""
+"""Names of the rule groups for prose. These rules do not fit code, which has short, repeated lines without full stops."""
 
 
 class CodeReasoningRules(WebRules):
-    """Rules for pages with code or reasoning (Llama 3, section 3.1.3), as found by lines of code and the classifiers of `code_reasoning`.
+    """Rules for pages with code or reasoning (Llama 3, section 3.1.3), identified by lines of code and the scores of `code_reasoning`.
 
-    Rules for prose do not fit such pages: the groups in `spared_by` skip them, and these rules apply only to them.
+    Rules for prose do not fit such pages, so the groups in `spared_by` skip them. The rules below apply only to such pages.
     """
 
     min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code in a page with code; null: not counted")
     min_code: Fraction | None = Field(None, description="Minimum probability of code in a page with code; null: not used")
     min_reasoning: Fraction | None = Field(None, description="Minimum probability of reasoning in a page that reasons; null: not used")
-    spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Groups of rules that do not judge these pages")
+    spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Rule groups that do not judge these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
     max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.5, "Maximum share of characters in repeated lines")
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
-        """Return the bounds of signals that make a document a page with code or reasoning."""
+        """Return the minimum signals of pages with code or reasoning; one of them suffices."""
         bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 

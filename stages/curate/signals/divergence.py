@@ -1,8 +1,8 @@
-"""Kullback-Leibler divergence of a document's words from the corpus's (Llama 3, section 3.1.1).
+"""Kullback-Leibler divergence of a document's word distribution from the corpus (Llama 3, section 3.1.1).
 
-Words in lower case, with all numbers alike, are hashed into `BINS` bins, so that memory is fixed. A document is compared with the rest of
-the corpus; unseen words share the mass that Good and Turing estimate from the words seen once. Short texts diverge more, so rules judge
-the excess over `expected`, the mean divergence of texts of that length drawn from the corpus.
+Words, in lower case and with all numbers alike, are hashed into `BINS` bins, so that memory is fixed. A document is compared with the rest
+of the corpus. Unseen words share the Good-Turing mass, estimated from words seen once. Short texts diverge more, so rules judge the excess
+over `expected`, the mean divergence of texts of that length drawn from the corpus.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Corpus:
 
     @classmethod
     def of(cls, counts: I64) -> Corpus:
-        """Return the corpus with these counts, and a prior from the bins that hold one word."""
+        """Return the corpus with these counts. The prior follows from the number of bins that hold one word (Good-Turing)."""
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
     def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
         """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
-        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the corpus holds them.
+        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: they are part of the corpus.
         """
         corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some are views of files
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
@@ -66,9 +66,9 @@ class Corpus:
 
 @njit(cache=True)
 def _counted(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
-    """Return the bins of some `places` in the corpus, and the number of places in each; bin i ends before place `ends[i]`.
+    """Return the bins of the word positions `places`, and the number of positions in each bin; bin i ends before position `ends[i]`.
 
-    `firsts`: the bin of every 2^shift-th place, where the search begins. `tally`: a zero for each bin, also on return.
+    `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch, zero for each bin before and after.
     """
     for place in places:
         at = firsts[place >> shift]
@@ -110,7 +110,7 @@ def expected_at(words: I64, expected: F64) -> F64:
 
 
 class Tally:
-    """Word counts of many parts; new entries are merged when they outnumber the merged ones and `LEAST`."""
+    """Word counts by bin, summed over parts. New entries are merged when there are more of them than merged entries and `LEAST`."""
 
     LEAST = 1 << 16
 
@@ -129,7 +129,7 @@ class Tally:
             self.waiting = 0
 
     def dense(self) -> I64:
-        """Return counts of all bins, int64[BINS]."""
+        """Return the counts of all bins, int64[BINS]."""
         total = np.zeros(BINS, np.int64)
         for bins, counts in self.pieces:
             total[bins] += counts

@@ -68,7 +68,7 @@ def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) 
 
 @njit(cache=True, borrows=True)
 def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
-    """Return the shares of lines (as of `str.splitlines`) that start with a bullet and that end with an ellipsis."""
+    """Return the share of lines that start with a bullet, and the share that end with an ellipsis; lines as in `str.splitlines`."""
     lines, bullets, ellipses = 0, 0, 0
     at, total = 0, len(codes)
     while at < total:
@@ -97,8 +97,8 @@ def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
 def duplicate_pieces(
     codes: U32, flags: U16, hashes: U64, power: U64, first: int, last: int, newlines: int, keys: U64
 ) -> tuple[int, int, int, int]:
-    """Return four counts of the pieces of first..last between runs of at least `newlines` newlines: pieces, repeated pieces, their
-    characters, and the characters of repeated pieces that are not blank.
+    """Split codes[first:last] at runs of at least `newlines` newlines. Return the numbers of pieces, of repeated pieces, of characters in
+    repeated pieces, and of characters in repeated pieces that are not blank.
 
     `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty table.
     """
@@ -230,7 +230,7 @@ def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: in
     one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
 
 
-# Characters of cp1252 for the bytes 0x80 to 0xBF; bytes without one are often read as control characters.
+# Characters of cp1252 for the bytes 0x80 to 0xBF; bytes that cp1252 leaves out are often read as control characters.
 CONTINUATIONS = np.zeros(0x2123, np.bool_)
 CONTINUATIONS[0x80:0xC0] = True
 CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")]] = True

@@ -1,6 +1,6 @@
 """Compiled signals of lines: the rules of C4 and FineWeb, n-grams seen earlier, legal phrases and notices.
 
-C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them; sentences as in spaCy's sentencizer.
+C4's rules (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) follow datatrove; sentences follow spaCy's sentencizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHRASES = {
 
 
 def packed_phrases(phrases: tuple[str, ...]) -> U32:
-    """Return phrases as one array of code points, each ended by a 0."""
+    """Return the phrases' code points as one array, with a 0 after each phrase."""
     return np.array([ord(c) for phrase in phrases for c in phrase + "\0"], np.uint32)
 
 
@@ -40,7 +40,7 @@ MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
 PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
-# Search of Wu and Manber (1994): the last two letters of a window, as long as the shortest phrase, give the step to the next one.
+# Search of Wu and Manber (1994): a window is as long as the shortest phrase; its last two letters give the step to the next window.
 WINDOW = min(map(len, PHRASES))
 ASCII = 128
 STEPS = np.full(ASCII * ASCII, WINDOW - 1, np.uint8)
@@ -52,7 +52,7 @@ for _phrase in PHRASES:
 
 @njit(cache=True, borrows=True)
 def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: int) -> int:
-    """Return the length of the 0-terminated `phrase[first:]` if codes[at:stop] begins with it, whatever its case, else 0."""
+    """Return the length of the 0-terminated `phrase[first:]` if codes[at:stop] begins with it, ignoring case, else 0."""
     k = 0
     while phrase[first + k] != 0:
         if at + k >= stop or lower[codes[at + k]] != phrase[first + k]:
@@ -63,7 +63,7 @@ def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: 
 
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: U32, lower: U32, a: int, b: int) -> int:
-    """Return the kinds of C4's phrases that a..b contains, as bits."""
+    """Return the kinds of C4's phrases that codes[a:b] contains, as bits."""
     result, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # `last` occurs in no phrase
     while at < b:
         step = int(STEPS[min(lower[codes[at - 1]], last) * ASCII + min(lower[codes[at]], last)])
@@ -143,11 +143,11 @@ def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: i
 
 @njit(cache=True)
 def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: U32, one: Any) -> None:
-    """Write C4's signals to a document's record: sentences in kept lines, lines with "lorem ipsum", and lines with a curly bracket before
-    the first of these. Each counts lines that end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, and again all lines (FineWeb).
+    """Write C4's signals to a document's record: sentences in kept lines, lines with "lorem ipsum", and lines with "{" before the first
+    "lorem ipsum". Write them twice: for lines that end in `.`, `?`, `!`, `"` or `'` but not an ellipsis, and for all lines (FineWeb).
 
-    A counted line has at least three words, none of more than 1000 characters; a line with a curly bracket also has no "javascript". C4
-    drops the page for a curly bracket, not the line, so its sentences count. `line`: room for the longest line.
+    A counted line has at least three words, none of more than 1000 characters; a line with "{" also has no "javascript". For a curly
+    bracket, C4 drops the page, not the line, so the line's sentences count. `line`: room for the longest line.
     """
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
@@ -293,7 +293,7 @@ LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 class Phrases(NamedTuple):
     """Hash tables of phrases: `begins`, the folded hashes of first words (see `bits_of`); `keys`, the hashes of whole phrases; their
-    `kinds` uint8 at the same places; `longest`, the words of the longest phrase."""
+    `kinds` uint8 at the same places; `longest`, the number of words of the longest phrase."""
 
     begins: U64
     keys: U64

@@ -1,4 +1,4 @@
-"""All heuristic signals of many documents, in one compiled pass that splits each text into words once."""
+"""Measurement of all heuristic signals of many documents, in one compiled pass that splits each text into words once."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def vocabulary() -> Vocabulary:
 
 
 class Space(NamedTuple):
-    """Arrays that the documents of a call use one after another."""
+    """Work arrays, which are reused for all documents of a call."""
 
     codes: U32
     line: U32
@@ -153,7 +153,7 @@ ANY_LIST, NO_LIST = -1, -2
 
 
 def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
-    """Return `lists` of stop words as hashes, with the number `of` each document's list."""
+    """Return `lists` of stop words as hashes. `of`: index of each document's list, `ANY_LIST` or `NO_LIST`."""
     return OwnWords(*_salted(tuple(lists)), np.array(of, np.int64))
 
 
@@ -210,13 +210,13 @@ def _measure(
         if own.of[d] >= 0:
             results, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
             one.stop_words, one.stop_word_fraction = results, occurrences / max(plain, 1)
-        # datatrove also counts n-grams that occur once, by which one sentence would look as repetitive as a spam page.
+        # Unlike in datatrove, n-grams that occur once do not count: they would make one sentence look as repetitive as a spam page.
         line_repetition(codes, about.flags, room, hashes, newlines, one)
         gram_repetition(room, words, max(characters, 1), one)
         c4_numbers(codes, about.flags, about.lower, start, stop, room.line, one)
         one.lines, one.terminated_line_fraction, one.short_line_fraction = fineweb_numbers(codes, about.flags)
         if mean_length != mean_length:
-            # C4 counts words between white space, so it would keep no line of a script without spaces; 30 such characters are a sentence.
+            # C4 splits words at white space, so it would keep no line of a script without spaces. There, 30 characters are a sentence.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
         one.newline_ratio, one.code_lines = newlines / max(words, 1), code_lines(codes)[1]
         one.misread_fraction = misread_characters(codes) / max(characters, 1)
@@ -297,7 +297,7 @@ def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U
 
 
 def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
-    """Raise PunaError if an optional signal is null for all documents, although its definition gives one of the first a value."""
+    """Raise PunaError if an optional signal is null for all documents, but its definition gives a value for one of the first."""
     for name in NAMES:
         arrays = SIGNALS[name]
         if arrays.optional and arrays.definition and np.isnan(found.values[name]).all():

@@ -23,7 +23,7 @@ IN_A_ROW = 16  # consecutive documents that exceed a definition's budget, after 
 
 
 class Budget(NamedTuple):
-    """Budget of a definition for one document: seconds of computing, and MiB beyond the memory of its process at its start."""
+    """Budget of a definition for one document: CPU seconds, and MiB beyond the memory that its process used at the start."""
 
     seconds: float
     memory_mb: int
@@ -33,7 +33,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
     """Return `table` with a column for each signal of `documents` (in the same order), and the column `FAILED`.
 
     A definition that raises an exception or exceeds its budget leaves the value null. Raise PunaError if a value does not have the declared
-    type, or if `IN_A_ROW` consecutive documents exceed the budget, since such a definition is wrong for all documents.
+    type. Raise it also if `IN_A_ROW` consecutive documents exceed the budget: then the definition is likely wrong for all documents.
     """
     # Without signals all rows share one list: many new lists would start garbage collections.
     failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
@@ -45,20 +45,20 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
 
 
 def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield each document's `value`, or the reason why it has none as `failed` or `wrong`."""
+    """Yield for each document its `value`, or the reason why it has no value, as `failed` or `wrong`."""
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:
         answer = process().ask({"definition": code, "row": row}, budget.seconds, budget.memory_mb)
         broken = broken + 1 if isinstance(answer, str) else 0
         if broken == IN_A_ROW:
-            raise PunaError(f"signal {made.name}: of {broken} documents one after another, {answer}; mend it, or give it a larger budget")
+            raise PunaError(f"signal {made.name}: for {broken} documents in a row, {answer}; fix the signal, or give it a larger budget")
         yield {"failed": answer} if isinstance(answer, str) else answer
 
 
 @lru_cache(maxsize=1)
 def process() -> Apart:
-    """Return the subprocess in which this process measures."""
+    """Return the subprocess in which this process measures user-defined signals."""
     return Apart(measured)
 
 

@@ -1,6 +1,6 @@
-"""Definitions of all heuristic signals in plain Python: one function each, whose values the compiled measurement must equal.
+"""Definitions of all heuristic signals in plain Python, one function per signal. The compiled measurement must give equal values.
 
-Words are those of `puna.kernels.text.words`. Importing this package declares the signals.
+`puna.kernels.text.words` splits texts into words. Importing this package declares the signals.
 """
 
 from puna.stages.curate.signals.definitions import counts, gopher, lines, notices

@@ -15,13 +15,13 @@ SPEAKERS = frozenset((
     "votre", "vos", "nosotros", "nuestra", "nuestro", "nuestros", "usted", "noi", "nostro", "nostra", "nostri", "tuo", "tua",
     "tuoi", "tue", "wij", "ons", "onze", "je", "uw", "nós", "nosso", "nossa", "nossos", "você",
 ))  # fmt: skip
-"""Words by which terms and policies address their reader; laws and articles have many of the same phrases without these words."""
+"""Words for writer and reader in terms and policies. Laws and articles have many of the same phrases, but without these words."""
 NOTICE_WORDS = 100
 
 
 @lru_cache(maxsize=4)
 def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, ...]]]:
-    """Return the numbers of the plain words that are part of a listed phrase, and the phrases found."""
+    """Return the indices of the plain words that are part of a listed phrase, and the phrases found."""
     listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
     words = tuple(map(folded, plain_words(text)))
     inside: set[int] = set()

@@ -36,7 +36,7 @@ def unspaced(text: str) -> bool:
 
 
 def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
-    """Return the number of pieces that equal an earlier one, and their characters."""
+    """Return the number of pieces that equal an earlier piece, and the number of characters in them."""
     seen: set[str] = set()
     count = characters = 0
     for piece in pieces:
