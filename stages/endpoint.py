@@ -182,5 +182,5 @@ class Endpoint:
 
 def grade_of(text: str, top: int) -> float | None:
     """Return the first number in a judge's reply; None if it is missing or not from 0 to `top`."""
-    number = re.search(r"\d+(?:\.\d+)?", text)
-    return None if number is None or float(number.group()) > top else float(number.group())
+    number = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", text)
+    return float(number.group()) if number is not None and 0 <= float(number.group()) <= top else None

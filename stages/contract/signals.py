@@ -67,12 +67,12 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
     """Declare a function as the definition of a signal.
 
     Its parameters are columns of a document (text, title, url, source). Its return annotation is the type: float, int or str, with
-    `| None` if a document may have none. Name and meaning default to the function's name and the first line of its docstring.
+    `| None` if a document may have none. Name and meaning default to the function's name and the first paragraph of its docstring.
     """
 
     def declare(function: F) -> F:
         label = name or function.__name__
-        text = meaning or (inspect.getdoc(function) or "").split("\n")[0].rstrip(".")
+        text = meaning or " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
         if not text:
             raise TypeError(f"signal {label}: needs a docstring, which says what it means")
         returned = get_type_hints(function).get("return")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from puna.stages.contract import Documents, Evaluation, External, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
 from puna.stages.contract.declaration import Reads
 from puna.stages.conversations import asking, content_of, messages_of, shown, text_of
-from puna.stages.curate.decontaminate import FUZZY_RULE, DecontaminateConfig, Search, prompts_of_splits, search_for
+from puna.stages.curate.decontaminate import DecontaminateConfig, Search, prompts_of_splits, search_for
 from puna.stages.evaluation.question_scores import OVERLAP, contents
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.training.corpus import chosen_of
@@ -143,9 +143,8 @@ def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> di
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
     for at, match in search.matches(pa.array([text for _, text in texts], pa.string())):
         for prompt, share in match.shares.items():
-            if share > search.config.max_overlap or match.rule == FUZZY_RULE:
-                one = Held(share, texts[at][0], match.text if prompt == match.prompt else "")
-                held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
+            one = Held(share, texts[at][0], match.text if prompt == match.prompt else "")
+            held[prompt] = max(held.get(prompt, one), one, key=lambda each: each.share)
     return held
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -144,7 +144,7 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 @dataclass(frozen=True)
 class Match:
     """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams; `text`: its first n-gram found, or
-    with FUZZY_RULE the changed passage; `shares`: prompt number → overlap, of all prompts found."""
+    with FUZZY_RULE the changed passage; `shares`: prompt number → overlap, of all prompts found (from `Search`: above the bound)."""
 
     prompt: int
     overlap: float
@@ -189,7 +189,8 @@ class Search:
             hashed = word_hashes(text)
             exact = match(hashed, self.index)
             if exact is not None and exact.overlap > self.config.max_overlap:
-                yield at, exact
+                above = {prompt: share for prompt, share in exact.shares.items() if share > self.config.max_overlap}
+                yield at, replace(exact, shares=above)
             elif (near := fuzzy_match(hashed, self.fuzzy)) is not None and near.share >= self.config.fuzzy_overlap:
                 yield at, Match(near.prompt, near.share, near.text, {near.prompt: near.share}, FUZZY_RULE)
 

@@ -21,6 +21,7 @@ from puna.stages.align.synthesize import SynthesizeConfig, synthesize
 from puna.stages.contract import External, execute, parse
 from puna.stages.conversations import asking, content_of, messages_of
 from puna.stages.curate.judge import JudgeConfig, judge
+from puna.stages.endpoint import grade_of
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
 from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.storage import Artifact, PunaError, Store
@@ -150,6 +151,11 @@ def test_no_redirect_is_followed_and_no_run_begins_without_its_key(tmp_path: Pat
     monkeypatch.delenv("TEST_KEY")
     with pytest.raises(PunaError, match="the environment has no variable TEST_KEY"):
         sampled(store, prompts_of(store, "say #1"), remote.endpoint())
+
+
+@pytest.mark.parametrize(("reply", "grade"), [("4", 4.0), ("Grade: 3.5.", 3.5), ("grade-2", 2.0), ("-1", None), ("7", None), ("none", None)])
+def test_the_grade_in_a_reply(reply: str, grade: float | None) -> None:
+    assert grade_of(reply, 5) == grade
 
 
 def test_a_judge_elsewhere_grades_answers(tmp_path: Path, remote: Remote) -> None:

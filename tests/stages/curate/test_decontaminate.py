@@ -60,6 +60,16 @@ def test_a_tolerated_overlap_keeps_the_document(tmp_path, make_documents):
     assert made.read("dropped").num_rows == 0
 
 
+def test_a_tolerated_overlap_contaminates_no_prompt(tmp_path, make_documents):
+    """A document that holds one prompt whole, and of another one a beginning, is dropped for the first alone."""
+    store, other = Store.open(tmp_path), " ".join([*QUESTION.split()[:14], *(f"word{i}" for i in range(40))])
+    docs = make_documents(store, [("dirty", "web", QUESTION)])
+    prompts = store.import_table("prompts", pa.Table.from_pylist([row("p1", QUESTION, "midway"), row("p2", other, "no")]))
+    for bound, contaminated in ((0.0, 2), (0.5, 1)):
+        made = execute(decontaminate, DecontaminateConfig(max_overlap=bound), {"documents": docs, "prompts": [prompts]}, store)
+        assert made.rows() == 0 and made.manifest.metrics["contaminated_trains"] == contaminated
+
+
 def test_short_questions_count_as_a_whole():
     index, unmatchable = build_index([row("p", "Which llama is the fastest of all?", "Pepe")], DecontaminateConfig())
     assert not unmatchable["trains"]
