@@ -42,7 +42,7 @@ BY_MODELS = SelectConfig.model_validate(
 
 @dataclass(frozen=True)
 class Curated:
-    """Outputs of curation: clean documents and signals of their types."""
+    """Outputs of curation: clean documents. `domains`: signals of domain, language, and code and reasoning; empty if the step is off."""
 
     documents: Output
     domains: list[Output]

@@ -241,16 +241,16 @@ differentiable(
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first; in fp32 at least. Weights and probabilities are
-    differentiable. With `normalize` a token's weights add up to one."""
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64). `chosen`: indices of the k likeliest experts, likeliest first,
+    like `weights`. Weights and probabilities are differentiable and at least fp32. With `normalize` a token's weights add up to one."""
     if not 1 <= k <= logits_TE.shape[1]:
         raise ValueError(f"k is {k}, of {logits_TE.shape[1]} experts")
     return _top_k_routing(logits_TE, k, normalize)  # type: ignore[no-any-return]
 
 
 def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (order [N], place [N], offsets [E + 1]), int64, of all tokens' choices, numbered token by token: N = T k. order[n] is the
-    choice whose row is the n-th of the experts' rows, place its inverse; rows of one expert stay in the order of their tokens."""
+    """Return int64 (order [N], place [N], offsets [E + 1]) that sort the N = T k choices, numbered token by token, by expert. order[n]: the
+    choice at sorted row n; place: its inverse; expert e has rows offsets[e] to offsets[e + 1], in the order of their tokens."""
     chosen_N = chosen_Tk.flatten()
     order_N = chosen_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))

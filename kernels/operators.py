@@ -28,7 +28,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Switch torch's deterministic algorithms on or off; operators without one warn, as torch's matrix products on a GPU may."""
+    """Within the context, switch torch's deterministic algorithms on or off. Operations without such an algorithm only warn."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     try:

@@ -135,8 +135,8 @@ def offloaded_model(
     folder: Path, place: tuple[torch.device, torch.dtype], offload: Offload, memory: float | None, work: Work,
     step_tokens: int | None = None, draft: Transformer | None = None,
 ) -> Offloaded:  # fmt: skip
-    """Return the model in a folder by the fastest plan for this work within `memory` GB (None: most of the free memory), draft included.
-    `step_tokens`: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits."""
+    """Return the model in a folder, offloaded by the fastest plan for this work. `memory`: limit in GB, the draft included (None: most of
+    the free memory). `step_tokens`: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits."""
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offloaded
     from puna.models.memory.planner import Rates, Shape, choose, measure

@@ -376,7 +376,7 @@ class Transformer(nn.Module):
 
     @property
     def key_value_heads(self) -> int:
-        """Return the number of key-value heads of a layer that this process has."""
+        """Return this process's number of key-value heads per layer."""
         return self.config.num_key_value_heads
 
     @property

@@ -115,7 +115,7 @@ class Endpoint:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
     def _answer(self, request: dict[str, Any]) -> Reply:
-        """Return the server's answer or refusal, after retries with growing waits; raise PunaError if all tries fail."""
+        """Return the server's answer or refusal, retrying with exponential backoff; raise PunaError if retries run out or cannot help."""
         failure = ""
         for number in range(self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)

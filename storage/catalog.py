@@ -1,7 +1,7 @@
 """DuckDB over every artifact: one view per table, and tables about artifacts and runs; see `views`.
 
-Everything is derived from the manifests when the connection is opened, and views when a statement first names them. The connection
-reads the store's own files only and cannot write.
+Summaries of the artifacts are read when the connection is opened; a table or view is created when a statement first names it. The
+connection reads only the store's own files, and writes only `output`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return some rows, in order. Reads only their row groups, and caches the last one for the next call."""
+        """Return the rows with these ascending numbers. Read only their row groups; cache the last for the next call if it has more."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))

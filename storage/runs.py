@@ -59,7 +59,7 @@ def line(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` if its process just ended.
+    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` (no end recorded).
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
     `lines`: standard error of all processes but the first.

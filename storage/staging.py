@@ -83,7 +83,7 @@ class Staging:
             path.unlink(missing_ok=True)
 
     def keep(self, job: str, tables: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
-        """Move the files that a job wrote (`TABLE.parquet` and beside it) into the staging folder and write its record."""
+        """Move the files that a job wrote (`TABLE.parquet`, `TABLE.order.parquet`, …) to the staging folder; write the job's record."""
         staged = []
         # Attempts of one job may overlap: each leaves files of its own, and the record names those of one of them.
         attempt = uuid.uuid4().hex[:8]

@@ -122,7 +122,7 @@ class Store:
         return [one for one in entries if (one.get("project") or DEFAULT) == project or one["key"] in aliases]
 
     def unfinished(self) -> list[str]:
-        """Return the names of the folders of artifacts whose manifest is gone."""
+        """Return the names of the artifact folders that have no manifest."""
         whole = {artifact.place for artifact in self.committed()}
         folders = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
         return sorted(folders - whole)

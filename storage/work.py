@@ -56,7 +56,7 @@ class Identity:
 
 
 class Work:
-    """An unfinished artifact: parts, files and scratch survive a crash; only parts that this attempt claims are committed."""
+    """An unfinished artifact. Parts and scratch survive a crash, `output` does not. Only parts claimed by this attempt are committed."""
 
     def __init__(self, files: Files, key: str, project: str = "") -> None:
         self.files = files
@@ -108,8 +108,8 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return by shard the facts of the rows of `documents` that may be kept by reference; None if none may. Sources then count from 1:
-        `documents`, if it has rows of its own, then its sources; 0 is written rows. `shift` is added to the sources' numbers."""
+        """Return for each shard the facts files of `documents` and its sources; None if their rows cannot be kept by reference. Sets the
+        source numbers: 0 for newly written rows, then `documents` if it has own rows, then its sources. Add `shift` to its own numbers."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -163,7 +163,7 @@ class Work:
         return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
 
     def discard(self) -> None:
-        """Remove the work folder: the artifact exists already, or these parts cannot become it."""
+        """Remove the work folder, because the artifact already exists or these parts must not be committed."""
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:

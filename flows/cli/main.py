@@ -91,10 +91,10 @@ def plan(
     """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, operations, memory and time; for the
     stage sample, KV cache memory and minimum time.
 
-    Time, disk and memory of a step are estimated from its earlier runs in the store. A step after a running step is computed again only if
-    the content of its input is new. Pretraining is computed from the model's shape: the recipe's, the input model's, or the chosen one.
-    Each row counts as one document, the most attention that it can cost. Times follow from this CPU's measured rates or a GPU's data sheet.
-    For several GPUs, the three fastest layouts that fit are listed, among the tested ones.
+    Time, disk and memory of a step are estimated from its earlier runs in the store. A step that follows steps to be run is itself run only
+    if their output is new. The cost of pretraining follows from the model's shape: the recipe's, the input model's, or that of choose_size.
+    Each row counts as one document, for which attention costs most. Times follow from this CPU's measured rates or a GPU's data sheet.
+    For several GPUs, the three fastest tested layouts that fit are listed.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request

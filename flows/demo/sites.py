@@ -82,7 +82,7 @@ def _mock_pages(member: Member) -> dict[str, str]:
 
 
 def _own_address(body: bytes) -> str | None:
-    """Return a page's canonical link or og:url, if that is a whole address."""
+    """Return a page's canonical link or og:url, if it is an absolute URL."""
     head = HTMLTree.parse_from_bytes(body, charset(body)).head
     if head is None:
         return None

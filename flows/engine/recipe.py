@@ -73,7 +73,7 @@ class Added(StageConfig):
 
 
 class General(StageConfig):
-    """The fields of every recipe, beside the steps and settings of its flow."""
+    """The fields of every recipe, besides the steps and settings of its flow."""
 
     name: str | None = Field(None, description="Name of the recipe")
     base: str | None = Field(BASE, description="Recipe to inherit from, a name or YAML file; null: none. Groups are merged, lists replaced")

@@ -104,7 +104,7 @@ class _Lineage:
         }
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
-        """Return the artifacts with these keys, one for each content, ordered by content."""
+        """Return the artifacts with these keys, one per content digest, in order of digest."""
         one = {self.digest[key]: key for key in sorted(keys, reverse=True)}
         return tuple(self._of(one[digest]) for digest in sorted(one))
 

@@ -170,7 +170,7 @@ def session(
     """Open a session: workers are started when first needed and stopped at the end. `executor`: see `connected`.
 
     `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ends well. If it
-    made nothing and an earlier run has the same artifacts, name that run's page.
+    only reused artifacts and an earlier run has the same ones, name that run's page.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.

@@ -36,7 +36,7 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """The steps of a flow in order, the settings it asks for, the aliases it sets, and the needs that are not met.
+    """The steps of a flow in order, the settings it asks for, the aliases it sets, and complaints about wrong values and inputs.
 
     `regular`: fields of the steps that run unless a recipe leaves them out.
     """

@@ -171,7 +171,7 @@ def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choice
 
 
 def _choice(plain: Mapping[str, Any], spec: InputSpec, names: list[str], *, needed: bool) -> dict[str, Any]:
-    """Return the field of an input: a list to pick from, or an id."""
+    """Return the JSON schema of an input's form field: a list of artifacts to pick from, or an id."""
     head = {name: plain[name] for name in ("title", "position", "default") if name in plain}
     what = f"{'One or more artifacts' if spec.many else 'An artifact'} of kind {spec.kind}"
     typed: dict[str, Any] = {"type": "string"}

@@ -131,7 +131,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words: no gain if the interval holds 0, and no earned gain if the control's budget is smaller."""
+        """Return the verdict in words. A gain needs an interval above 0; it is earned if the control's budget is at least as large."""
         if self.gain.low <= 0:
             return "cost" if self.gain.high < 0 else "earned nothing"
         return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"

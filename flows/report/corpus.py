@@ -59,7 +59,7 @@ def shares_view(run: Run, column: str, title: str) -> Html:
 
 
 def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str = "") -> None:
-    """Add the rows of each group to a count of them, or a sum of their values."""
+    """Add each group's number of rows (`how` is "count") or sum of `value` ("sum") to `counts`."""
     sums = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
     counts.update(dict(zip(sums[group].to_pylist(), sums[f"{value or group}_{how}"].to_pylist(), strict=True)))
 

@@ -82,7 +82,7 @@ def amount(characters: int, per_token: float | None) -> str:
 
 
 def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None) -> Html:
-    """Draw a rule's row. Its bar stands under its piece of the step's bar, which begins after `at` rows."""
+    """Draw a rule's row. Its bar begins after `at` rows, so that it stands under the rule's segment of the step's bar."""
     words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
     head = [

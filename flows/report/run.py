@@ -102,7 +102,7 @@ class Run:
         return [s for s in self.steps if s.artifact.kind in kinds]
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
-        """Return the artifact that an input record means: an earlier step's with its key, else with its content, else the store's.
+        """Return the artifact that an input record names: of an earlier step (by key, else by content), else of the store.
 
         A reused artifact may name an earlier run's input, whose content equals that of this run's artifact.
         """

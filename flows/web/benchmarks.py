@@ -58,7 +58,7 @@ def _model(evaluation: Artifact) -> Artifact:
 
 @router.get("/benchmarks")
 def board_page(site: Here, project: str | None = None, beside: str | None = None) -> str:
-    """Return the leaderboard. `beside`: the model whose differences from the others are shown, else the first."""
+    """Return the leaderboard. `beside`: start of the key of the model that the others are compared with; by default the first model."""
     store = site.store.within(project).require_project()
     evaluations = _evaluations(store, project)
     candidates = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]

@@ -1,4 +1,4 @@
-"""The pages of runs: all of them with forms to start and aliases, one with its steps and funnel, two side by side."""
+"""Pages about runs: the list of runs with start buttons and aliases, one run with its steps and funnel, two runs side by side."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def state_digest(store: Store, run: str | None) -> str:
 
 
 def working_view(store: Store, log: RunLog) -> Html:
-    """Return a run at work: its last step, and the step's progress if known."""
+    """Return the section on a run in progress: the number of steps done, and the current step with its progress if known."""
     now = progress_of(store, log.name)
     count = f"{len(log.made)} steps done"
     if now is None:

@@ -29,7 +29,7 @@ BYTES = ir.VectorType(llvm.BYTE, STEP)
 
 
 def row_bytes(D: int) -> int:
-    """Return the bytes of a quantised row of x: its D numbers, rounded up to whole steps, and its scale in each lane of a vector."""
+    """Return the bytes of a quantised row of x: D bytes, padded to a multiple of `STEP`, and a vector with its scale in each lane."""
     return -(-D // STEP) * STEP + 4 * LANES
 
 

@@ -44,7 +44,7 @@ def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
 
 
 def spread(builder: Any, value: Any, lanes: int = LANES) -> Any:
-    """Return a value in all lanes."""
+    """Return `value` broadcast to a vector of `lanes` lanes."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, INT32(0))
     return builder.shuffle_vector(first, undefined, constant(0, ir.VectorType(INT32, lanes)))

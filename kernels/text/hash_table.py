@@ -86,7 +86,7 @@ def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
 
 
 def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """Return a bit for each 16-bit prefix of mixed hashes, set if one of `hashes` has it: 8 KiB that stay in a core's cache."""
+    """Return a bitmap of all 16-bit prefixes, set where one of `hashes` (mixed, see `mix`) has the prefix: 8 KiB, for a core's cache."""
     bits = np.zeros(1 << 10, np.uint64)
     for value in hashes:
         bits[value >> 54] |= ONE << np.uint64(value >> 48 & 63)

@@ -1,7 +1,7 @@
-"""Normal words of texts, and shingles: hashes of every run of a number of words.
+"""Normalised words of texts, and shingles: hashes of all word n-grams.
 
-A normal form is a table with the bytes that replace each code point; a space separates words. On UTF-8 it costs a table look-up per
-byte of ASCII and a copy per other character: some hundred MB/s per core.
+A `Table` holds the bytes that replace each code point; a space separates words. Normalising UTF-8 costs a table look-up per byte of
+ASCII and a copy per other character: some hundred MB/s per core.
 
 Shapes: D documents, W words, S shingles (of all documents one after another). `offsets_D1[d] : offsets_D1[d + 1]` are the
 rows of document d in a flat array.

@@ -40,7 +40,7 @@ class QuantisedLinear(nn.Module):
 
 def quantise(model: Transformer, kind: Kind) -> Transformer:
     """Quantise the matrices of the model's layers to 8 bits, in place; matrices already in 8 bits stay. Raise ValueError for a mixture of
-    experts, whose matrices are multiplied together, and on a device without such products."""
+    experts, whose matrices are stacked, and on a device that cannot multiply such matrices."""
     require_products(kind, model.model.embed_tokens.weight.device)
     return _replaced(model, lambda linear: QuantisedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
 

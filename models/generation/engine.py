@@ -67,9 +67,9 @@ def unchanged(watched: Any) -> bool:
 class Completion(NamedTuple):
     """One answer: its tokens (a stop token included), their log-probs, and whether a stop token or text ended it.
 
-    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks and cuts. A
-    greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same at that temperature.
-    `replies`: others' turns between the model's (`turns.py`), each with the begin and end of its tokens and its messages; log-probs are 0.
+    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks, top-k,
+    top-p and min-p. A greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same at that temperature.
+    `replies`: others' turns between the model's (`turns.py`), each with the start and end of its tokens and its messages; log-probs are 0.
     """
 
     tokens: list[int]

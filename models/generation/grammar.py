@@ -26,7 +26,7 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """A tokenizer's tokens as an alphabet. size: of the model's vocabulary, whose other entries are never allowed."""
+    """A tokenizer's tokens, for masks of JSON schemas. size: of the model's vocabulary; ids that the tokenizer lacks are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer

@@ -104,6 +104,6 @@ class PagePool:
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
-    """Yield the tree node of each whole page of `tokens`: the page before it, read from `pages` only then, and its tokens."""
+    """Yield the tree node of each whole page of `tokens`: (previous page, its tokens). `pages` may grow between two nodes."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])

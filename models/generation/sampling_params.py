@@ -1,4 +1,4 @@
-"""The parameters of a prompt's answers."""
+"""Sampling parameters of a prompt's answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SamplingParams:
 
     n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
     likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose sum reaches top_p (nucleus sampling,
-    Holtzman et al. 2020). min_p: from tokens at least this share as likely as the likeliest (Nguyen et al. 2024). max_tokens: maximum
+    Holtzman et al. 2020). min_p: from tokens with at least this share of the highest probability (Nguyen et al. 2024). max_tokens: maximum
     length. stop: token ids and texts that end an answer; None is the tokenizer's end of turn. seed: draws depend only on it, the prompt's
     tokens and the answer's number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
     answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each
@@ -72,7 +72,7 @@ class SamplingParams:
 
     @cached_property
     def shifts(self) -> bool:
-        """True if logits are changed before a draw."""
+        """True if penalties, biases or a mask change the logits before a draw."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias or self.mask is not None)
 

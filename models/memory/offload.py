@@ -98,7 +98,7 @@ class Shelf(Protocol):
 
 
 class Disk:
-    """Layers on disk, read ahead by a thread into `buffers`; pinned if a GPU copies them."""
+    """Layers on disk that a thread reads ahead. `buffers`: number of buffers. `pinned`: pin their memory, for copies to a GPU."""
 
     def __init__(self, source: Source, numbers: Sequence[int], buffers: int = 2, pinned: bool = False) -> None:
         self.source, self._held = source, list[Buffer]()

@@ -92,7 +92,7 @@ class Buffer:
 
 
 class Reader:
-    """A reader that keeps its files open. Raise OSError if one cannot be opened."""
+    """A reader of layouts from files that it keeps open. Raise OSError if a file cannot be opened."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.direct = True
@@ -135,7 +135,7 @@ class Reader:
         return total
 
     def _at_hand(self, path: Path, some: memoryview, offset: int) -> int:
-        """Copy the pages that are in the page cache; return their bytes, in whole pages so that direct reads can continue."""
+        """Copy from the page cache into `some`; return the number of bytes; it is a multiple of ALIGN if direct reads must continue."""
         if path not in self._cached:
             return 0
         try:

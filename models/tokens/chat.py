@@ -149,7 +149,7 @@ class ChatFormat(Vocabulary):
         return rows
 
     def _continued(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
-        """Extend the row to the next prompt if the prompt begins with the row; return whether it does."""
+        """Extend the row to the next prompt (ids `prompt`) if that begins with the row, as ids or as text; return whether it does."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
         elif stop in self.special and next_prompt.startswith(text):

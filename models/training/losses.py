@@ -65,7 +65,7 @@ class PreferenceLoss:
     """A preference loss from the registry, by name.
 
     function for pairs: (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; for answers: (log-ratios of policy over
-                     reference [A], good answers [A], the distance to the reference, beta, own parameters) -> losses [A]. Differentiable.
+                     reference [A], desirable [A] bool, the estimated KL, beta, own parameters) -> losses [A]. Differentiable.
                      Its keyword-only parameters are the loss's own, checked by their annotations.
     of               pairs of a better and a worse answer, or single answers labelled good or bad
     needs_reference  False: no pass of the reference model

@@ -230,7 +230,7 @@ class State:
 
 
 def _begin(state: State, trainers: dict[str, Trainer], estimate: Estimator, rollouts: Rollouts[Any], started: float) -> Begun:
-    """Return the input of a rollout's updates; set `state.numbers` for them. `started`: the rollout's start time."""
+    """Take `state.sampled`, keep its rows, return its updates' input; `estimate` may set `state.numbers`. `started`: its start time."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
     values, weights, returns = estimate(sampled, numbers, trainers)

@@ -233,7 +233,7 @@ class Rollouts(Generic[Config]):
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sampled(self, engine: AnswerEngine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
-        """Return for each prompt its answers, the fields of `Completion` each, and their scores."""
+        """Sample and score answers. Return (answers, scores) for each prompt: an answer is the fields of a `Completion`."""
         config = self.config
         seed = int(np.random.default_rng(seeds).integers(2**31))
         params = SamplingParams(

@@ -281,9 +281,9 @@ class Trainer:
 
 
 def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: Mapping[str, float]) -> list[Optimizer | Owners]:
-    """Return the configured optimiser, that of matrices with owners, and AdamW for the weights that the configured one does not take.
+    """Return the configured optimiser (as `Owners` for matrices split across ranks), and AdamW for the weights that it does not take.
 
-    Each group's `scale` multiplies its learning rate; `scales` has those that are not 1, by name; `embedding_scale` comes on top.
+    A group's `scale` multiplies its learning rate: the parameter's value in `scales`, else 1, times `embedding_scale` for embeddings.
     """
     settings, model = config.optimizer, held.whole
     if unknown := sorted(scales.keys() - weights.keys()):

@@ -187,7 +187,7 @@ def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: Sta
 
 
 def calibration_error(ordered: Sequence[Pair]) -> float:
-    """Return the expected calibration error (Guo et al. 2017) of Bradley-Terry's probabilities over parts of one half to 1."""
+    """Return the expected calibration error (Guo et al. 2017) of the Bradley-Terry probabilities, in bins from 0.5 to 1."""
     parts: dict[int, list[Pair]] = {}
     for pair in ordered:
         parts.setdefault(min(STEPS - 1, int((sigmoid(abs(pair.margin)) - 0.5) * 2 * STEPS)), []).append(pair)

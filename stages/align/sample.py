@@ -76,10 +76,9 @@ def sample(
 ) -> None:
     """Draw K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
-    Answers to prompts without a verifier have no gold score, and neither has an answer whose verifier failed: the metric
-    `unscored_answers` counts the latter. One that was cut off is scored as it stands; in the metrics it is wrong. `judges` are the
-    models that verifiers name. `draft` is a smaller model with the same tokenizer, which guesses ahead for each of the models: answers
-    have the same distribution.
+    An answer has no gold score if its prompt has no verifier, or if the verifier failed; the metric `unscored_answers` counts failures.
+    A truncated answer is scored as it stands, but counts as wrong in the metrics. `judges` are the models that verifiers name. `draft` is
+    a smaller model with the same tokenizer, for speculative decoding with each model; it does not change the distribution of answers.
 
     A model's own sampling parameters come from the generation_config.json that it was imported with. Metrics record the parameters used,
     by name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.

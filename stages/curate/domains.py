@@ -54,7 +54,7 @@ class Lexicon(NamedTuple):
 
 @lru_cache(maxsize=1)
 def seed_words() -> tuple[list[str], dict[str, int]]:
-    """Return the types, and seed word → its type; a word listed for two types, in any languages, is left out."""
+    """Return the types, and seed word → index of its type; a word listed for two types, even in different languages, is left out."""
     types: list[str] = []
     owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():

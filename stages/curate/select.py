@@ -136,7 +136,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record for each rule the number of documents that it skips because their language has no factor."""
+    """Record for each rule how many documents it skips because its signal's threshold has no factor for their language."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
         if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):

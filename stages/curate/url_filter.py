@@ -42,9 +42,9 @@ class UrlFilterConfig(StageConfig):
 
 
 class Rules(NamedTuple):
-    """Rules that drop an address. Two files have the listed places: sorted `hashes` uint64[n], and `numbers` uint16[n] of their `rules`.
+    """Rules that drop URLs. Two files list domains and path prefixes: sorted `hashes` uint64[n]; `numbers` uint16[n], indices of `rules`.
 
-    `allowed`: places that are always kept; `listed`: word → rule; `expressions` with their rules; `words`: see `adult_words`.
+    `allowed`: domains and prefixes that no rule drops; `listed`: word → rule; `expressions`: (pattern, rule); `words`: see `adult_words`.
     """
 
     hashes: str

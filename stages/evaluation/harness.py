@@ -130,7 +130,7 @@ def _result(task: str, samples: Sequence[Mapping[str, Any]], output: Any, config
 
 
 def _bridge(bench: Bench) -> Any:
-    """Return a model of the harness that computes on Puna's engine."""
+    """Return a model for the harness (a `TemplateLM`) that computes on Puna's engine."""
     from lm_eval.api.model import TemplateLM
 
     encoder, tokenizer = bench.encoder, bench.encoder.tokenizer

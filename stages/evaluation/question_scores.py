@@ -187,7 +187,7 @@ def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihoo
 
 
 def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) -> list[Column]:
-    """Return the perplexities of whole texts. White space separates words."""
+    """Return a column per metric: each text's nats, with its number of words (split at white space) or bytes as its weight."""
     sizes = {"word_perplexity": [float(len(re.split(r"\s+", text))) for text in texts]}
     size_bytes = [float(len(text.encode())) for text in texts]
     values = list(nats)

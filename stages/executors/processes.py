@@ -38,7 +38,7 @@ class Processes(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return one part per process."""
+        """Return the number of processes, each of which takes one part at a time."""
         return self._workers
 
     def _begin(self, part: Part) -> None:

@@ -1,7 +1,7 @@
-"""Processes of a distributed training: rank 0 runs the flow, and the followers join it in each training stage.
+"""Processes of distributed training: rank 0 runs the flow, and the other ranks, the followers, join it in each training stage.
 
-torchrun, or `start` on this machine, starts all with one command line. Rank 0 sends its followers jobs through the store that all joined;
-the training itself exchanges results.
+torchrun, or `start` on this machine, starts all processes with one command line. Rank 0 sends jobs to the followers through the
+key-value store of torch.distributed; results are exchanged within the training, not through that store.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def _anneal(
     job: int, number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, names: Sequence[str],
     config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Anneal one arm of one set (`number`; -1: only the default tokens); return its trial with the losses by held-out text."""
+    """Anneal the model on set `number` as `arm` (-1: on the default tokens only); return the trial with its loss on each held-out text."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 

@@ -135,7 +135,7 @@ class Tuned(NamedTuple):
 
 
 def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
-    """Tune rates with the fewest rows at two scales, then rows at each scale's best rate, at the middle point that both reach."""
+    """Tune learning rates at two model sizes with the smallest batch, then batch sizes at the best rates, at the middle token multiple."""
     if len(config.rows) == len(config.rates) == 1:
         return Tuned((1.0, 2.0), (config.rows[0],) * 2, (config.rates[0],) * 2, {})
     scales = [shapes[0], shapes[len(shapes) // 2]]
@@ -242,7 +242,7 @@ def _train(
     model: Transformer, reader: Reader, first: int, last: int, schedule: ScheduleSettings, rung: Rung, seed: int, config: LadderConfig,
     state: Path, moments: Any,
 ) -> float:  # fmt: skip
-    """Train on the steps after `first`, up to `last`; return the operations."""
+    """Train on the steps first + 1 .. last; return the number of FLOPs."""
     settings = TrainConfig(steps=last - first, schedule=schedule, optimizer=config.optimizer, compute=config.compute)
     size, what = config.compute.micro_batch_tokens, f"a model of width {rung.shape.hidden_size} at rate {rung.rate:.3g}"
 

@@ -53,9 +53,9 @@ def _roots(stage: Stage) -> tuple[Name, Name]:
 
 
 def reached(*roots: Name) -> dict[str, str]:
-    """Return `module.symbol` → hash for everything that these symbols (module, name) reach, themselves included.
-
-    Data files are `module:path`, libraries `library:name` → version. Only `meaning`, one hash of all without modules, counts in a key.
+    """Return `module.symbol` → hash of these symbols (module, name) and of all symbols that they reach, `module:path` → hash of data files,
+    and `library:name` → version. A key depends only on `contract`, the contract's version, and `meaning`, one hash of all the others
+    without module names.
     """
     reach = _reach(*roots)
     hashes = {"contract": str(FORMAT), **reach.symbols}
@@ -283,7 +283,7 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
-    """Yield libraries whose files are read without an import: `find_spec("name")`, `files("name")`."""
+    """Yield the libraries named by a string in calls of `find_spec`, `files` or `import_module`."""
     for node in nodes:
         if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -16,7 +16,7 @@ Lookup = Callable[[str], Value]
 
 @dataclass(frozen=True)
 class Opened:
-    """A file that code opens, or the folder of a file whose name is unknown. `names`: the name is a string elsewhere in the code."""
+    """A file that code opens, or the folder of a file of unknown name. `names`: strings anywhere in the code may be the file's name."""
 
     path: Path
     names: bool = False

@@ -27,7 +27,7 @@ WORKERS = (
 
 @functools.cache
 def version_in_key(module: str) -> str:
-    """Return the part of a key for a top-level module's version; empty if the module decides no content."""
+    """Return a top-level module's version as part of a key; empty if the module does not affect the content of artifacts."""
     if module in CARRIERS:
         return ""
     if module in ("re", "unicodedata"):

@@ -23,7 +23,7 @@ def digest(file: Path) -> str:
 
 
 def _started() -> float:
-    """Return the start time of this process in seconds since 1970, before any import."""
+    """Return when this process started, which is before any import, in seconds since 1970."""
     if hasattr(time, "CLOCK_BOOTTIME"):  # Linux; psutil counts from a boot time in whole seconds there
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK") + 0.02

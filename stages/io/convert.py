@@ -219,7 +219,7 @@ def _margin(plan: Plan, row: Fields) -> Values:
 
 
 def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return context and answer of a labelled row: good answers have no `rejected`, bad ones no `chosen`."""
+    """Return the context of a labelled row, and its answer: as `chosen` if the label is good, else as `rejected`; the other is None."""
     good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
     messages = _context(plan, row)
     if "completion" in plan.columns:

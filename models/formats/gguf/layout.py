@@ -127,7 +127,7 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
 
 
 def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the decoder's state of a file's tensors; raise ValueError for an unknown tensor."""
+    """Return the decoder's state dict from the tensors of a GGUF file; raise ValueError for an unknown tensor."""
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -131,7 +131,7 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
 
 def _splitter(raw: Mapping[str, Any]) -> str:
-    """Return the name of a byte-level tokenizer's splitter in llama.cpp."""
+    """Return llama.cpp's name for a byte-level tokenizer's pre-tokenizer; raise ValueError if it has none."""
     steps = raw["pre_tokenizer"].get("pretokenizers") or [raw["pre_tokenizer"]]
     patterns: list[str] = []
     for step in steps:

@@ -44,8 +44,8 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
 def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Baseline) -> Tensor:
     """Return the advantages [n] of all tokens of a prompt's answers, answer by answer, from rewards of their steps.
 
-    steps: for each answer, (tokens up to a step's end, the step's reward); the last step ends the answer. Rewards are compared over the
-    group as by `group_advantages`; a token's advantage is their sum over the steps that end after it (Shao et al. 2024, section 4.1.3).
+    steps: for each answer, (tokens up to a step's end, the step's reward); the last step ends the answer. `group_advantages` turns the
+    rewards of all steps into advantages; a token's is their sum over its own and later steps (Shao et al. 2024, section 4.1.3).
     """
     flat = group_advantages(torch.tensor([[reward for some in steps for _, reward in some]]), baseline)[0]
     parts = zip(flat.split([len(some) for some in steps]), steps, strict=True)
@@ -65,7 +65,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_h
 def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Return [N] ``min(ratio, 1 + clip) * a * logprobs``, whose first factor passes no gradient (CISPO, MiniMax 2025).
 
-    All [N] float. Every token has a gradient, even one whose ratio is out of range. The ratio has no lower bound, as its authors run it.
+    All [N] float; ``ratio = exp(log_ratio)``. Tokens out of range keep their gradient. As in the authors' runs, there is no lower bound.
     """
     return log_ratio.exp().clamp(max=1.0 + clip).detach() * advantages * logprobs
 

@@ -102,7 +102,7 @@ class Parallel:
         return own + [(spare, False)] * (max(map(len, shares)) - len(own))
 
     def totals(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the totals over all data-parallel readers of their micro-batches' counts."""
+        """Return each count in `values` summed over all ranks that process different micro-batches."""
         if self.mesh.layout.readers == 1:
             return dict(values)
         numbers = torch.tensor(list(values.values()), dtype=torch.float64)
@@ -229,7 +229,7 @@ class Parallel:
         return inner
 
     def save_state(self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any], later: bool = False) -> Job | None:
-        """Write a checkpoint; `tensors` are this rank's. later: return a job that writes it as it is now, for another thread."""
+        """Write a checkpoint; `tensors` are this rank's. later: copy them now, and return a job that writes them in another thread."""
         text = json.dumps({"step": step, **record}) if self.mesh.index == 0 else ""
         pieces = {name: self.piece_of(name, tensor) for name, tensor in tensors.items()}
         own = {name: tensor for name, tensor in tensors.items() if pieces[name].counts(self.mesh.at)}

@@ -138,7 +138,7 @@ def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
 
 
 def scatter_rows(x: Tensor, group: Any) -> Tensor:
-    """Return this rank's piece of the sum of the ranks' parts [T, ...]."""
+    """Reduce-scatter: sum the ranks' tensors x [T, ...] and return this rank's rows of the sum."""
     return x if group is None else _ScatterRows.apply(x, group)
 
 

@@ -43,7 +43,7 @@ def threshold(signal: str, when: Comparison, default: Any, description: str, mis
 
 
 def below(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the field of a rule that drops documents with a lower `signal`."""
+    """Return the field of a rule that drops documents whose `signal` is below the field's value."""
     return threshold(signal, "<", default, description, missing)
 
 

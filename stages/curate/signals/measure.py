@@ -126,8 +126,8 @@ def _space(characters: int) -> Space:
 class Measurements(NamedTuple):
     """Measurements of D documents. `values` RECORD[D], NaN if not measured.
 
-    Document d has its word counts, `bins` and `counts` uint32, from bin_offsets[d] to bin_offsets[d + 1]; and its lines of enough coverage,
-    `line` (number), `line_words` and `line_covered` int32, from line_offsets[d] to line_offsets[d + 1].
+    Document d has its words' hash bins and their counts, `bins` and `counts` uint32, at bin_offsets[d] : bin_offsets[d + 1]; and its lines
+    of n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] : line_offsets[d + 1].
     """
 
     values: NDArray[np.void]
@@ -141,7 +141,7 @@ class Measurements(NamedTuple):
 
 
 class OwnWords(NamedTuple):
-    """Lists of stop words for D documents: `keys`, a table of hashes salted by list; `salts` uint64[lists]; `of` int64[D], the number of
+    """Lists of stop words for D documents: `keys`, a table of hashes salted by list; `salts` uint64[lists]; `of` int64[D], the index of
     each document's list, or `ANY_LIST` (the best list of `stop_words.txt` counts) or `NO_LIST` (nothing is counted)."""
 
     keys: U64

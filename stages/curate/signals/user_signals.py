@@ -30,7 +30,7 @@ class Budget(NamedTuple):
 
 
 def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
-    """Return `table` with a column for each signal of `documents` (in the same order), and the column `FAILED`.
+    """Return `table` with a column for each signal in `own`, computed from `documents` (same order of rows), and the column `FAILED`.
 
     A definition that raises an exception or exceeds its budget leaves the value null. Raise PunaError if a value does not have the declared
     type. Raise it also if `IN_A_ROW` consecutive documents exceed the budget: then the definition is likely wrong for all documents.
