@@ -1,1 +1,1 @@
-"""Tensor operations: a reference, a CPU and a Triton version of each, behind one function."""
+"""Tensor operations. An operation is one function, backed by a reference, a CPU and a Triton version."""

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019) with clipping by the global norm, each over many tensors in one pass.
+"""AdamW (Loshchilov and Hutter 2019), and clipping by the global norm. Both process many tensors in one pass.
 
     g = gradient factor;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p (1 - lr weight_decay) - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
@@ -29,7 +29,7 @@ if has_numba():
 NUMERICS = {"gradient_norm": 1, "adamw_": 2}
 CHUNK = 1 << 16  # elements of one program
 BLOCK = 2048  # elements that a program holds at once
-CPU_CHUNK = 1 << 16  # elements that one thread steps at a time
+CPU_CHUNK = 1 << 16  # elements that one thread updates at a time
 
 
 def gradient_norm_reference(gradients: Sequence[Tensor]) -> Tensor:
@@ -41,7 +41,7 @@ def adamw_reference(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Apply the definition in place, in the tensors' dtypes."""
+    """Update the tensors in place by the formulas above, in the tensors' dtypes."""
     for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
         g = gradient if factor is None else gradient * factor
         m.copy_(beta1 * m + (1 - beta1) * g)
@@ -81,7 +81,7 @@ def _adamw_loop(
     part: int, start: int, stop: int, size: int, parameter: Address, gradient: Address, first: Address, second: Address,
     factor: float, decay: float, rate1: float, beta2: float, rate2: float, root2: float, eps: float, rate: float,
 ) -> None:  # fmt: skip
-    """Step the chunks start .. stop - 1 of a tensor, in torch's order of operations."""
+    """Update chunks start .. stop - 1 of a tensor, in torch's order of operations."""
     for i in range(start * CPU_CHUNK, min(stop * CPU_CHUNK, size), LANES):
         at, count = 4 * i, size - i
         g = times(load_first(gradient + at, count), fill(factor))
@@ -100,7 +100,7 @@ def _adamw_loop(
 
 @triton_jit
 def _tensor(addresses, at, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a pointer to the tensor whose address, a multiple of ALIGN bytes, is stored there."""
+    """Return a pointer to the tensor whose address, a multiple of ALIGN bytes, is addresses[at]."""
     return tl.multiple_of(tl.load(addresses + at).to(tl.pointer_type(KIND)), ALIGN)
 
 
@@ -108,7 +108,7 @@ def _tensor(addresses, at, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ig
 def _norm_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, GRADIENT: tl.constexpr
 ):
-    """Compute the sum of squares of one chunk. `chunks` [programs, 2]: tensor, chunk."""
+    """Write the sum of squares of one chunk to `partial`. `chunks` [programs, 2]: indices of tensor and chunk."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
@@ -139,7 +139,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, factor, decay, rate, beta1, beta2, root2, eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one chunk's step. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
+    """Update one chunk. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
@@ -171,8 +171,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2] of tensor and chunk), int64 on the tensors' device. The
-    tensors of a row have one shape."""
+    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2]: indices of tensor and chunk), int64 on the tensors' device.
+    The tensors of a row have one shape. Raise ValueError for a tensor that is not contiguous."""
     uneven = next((x for row in tensors for x in row if not x.is_contiguous()), None)
     if uneven is not None:
         raise ValueError(f"parameters, gradients and moments must be contiguous; one of shape {list(uneven.shape)} is not")
@@ -264,7 +264,7 @@ def adamw_(
 ) -> None:  # fmt: skip
     """Update all parameters in place by one step.
 
-    `first`, `second`: moments like the parameters, fp32 (fp64 for fp64 parameters), zero before the first step.
+    `first`, `second`: moments in the parameters' shapes, fp32 (fp64 for fp64 parameters), zero before the first step.
     `step` counts from 1. `factor`: the scalar of `clipping_factor` that multiplies the gradients; None: 1.
     """
     if step < 1:

@@ -86,7 +86,7 @@ def _join(decay, value, next_decay, next_value):  # type: ignore[no-untyped-def]
 def _advantages_kernel(  # type: ignore[no-untyped-def]
     logprobs, reference, values, scores, offsets, advantages, returns, kl, gamma, decay, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute one answer, from its end, BLOCK tokens at a time: lane i is the token i before the last."""
+    """Compute one answer, from its end, BLOCK tokens at a time: lane i has the token i places before the block's last."""
     answer = tl.program_id(0)
     start = tl.load(offsets + answer)
     stop = tl.load(offsets + answer + 1)
@@ -132,9 +132,9 @@ def advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return ([N] advantages, [N] returns), in the inputs' dtype, without autograd.
 
-    logprobs, reference [N]: of the sampled tokens under policy and reference, nats; values [N]: of the state before each
-    token; scores [A]; lengths [A] int64, adding up to N. `kl` is the penalty per nat, `gamma` the discount, `lam` GAE's
-    lambda. The score of an answer without tokens is ignored. Raise ValueError for shapes that do not fit.
+    logprobs, reference [N]: log-probabilities of the sampled tokens under policy and reference, nats; values [N]: the critic's
+    values of the states before the tokens; scores [A]; lengths [A] int64, adding up to N. `kl`: penalty per nat; `gamma`: discount;
+    `lam`: GAE's lambda. The score of an answer without tokens is ignored. Raise ValueError for shapes that do not fit.
     """
     if not logprobs.shape == reference.shape == values.shape or scores.shape != lengths.shape:
         raise ValueError(

@@ -1,11 +1,11 @@
 """Attention under the forest mask, with grouped queries: query q sees key k iff k <= q < end[k].
 
-Shapes: T tokens, H query heads, G key-value heads, R = H / G query heads to each, K width of queries and
-keys, V width of values; of one tile: n queries, m keys.
+Shapes: T tokens, H query heads, G key-value heads, R = H / G query heads per key-value head, K width of queries and
+keys, V width of values; in one tile: n queries, m keys.
 
-On CPU, queries are cut into tiles of consecutive rows; a tile's keys are all that any of its rows sees. Keys that no row sees (another
-document, a sibling's answer) are never touched, and the keys of a shared prompt are in memory once. Each tile has its own softmax, which
-the backward pass computes again. The version for a GPU is in `attention_triton.py`.
+On CPU, queries are cut into tiles of consecutive rows; a tile has all keys that any of its rows sees. Keys that no row sees (another
+document, a sibling's answer) are never read, and the keys of a shared prompt are in memory once. The backward pass recomputes each tile's
+softmax. The version for a GPU is in `attention_triton.py`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], 
 
 
 def _exact_forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], window: int) -> Tensor:
-    """Compute attention by the loop of generation, over the same keys in the same order."""
+    """Return attention computed by `paged_attention`, as in generation: over the same keys in the same order."""
     tables, sequence, position, tokens, places = layout
     count = int(places[-1]) // PAGE + 1 if len(places) else 0
     pages = new_pages(count, k_TGK.shape[1], k_TGK.shape[2], v_TGV.shape[2], q_THK.dtype)
@@ -128,7 +128,7 @@ def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
 
 def prepare(mask: ForestMask, K: int, V: int) -> None:
     """Compute and cache the mask's layout for attention with keys of width K and values of width V, so that a compiled layer reads only
-    tensors. Without this call the first attention does so."""
+    tensors. Without this call the first attention computes the layout."""
     _layout(mask, mask.end.new_empty(0, 1, K, dtype=torch.float32), V)
 
 

@@ -1,12 +1,12 @@
 """Attention under the forest mask on a GPU; `attention.py` explains the names.
 
 Blocks of queries visit the blocks of keys that they see with a running softmax (FlashAttention-2, Dao 2023), first
-those that need no mask. The backward does so twice: by blocks of queries for dq, by blocks of keys for dk and dv. Each
-pair's scores are computed in both (seven products, not five), so that no sum is shared between programs: gradients are
-the same bits in every run, and nothing waits. On an H200 that takes half the time of adding up dq in memory.
+those that need no mask. The backward pass has two kernels: by blocks of queries for dq, by blocks of keys for dk and dv.
+Both compute each pair's scores (seven products, not five), so that no sum is shared between programs: gradients have the
+same bits in every run, and no program waits. On an H200 this takes half the time of adding up dq in memory.
 
-From compute capability 9.0 on blocks are read through tensor descriptors, by the memory's own engine. Older GPUs have
-none, and a descriptor's blocks are powers of two wide: there and for other widths the same kernels read by pointers.
+From compute capability 9.0 on, blocks are read through tensor descriptors, by the tensor memory accelerator (TMA). On older
+GPUs, and for widths that are not powers of two, the same kernels read by pointers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOG2_E = math.log2(math.e)  # scores are scaled by it, as exp2 is the GPU's own 
 
 @triton_jit
 def _rows(x, head, first, token, head_stride, T, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load [COUNT, BLOCK] of one head from row `first`; zero beyond the width and beyond row T."""
+    """Return [COUNT, BLOCK] of one head from row `first`; zero beyond the width and beyond row T."""
     if DESCRIPTORS:
         return x.load([first, head * BLOCK])
     else:
@@ -235,7 +235,7 @@ def _dense(x: Tensor, descriptors: bool) -> Tensor:
 
 
 def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
-    """Return a kernel's arguments for reading [rows, width] blocks of `x` [T, heads, width]."""
+    """Return a kernel's argument for reading [rows, width] blocks of `x` [T, heads, width]: a descriptor or `x` itself."""
     if not descriptors:
         return x
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -302,7 +302,7 @@ def backward(
         read = [_dense(x, how) for x in (q, k, v, grad)]
         described = (_described(x, rows, how) for x, rows in zip(read, (sizes.rows, sizes.columns, sizes.columns, sizes.rows), strict=True))
         strides = [step for x in read for step in x.stride()[:2]] + [x.stride(0) for x in given]
-        grid = (len(order), given[1].shape[1])  # a program for each block whose gradients it sums, and each of their heads
+        grid = (len(order), given[1].shape[1])  # one program per block and head of the gradients
         launch[grid](*described, *given, end, depths, order, counts, *numbers, order.shape[1], *strides, **constants)
     return dq, dk, dv
 

@@ -18,7 +18,7 @@ FILE = Path(__file__).parent / "configurations.json"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A tile of `rows` x `columns` for `warps` warps, its loads `stages` deep; `depth`: terms of a product that are summed at once.
+    """A launch configuration: a tile of `rows` x `columns`, `warps`, pipeline `stages`; `depth`: terms of a product summed at once.
 
     `descriptors`: blocks are read through tensor descriptors; `specialize`: some warps load while others compute; `library`: torch's own
     kernel is used if it takes the inputs.
@@ -67,8 +67,8 @@ def capability(device: torch.device) -> int:
 
 
 def place_of(kernel: str, capability: int, width: int = 0, window: bool = False, fp32: bool = False) -> Place:
-    """Return the table's place of the newest generation not newer than `capability` and the smallest width that holds `width`. With a
-    sliding `window`, prefer the windowed entry."""
+    """Return the table's place for the newest generation up to `capability`, then for the smallest width of at least `width`. With a
+    sliding `window`, prefer a windowed place. Raise ValueError if there is none."""
     suitable = (p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width)
     known = [p for p in suitable if p.window <= window and p.fp32 == fp32]
     if not known:

@@ -1,12 +1,12 @@
-"""The layers of a dense decoder over pages in fp32 on a CPU, four loops a layer.
+"""The layers of a dense decoder over pages in fp32 on a CPU, with four loops per layer.
 
-In a step of few tokens, a dozen operators a layer cost more in calls than in arithmetic. Here a layer is (1) norm, projections,
+In a step of few tokens, a dozen operators per layer cost more in calls than in arithmetic. Here a layer is (1) norm, projections,
 rotation, append and attention by key-value head; (2) the output projection with the residual; (3) norm and SwiGLU by panels of
-columns; (4) the down projection with the residual. The loops call the same row routines as the layer's operators. So a token has the bits
-of an exact pass (`exact.py`), and weights are not copied. Projections may be in INT8 with a scale for each output; products are then in
-INT8 too, with the bits of `quantized_linear`.
+columns; (4) the down projection with the residual. The loops call the same row routines as the layer's operators. So results have the
+bits of an exact pass (`exact.py`), and weights are not copied. Projections may be in INT8 with a scale for each output; products are then
+in INT8 too, with the bits of `quantized_linear`.
 
-A loop gets a step's numbers and addresses as a record `Step`, those of the layers as records `LAYER`. Shapes: N tokens, D model width, F
+A loop gets a step's numbers and addresses as a record `Step`, and the layers' as records `LAYER`. Shapes: N tokens, D model width, F
 feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
 """
 
@@ -40,8 +40,8 @@ NUMERICS = {"DenseLayer": 2, "DenseLayers": 2}
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """A layer's weights, dense and on CPU; norms [D] and [K], projections [outputs, inputs]. All are fp32, or the projections INT8,
-    each with its scales [outputs] fp32."""
+    """A layer's weights, contiguous and on CPU: norms [D] and [K], projections [outputs, inputs]. All are fp32, except that projections
+    may be INT8 with fp32 scales [outputs]."""
 
     input_norm: Tensor
     q: Tensor
@@ -68,8 +68,8 @@ class DenseLayer:
 
 
 class Parts(NamedTuple):
-    """The processes that share every layer's heads and inner columns. `add` sums x [N, D] over them, in place. `first`: this process adds
-    its products to the x that it was given; the others add theirs to zeros."""
+    """Processes that share every layer's heads and inner columns (tensor parallelism). `add` sums x [N, D] over them, in place. `first`:
+    this process adds its products to its input x, so that the sum has x once; the others add to zeros."""
 
     add: Callable[[Tensor], object]
     first: bool
@@ -81,11 +81,11 @@ SUMS = tuple(f"{name}_sums" for name in PROJECTIONS)  # sums of the rows of INT8
 LAYER = np.dtype(
     [(name, np.int64) for name in (*DenseLayer.__annotations__, *SUMS, "k_pages", "v_pages", "k_head", "v_head", "window")]
 )
-"""The addresses of a layer's weights and pages, the bytes between the pages of two heads, and the layer's window in tokens."""
+"""Record of the addresses of a layer's weights and pages, the bytes between the pages of two heads, and the layer's window in tokens."""
 
 
 class Step(NamedTuple):
-    """The shapes of a step (see the file), and the addresses of tokens, rotary tables and scratch. `small_part`: bytes per thread."""
+    """A step's shapes (see the file), and its addresses of x, rotary tables and scratch. `small_part`: a thread's bytes in `small`."""
 
     N: int
     D: int
@@ -116,7 +116,7 @@ Records = npt.NDArray[np.void]
 def _multiply(
     T: int, N: int, D: int, first: int, x: Address, x8: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """Compute y [T, N] = x w^T for the outputs from `first` on; with scales, in INT8 on x8, which is x by `quantize_row`."""
+    """Write y [T, N] = x w^T for N outputs from `first` on. With scales, multiply in INT8; x8 is then x quantised by `quantize_row`."""
     if scales:
         products8(T, N, D, x8, w + first * D, scales + 4 * first, sums + 4 * first, y, y_row)
     else:
@@ -147,7 +147,7 @@ def _finish_head(K: int, x: Address, bias: Address, norm: Address, eps: float, c
 
 @strict_jit
 def _attention_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
-    """Compute the key-value heads start .. stop - 1 of layer `number` with their queries. `plan`: `PagedPlan.arrays`."""
+    """Compute attention for key-value heads start .. stop - 1 of layer `number` into `seen`. `plan`: `PagedPlan.arrays`."""
     s, w = step[0], layers[number]
     tables, W, sequence, position, _, begins = plan
     walk, packed, scores = room
@@ -183,7 +183,7 @@ def _attention_loop(part: int, start: int, stop: int, number: int, step: Any, la
 
 @strict_jit
 def _residual_loop(part: int, start: int, stop: int, number: int, down: bool, step: Any, layers: Any) -> None:
-    """Compute the panels start .. stop - 1 of the output projection, or of the down projection, and add them to x."""
+    """Compute the panels start .. stop - 1 of the output projection (with `down`: of the down projection), and add them to x."""
     s, layer = step[0], layers[number]
     N, outputs, a8 = s.N, s.D, s.small + part * s.small_part
     inputs, a, w, scale, sums, bias = s.G * s.R * s.K, s.seen, layer.o, layer.o_scale, layer.o_sums, layer.o_bias
@@ -274,8 +274,8 @@ class DenseLayers:
     def __call__(
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> None:
-        """Send embedded tokens x through all layers and the norm, if there is one, in place; append keys and values to each layer's pages.
-        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` are of `new_pages`, fp32."""
+        """Replace embedded tokens x by the output of all layers and the norm, if there is one; append keys and values to the layers' pages.
+        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` come from `new_pages`, in fp32."""
         (N, D), F, G, R, K = x_ND.shape, self.F, self.G, self.R, self.K
         threads, x, layers = torch.get_num_threads(), x_ND.data_ptr(), self._table
         if self._pages is not pages:  # the same object from step to step
@@ -304,7 +304,7 @@ class DenseLayers:
             run_rows(_norm_loop, N, D // LANES, D, x, self.norm.data_ptr(), self.eps)
 
     def _add(self, x_ND: Tensor, work: int, *given: Any) -> None:
-        """Run the loop that adds to x, and sum x over the processes."""
+        """Run `_residual_loop`, which adds to x, and sum x over the processes."""
         if self.parts is not None and not self.parts.first:
             x_ND.zero_()
         run_rows(_residual_loop, -(-x_ND.shape[1] // PANEL), work, *given)
@@ -313,6 +313,6 @@ class DenseLayers:
 
 
 def _row_sums(layer: DenseLayer, name: str) -> Tensor | None:
-    """Return the sums [outputs] of a projection's rows if it is in INT8."""
+    """Return the sums [outputs] of a projection's rows if it is in INT8, else None."""
     weight: Tensor = getattr(layer, name)
     return weight.sum(1, dtype=torch.int32) if weight.dtype == torch.int8 else None

@@ -1,15 +1,15 @@
-"""Exact passes: a token's numbers depend on its own path only, bit by bit, whatever else is computed with it.
+"""Exact passes: the bits of a token's results depend only on the token's path, not on the other tokens of the pass.
 
 Generation computes a token together with other tokens than training does: one at a time, in chunks, after a cached prefix. In exact passes
-each routine has one order of operations for a row, whatever the rows around it:
+every routine has one order of operations for a row, whatever the rows around it:
 
-- products: one loop in which each number is one chain of sums, whatever tile it is computed in (`linear.products`);
+- products: one loop in which a number is one chain of sums, whatever its tile (`linear.products`);
 - attention: one loop over the keys of a query's path in pages that begin at multiples of the page's size, wherever the
-  pages lie and whoever shares them (`paged_attention`);
+  pages are stored and whichever sequences share them (`paged_attention`);
 - norms, rotations, SwiGLU, log-softmax: loops over rows in single IEEE operations (`vectors`), so that they have the same bits inside a
   loop that computes a whole layer (`dense_layers`).
 
-In fp32 on a CPU with numba's loops; elsewhere `exact_passes` raises ValueError.
+Exact passes need fp32 on a CPU and numba; elsewhere `exact_passes` raises ValueError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 def exact() -> bool:
-    """True if passes are exact here. Compiled layers' passes are not: torch.compile chooses the order of sums itself."""
+    """True inside `exact_passes`, but not in compiled layers: torch.compile chooses the order of sums itself."""
     return not torch.compiler.is_compiling() and _exact.get()
 
 
@@ -37,7 +37,7 @@ def can_be_exact(dtype: torch.dtype, device: torch.device) -> bool:
 
 @contextmanager
 def exact_passes(dtype: torch.dtype, device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Make passes inside the context exact. Raise ValueError outside fp32, off the CPU or without numba."""
+    """Make passes inside the context exact if `wanted`. Raise ValueError outside fp32, off the CPU or without numba."""
     if wanted and not can_be_exact(dtype, device):
         raise ValueError(f"exact passes need fp32 on a CPU and the package numba, not {dtype} on {device.type}")
     token = _exact.set(wanted)

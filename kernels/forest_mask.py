@@ -1,8 +1,8 @@
 """The forest mask: query q sees key k iff k <= q < end[k], and its block structure for attention.
 
-One int32 per token says which tokens see which in packed documents, preference pairs, many answers to one
-prompt. It is never laid out as T x T: on a CPU it becomes tiles of queries with the keys they see, on a GPU lists of the blocks to visit.
-Both are made once for a layout and shared by all layers.
+One int32 per token tells which queries see the token, in packed documents, preference pairs, or many answers to one
+prompt. No T x T mask is stored: on a CPU the mask becomes tiles of queries with the keys they see, on a GPU lists of the blocks to visit.
+Both are computed once per mask and shared by all layers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from puna.kernels.paged_attention import PAGE
 
 TILE_ROWS = 64  # queries of one tile
-TILE_PAIRS = 1 << 19  # query-key pairs of one tile: behind a long context it has fewer queries
+TILE_PAIRS = 1 << 19  # query-key pairs of one tile: after a long context, a tile has fewer queries
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Queries [n] and the keys they see: a slice where contiguous, else int64 indices [m]. `bias` [n, p] fp32 is -inf where a query does
-    not see one of the last p keys, else 0; all queries see the keys before those."""
+    not see one of the last p keys, else 0; all queries see all earlier keys."""
 
     rows: slice
     keys: slice | Tensor
@@ -42,7 +42,7 @@ class ForestMask:
 
     @staticmethod
     def from_end(end: Tensor) -> ForestMask:
-        """Cut `end` into segments. Raise ValueError if intervals do not nest."""
+        """Return the mask of `end` [T]. Raise ValueError if the intervals token .. end do not nest."""
         values = end.cpu()
         if not len(values):
             return ForestMask(end, ())
@@ -59,7 +59,7 @@ class ForestMask:
         return ForestMask(end, segments)
 
     def to(self, device: torch.device | str) -> ForestMask:
-        """Return the same mask on a device; its segments are not copied back."""
+        """Return the same mask on a device; its segments are not computed again."""
         return ForestMask(self.end.to(device), self.segments, self.window)
 
     def within(self, window: int | None) -> ForestMask:
@@ -76,12 +76,12 @@ class ForestMask:
     def _windowed(self) -> dict[int | None, ForestMask]:
         return {}
 
-    # Cached tensors serve training later, too: tensors made in inference mode cannot be saved for a backward pass.
+    # Training may use cached tensors later, and tensors made in inference mode cannot be saved for a backward pass.
 
     @cached_property
     @torch.inference_mode(False)
     def depths(self) -> Tensor:
-        """Return each token's depth on its path, [T] int32: the earlier tokens of the row, less those whose subtree has ended."""
+        """Return each token's depth on its path, [T] int32: the number of earlier tokens whose subtree has not ended."""
         T = len(self.end)
         none, one = (self.end.new_full((size,), value, dtype=torch.int64) for size, value in ((T + 1, 0), (T, 1)))
         ended = none.scatter_add(0, self.end.long(), one)[:T].cumsum(0)
@@ -99,19 +99,19 @@ class ForestMask:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles of all queries, in order."""
+        """Return the tiles of all queries, in order."""
         end, depths = self.end.cpu(), self.depths.cpu()
         return tuple(_tile(end, depths, self.window, start, stop) for start, stop in _row_cuts(self.segments))
 
     @cached_property
     @torch.inference_mode(False)
     def tile_layout(self) -> list[Tensor]:
-        """The tiles as tensors, for `unpack_tiles`: a table on CPU, all key indices, all biases."""
+        """Return the tiles as tensors, for `unpack_tiles`: a table on CPU, all key indices, all biases."""
         return _tile_layout(self.tiles, self.end.device)
 
     @torch.inference_mode(False)
     def some_tiles(self, cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return the layout of row ranges (start, stop), each of at most `TILE_ROWS` contiguous queries; keys are all rows."""
+        """Return the tile layout of only these row ranges (start, stop), of at most `TILE_ROWS` queries each; keys may be any rows."""
         end, depths, at, tiles = self.end.cpu(), self.depths.cpu(), 0, []
         for start, stop in cuts:
             tile = _tile(end, depths, self.window, start, stop)
@@ -122,8 +122,8 @@ class ForestMask:
     @cached_property
     @torch.inference_mode(False)
     def paged_layout(self) -> list[Tensor]:
-        """Return the forest as `paged_attention` reads it, each segment a sequence: its tables, sequence and position [T], and
-        tokens [M] int64 with their places [M] int64. Where a path branches within a page, each branch has a copy of it."""
+        """Return the forest as a plan for `paged_attention`, where every segment is a sequence: tables, sequence and position [T], and
+        tokens [M] int64 with their places [M] int64. If a path branches within a page, every branch has a copy of the page's tokens."""
         tables: list[list[int]] = []
         tokens: list[int] = []
         places: list[int] = []
@@ -160,7 +160,7 @@ class ForestMask:
 
         The tuple is (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32 begins with the key
         blocks of which every query sees every key, then those that need the mask; `counts_qk` [blocks of queries, 2] int32 has the ends of
-        both parts. A key block's largest `end` tells if it is skipped, its smallest if it needs no mask. The GPU is not waited for.
+        both parts. A key block's largest `end` tells if the block is skipped, its smallest if no mask is needed. Nothing waits for the GPU.
         """
         if (rows, columns) not in self._blocks:
             kinds_QK = self._block_kinds(rows, columns)
@@ -202,7 +202,7 @@ def _visits(kinds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
-    """Cut rows into tiles of at most TILE_ROWS. A tile that is at least half full also ends at the end of a segment."""
+    """Yield the (start, stop) of tiles of at most TILE_ROWS rows. A tile that is at least half full may end at the end of a segment."""
     first = root = tree_end = 0
     for start, stop, end in segments:
         if start >= tree_end:
@@ -223,7 +223,7 @@ def _tile(end: Tensor, depths: Tensor, window: int | None, start: int, stop: int
     if window is not None:
         seen &= depths[:start] > depths[start:stop].min() - window
     before = torch.nonzero(seen)[:, 0]
-    # Under a window the oldest keys are those that only some rows see: all are masked, and stay in order.
+    # Under a window, only some rows may see the oldest keys: so all keys are masked, and stay in order.
     whole = (end[before] >= stop) & (window is None)
     some = torch.cat([before[~whole], index])
     rows = index[:, None]

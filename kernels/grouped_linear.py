@@ -1,7 +1,7 @@
-"""One product with a matrix of its own for each group of rows: the experts' layers of a mixture.
+"""Grouped linear layer: a separate weight matrix for each group of rows, as the experts of a mixture need.
 
-Rows are sorted by group; offsets[e] : offsets[e + 1] are those of group e. On a GPU the offsets stay there: the grid has spare tiles, which
-stop at once, so nothing waits for the counts. torch's own grouped product is used for bf16 where `configurations.json` says so.
+Rows are sorted by group; group e has rows offsets[e] : offsets[e + 1]. On a GPU the offsets are not copied to the host: the grid has spare
+tiles, which return at once. torch's own grouped product is used for bf16 where `configurations.json` says so.
 
 Shapes: N rows, E groups, D inputs, F outputs.
 """
@@ -61,7 +61,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     x, w, offsets, firsts, owners, y, F, D, x_n, w_e, w_f, w_d,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [M, C] tile of one expert's product; `owners` holds its expert and `firsts` its first row."""
+    """Compute one [M, C] tile of one expert's product; `owners` holds the tiles' experts and `firsts` their first rows."""
     expert = tl.load(owners + tl.program_id(1))
     if expert < 0:
         return
@@ -110,7 +110,7 @@ def _precision(x: Tensor) -> str:
 
 
 def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return ([tiles] int64 first rows, [tiles] int64 experts), for the largest possible number of tiles; -1 pads."""
+    """Return ([tiles] int64 first rows, [tiles] int64 experts), for the largest possible number of tiles; spare tiles have expert -1."""
     E = len(offsets_E1) - 1
     last_E = ((offsets_E1.diff() + size - 1) // size).cumsum(0)
     tile = torch.arange(-(-rows // size) + min(E, rows), device=offsets_E1.device)
@@ -121,13 +121,13 @@ def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Call torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D]. Groups may have any
-    number of rows, as the axis that they cut is never the contiguous one of a factor."""
+    """Return torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D]. Groups may have
+    any number of rows, because the grouped axis is never a factor's contiguous axis."""
     return torch.nn.functional.grouped_mm(left, right, offs=offsets_E1[1:].to(torch.int32))
 
 
 def _library_takes(*factors: Tensor) -> bool:
-    """True if torch's grouped product takes these: bf16 on a GPU, read in steps of 16 bytes."""
+    """True if torch's grouped product takes these factors: bf16 on a GPU, aligned to 16 bytes."""
     return all(x.is_cuda and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in factors)
 
 

@@ -1,4 +1,4 @@
-"""A write of new tokens' keys and values into pages, both in one pass.
+"""Append of new tokens' keys and values to pages, in one pass.
 
 Shapes: N new tokens, G key-value heads, K width of keys, V width of values; P pages of S tokens.
 """
@@ -21,11 +21,11 @@ if has_numba():
     from puna.kernels.cpu.vectors import carray, load_first, pointer, store_first
 
 NUMERICS = {"kv_append_": 1}
-BLOCK = 1024  # numbers of a token that a program copies
+BLOCK = 1024  # numbers of a token's keys and values that a program copies
 
 
 def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
-    """Write token n into row places[n] % S of page places[n] // S."""
+    """Write token n's key and value into row places[n] % S of page places[n] // S."""
     S = k_PSGK.shape[1]
     for n, place in enumerate(places_N.tolist()):
         k_PSGK[place // S, place % S] = k_NGK[n]
@@ -90,7 +90,7 @@ def _append_kernel(  # type: ignore[no-untyped-def]
 def _append_triton(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     if not (k_PSGK.is_contiguous() and v_PSGV.is_contiguous()):
         raise ValueError("pages on a GPU are written in place: they must be contiguous")
-    # A view where the heads lie together, as in slices of a joint projection; else a copy.
+    # A view if a token's heads are contiguous, as in slices of a joint projection; else a copy.
     k, v, places = k_NGK.flatten(1), v_NGV.flatten(1), places_N.contiguous()
     k, v = (x if x.stride(1) == 1 else x.contiguous() for x in (k, v))
     tokens = k_PSGK.shape[0] * k_PSGK.shape[1]
@@ -106,8 +106,8 @@ def _append_triton(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor,
 def kv_append_(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     """Write N new keys and values into the pages, in place and in the pages' dtype, without autograd.
 
-    `places` [N] int64: page times page size plus row, all different. A place outside the pages raises IndexError on CPU. A GPU writes
-    nothing there, since the check would have to wait for it. Raise ValueError for shapes that do not fit, and on a GPU for pages that are
+    `places` [N] int64: page times page size plus row, all different. For a place outside the pages, a CPU raises IndexError; a GPU skips
+    the token, since an error would have to wait for the GPU. Raise ValueError for shapes that do not fit, and on a GPU for pages that are
     not contiguous. Pages of `new_pages` are written without a copy.
     """
     shapes = (k_PSGK.shape[:3] == v_PSGV.shape[:3], k_NGK.shape == (len(places_N), *k_PSGK.shape[2:]))

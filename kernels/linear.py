@@ -1,9 +1,9 @@
 """Linear: x w^T.
 
-In fp32 on CPU a product of few rows (decoding), and every product of exact passes, goes through a loop of our own. Up to 16 rows it takes
-half the time of the libraries, at 64 rows the same time. A row has the same bits whatever the number of rows. For more rows, oneDNN is 5-15
-% faster than the BLAS behind `torch.matmul` for the forward and the gradient of x. For the gradient of w, whose inner dimension is the row
-count, BLAS is as fast.
+In fp32 on CPU a product of few rows (decoding), and every product of exact passes, is computed by a loop in numba. Up to 16 rows the loop
+takes half the time of the libraries, at 64 rows the same time. A row's bits do not depend on the number of rows. For more rows, oneDNN is
+5-15 % faster than the BLAS behind `torch.matmul`, in the forward pass and for the gradient of x. For the gradient of w, whose inner
+dimension is the row count, BLAS is as fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if has_numba():
 
 NUMERICS = {"product": 1, "linear": 1}
 FEW_ROWS = 64  # rows of x up to which the loop is as fast as any library
-AHEAD = 16 << 10  # bytes by which weights are prefetched: twice as fast if they come from memory
+AHEAD = 16 << 10  # bytes between the weights in use and the prefetched ones: twice as fast if weights come from memory
 KEPT = 256 << 10  # bytes of the largest panel whose successor is prefetched: both stay in a core's cache
 PANEL, BLOCK = 64, 128  # columns and rows of a product that stay in the caches while they are multiplied
 ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster than BLAS
@@ -41,14 +41,14 @@ def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
 
 @cache
 def _onednn() -> Any:
-    """Return oneDNN's product of dense fp32 tensors, or None: torch has it only under a private name, and sends its own to BLAS."""
+    """Return oneDNN's product of dense fp32 tensors, or None. torch has it only under a private name; torch.matmul uses BLAS."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 @strict_jit
 def products(T: int, N: int, D: int, x: Address, x_row: int, w: Address, y: Address, y_row: int) -> None:
-    """Compute y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y lie x_row and y_row bytes apart, w is dense. While rows of x
-    are multiplied by a panel of w, each prefetches a part of the next panel."""
+    """Write y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y are x_row and y_row bytes apart, w is contiguous. While rows of
+    x are multiplied by a panel of w, parts of the next panel are prefetched."""
     w_row = 4 * D
     for top in range(0, T, BLOCK):
         end = min(top + BLOCK, T)
@@ -92,7 +92,7 @@ def _by_loop(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 
 def looped(x_TD: Tensor, w_ND: Tensor) -> bool:
-    """True if the loop serves this product: fp32 on CPU, dense weights, few rows or an exact pass."""
+    """True if the loop computes this product: fp32 on CPU, contiguous weights, and few rows without autograd or an exact pass."""
     wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD, w_ND))
     return wanted and x_TD.dtype == w_ND.dtype == torch.float32 and w_ND.is_cpu and w_ND.is_contiguous() and has_numba()
 

@@ -1,7 +1,7 @@
-"""Linear + cross-entropy without all logits in memory: one weighted sum.
+"""Linear layer and weighted sum of cross-entropies, without all logits in memory.
 
-The softmax gives the gradient of the logits. So the forward pass already computes dX and dW, and the backward only scales them: three
-matrix products, as few as with all logits kept. See `output_layer.py`.
+The softmax gives the gradient of the logits. So the forward pass already computes dX and dW, and the backward pass only scales them: three
+matrix products, no more than with all logits in memory. See `output_layer.py`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def linear_cross_entropy_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, 
 
 # --- one chunk of logits: portable -----------------------------------------------------------------------
 #
-# Each takes logits [C, V] that it may overwrite, and with `differentiate` leaves the loss's gradient at the logits.
+# These functions may overwrite their logits [C, V]; with `differentiate` they also return the loss's gradient at the logits.
 
 
 @numba_jit
 def _softmax_loop(part: Any, start: Any, stop: Any, logits: Any, peak: Any, targets: Any, weights: Any, nll: Any) -> None:
-    """Replace rows by (softmax - one-hot) weight while they are in the L1 cache; add log sum e^(z - peak) to nll."""
+    """Replace a row of logits by (softmax - one-hot) * weight while it is in the L1 cache; add log sum e^(z - peak) to nll."""
     for i in range(start, stop):
         row = logits[i]
         total = np.float32(0)
@@ -54,7 +54,7 @@ def _softmax_loop(part: Any, start: Any, stop: Any, logits: Any, peak: Any, targ
 
 
 def _cross_entropy_rows(logits_CV: Tensor, targets: Tensor, weights: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """Return ([C] negative log-likelihoods, [C, V] softmax minus one-hot, times the weights)."""
+    """Return ([C] negative log-likelihoods, [C, V] (softmax - one-hot) * weights); without `differentiate`, the second is the logits."""
     logits = logits_CV.to(wide(logits_CV.dtype))
     picked = logits.gather(1, targets[:, None])[:, 0]
     if not differentiate:
@@ -85,7 +85,7 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     picked = tl.load(logits + target).to(tl.float32)
     peak = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):  # each lane keeps a sum of its own; they meet once, at the end
+    for first in range(0, V, BLOCK):  # every lane has its own sum; the sums are added once, at the end
         v = first + tl.arange(0, BLOCK)
         z = tl.where(v < V, tl.load(logits + v, v < V, 0.0).to(tl.float32), LOWEST)
         higher = tl.maximum(peak, z)
@@ -116,7 +116,7 @@ def _cross_entropy_rows_triton(logits_CV: Tensor, targets: Tensor, weights: Tens
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which dW waits for the backward pass: fp16 could not hold its sum before the scale."""
+    """Return the dtype in which dW is saved for the backward pass: fp16 could not hold dW before it is scaled."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -126,8 +126,8 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
         weights = weights.to(high)
         scale, relative = weights.new_ones(()), weights
         if x_ND.dtype == torch.float16 and len(weights):
-            # Weights are about 1 / N, and fp16 holds no gradients that small: the backward brings the scale back,
-            # together with that of the loss.
+            # Weights are about 1 / N, and fp16 cannot hold gradients that small: the backward pass multiplies by
+            # the scale, together with the loss's gradient.
             scale = weights.abs().amax().clamp_min(torch.finfo(high).tiny)
             relative = weights / scale
         nll = torch.empty_like(weights)
@@ -185,7 +185,7 @@ differentiable(_cross_entropy, _backward_cross_entropy, _setup_cross_entropy)
 def linear_cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Return sum_i weights[i] * -log softmax(x w^T)[i, targets[i]], a scalar in nats, at least fp32.
 
-    `targets` [N] int64 in [0, V); `weights` [N] carry the denominators (1 / N each for a mean).
+    `targets` [N] int64 in [0, V); `weights` [N] include the denominator: all are 1 / N for a mean.
     """
     graph = torch.is_grad_enabled()
     return _cross_entropy(x_ND, w_VD, targets, weights, graph and x_ND.requires_grad, graph and w_VD.requires_grad)[0]  # type: ignore[no-any-return]

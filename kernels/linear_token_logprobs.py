@@ -1,7 +1,7 @@
-"""Linear + log-probabilities of given tokens and entropies, without all logits in memory.
+"""Linear layer and log-probabilities of given tokens, with entropies, without all logits in memory.
 
-Their upstream gradients arrive later, so the backward computes a chunk's logits again: four matrix products. Policy
-losses, reward and distillation read these numbers. See `output_layer.py`.
+The results' gradients are known only in the backward pass, which recomputes a chunk's logits: four matrix products. Policy
+losses, rewards and distillation use these results. See `output_layer.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor,
 # --- one chunk of logits: portable -----------------------------------------------------------------------
 
 
-# Each takes logits [C, V] that it may overwrite.
+# These functions may overwrite their logits [C, V].
 
 
 def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps over the temperature)."""
+    """Return ([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps of logits / temperature)."""
     if looped(logits_CV):  # by the loop that draws tokens
         scale = torch.full((len(logits_CV),), 1.0 / temperature)
         lse, z_CV = log_sum_exp(logits_CV, scale)[0], logits_CV.mul_(scale[:, None])
@@ -52,7 +52,7 @@ def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tup
 def _logprob_gradient_rows(
     logits_CV: Tensor, targets: Tensor, dlogp: Tensor, dentropy: Tensor | None, entropy: Tensor, lse: Tensor, temperature: float
 ) -> Tensor:
-    """Return the gradient at the logits: dlogp/dz = onehot - p and dH/dz = -p (log p + H), over the temperature."""
+    """Return the gradient at the logits: dlogp/dz = onehot - p and dH/dz = -p (log p + H), divided by the temperature."""
     logp_CV = logits_CV.to(wide(logits_CV.dtype)).div_(temperature).sub_(lse[:, None])
     if dentropy is None:
         d_CV = logp_CV.exp_().mul_(-dlogp[:, None])

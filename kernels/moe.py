@@ -1,9 +1,9 @@
-"""Mixture of experts: each token's k likeliest experts, its row to each of them and back.
+"""Mixture of experts: routing of tokens to their k likeliest experts, dispatch of rows to experts, and combination of the results.
 
-Routing: p = softmax(logits); the k largest p are the weights, divided by their sum if asked for. Its backward spreads the weights'
-gradients over the softmax. Dispatch copies each token's row to its experts, combine adds the experts' rows up again; both gather, and sum a
-token's k rows in the order of its choices. So sums do not depend on a GPU's schedule, unlike scattering. The products in between are those
-of `grouped_linear.py`.
+Routing: p = softmax(logits); the k largest p are the weights, with `normalize` divided by their sum. The backward pass takes the weights'
+gradients through the softmax. Dispatch copies a token's row once per expert; combine sums the experts' rows. Both gather, and sum a token's
+k rows in the order of its choices. So sums do not depend on a GPU's schedule, unlike scattered sums. `grouped_linear.py` has the products
+in between.
 
 Shapes: T tokens, E experts, k of them per token, N = T k rows sorted by expert, D model width.
 """
@@ -35,7 +35,7 @@ def top_k_routing_reference(logits_TE: Tensor, k: int, normalize: bool) -> tuple
 
 
 def dispatch_reference(x_TD: Tensor, order_N: Tensor) -> Tensor:
-    """Return [N, D]: the rows of the tokens whose choices `order_N` names."""
+    """Return [N, D]: row n is the row of the token that made choice order_N[n]."""
     return x_TD[order_N // (len(order_N) // len(x_TD))]
 
 
@@ -56,7 +56,7 @@ def _route(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, 
 def _route_backward(
     dweight_Tk: Tensor | None, dp_TE: Tensor | None, weight_Tk: Tensor, p_TE: Tensor, chosen_Tk: Tensor, normalize: bool
 ) -> Tensor:
-    """Return the gradient at the logits: p (g - sum g p), with g the gradient at p from both outputs."""
+    """Return the gradient at the logits, p (g - sum g p), where g is the gradient at p from weights and probabilities."""
     g_TE = torch.zeros_like(p_TE) if dp_TE is None else dp_TE.clone()
     if dweight_Tk is not None:
         if normalize:  # w = p / s with s the sum of the chosen: dp = (dw - sum(dw w)) / s
@@ -91,7 +91,7 @@ def _combine_backward(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: T
 
 @triton_jit
 def _route_kernel(logits, weights, p, chosen, experts, K: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Route one token: its softmax, then k times the largest remaining entry (the first of equals)."""
+    """Route one token: compute its softmax, then select k times the largest remaining entry (the first of equal ones)."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     z = tl.load(logits + t * experts + e, e < experts, float("-inf")).to(tl.float32)
@@ -129,7 +129,7 @@ def _sum_kernel(rows, weights, place, out, D, K: tl.constexpr, WEIGHTED: tl.cons
 
 @triton_jit
 def _combine_gradients_kernel(dy, y, weights, order, dy_rows, dweights, D, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one expert row: its token's gradient times its weight, and the gradient of that weight."""
+    """Compute the gradient of one expert row, which is its token's gradient times its weight, and the gradient of this weight."""
     n = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + n)
     weight = tl.load(weights + choice).to(tl.float32)
@@ -260,12 +260,12 @@ def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def dispatch(x_TD: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """Return [N, D]: each token's row once for each of its experts, sorted by expert as `sort_by_expert` says. Differentiable in x."""
+    """Return [N, D]: every token's row once per chosen expert, in the order of `sort_by_expert`. Differentiable in x."""
     return _dispatch_rows(x_TD, order_N, place_N)  # type: ignore[no-any-return]
 
 
 def combine(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """Return [T, D] in y's dtype: the weighted sum of each token's k rows. The inverse of `dispatch`; differentiable in y and weight."""
+    """Return [T, D] in y's dtype: the weighted sum of each token's k rows. Undoes `dispatch`'s order; differentiable in y and weight."""
     if y_ND.shape[0] != weight_Tk.numel():
         raise ValueError(f"{len(y_ND)} rows for weights {list(weight_Tk.shape)}: each weight has one")
     return _combine_rows(y_ND, weight_Tk, order_N, place_N)  # type: ignore[no-any-return]

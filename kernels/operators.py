@@ -1,11 +1,11 @@
-"""Operators of the dispatcher: one name, one version per device, seen by autograd and torch.compile.
+"""Custom operators for torch's dispatcher: one name, one version per device, visible to autograd and torch.compile.
 
-Each operator has a portable version (torch operators; loops of its own on CPU) and a Triton version. The
-dispatcher picks by the tensors' device; fp64, which is for checks, is always portable. With TRITON_INTERPRET=1
-Triton's interpreter runs the Triton versions on CPU tensors, so that tests see them without a GPU.
+An operator has a portable version (torch operators; numba loops on CPU) and a Triton version. The dispatcher picks
+by the tensors' device; fp64, which is for checks, always takes the portable version. With TRITON_INTERPRET=1,
+Triton's interpreter runs the Triton versions on CPU tensors, so that tests run them without a GPU.
 
-A file's `NUMERICS` gives each operation the version of the numbers that it computes. Artifacts' keys hold that version and the reference,
-not the loops and Triton programs: raise it when bits change (`tests/identity/numerics.py` compares them).
+A file's `NUMERICS` gives each operation a version of its results. Artifacts' keys depend on this version and the reference, not on loops
+and Triton programs: raise the version when bits change (`tests/identity/numerics.py` compares them).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:
-    """Define `puna::schema` and return its call. `fake` gives empty outputs of the right shapes, for tracing. It must read `x.shape[0]`:
-    `len(x)` would be a constant, and every length would be compiled again."""
+    """Define an operator `puna::…` and return a function that calls it. `fake` returns empty outputs of the right shapes, for tracing. It
+    must read `x.shape[0]`: `len(x)` would be a constant, and every length would be compiled again."""
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
     plain = portable
@@ -63,8 +63,8 @@ _LIBRARY.impl("seen_by_mode", lambda: True, "Python")  # the dispatcher's key wh
 
 
 def alone(first: Any, *others: Any) -> bool:
-    """True if autograd, tracing and modes are off, and all tensors are plain. The dispatcher then costs 20 us a call and adds nothing.
-    Other tensors may wait for communication: the dispatcher makes their class wait, a loop on their address does not."""
+    """True if autograd, autocast, tracing and modes are off, and all tensors are plain and on CPU. The dispatcher then costs 20 us per call
+    and adds nothing. Subclasses of Tensor may wait for communication, which only the dispatcher triggers."""
     return (
         not torch.compiler.is_compiling()
         and not INTERPRETED
@@ -84,7 +84,7 @@ def _plain(argument: Any) -> bool:
 
 
 def _without_autocast(function: Function) -> Function:
-    """Return the function as run outside autocast, which would round the products inside it."""
+    """Return a function that runs `function` outside autocast, which would round its products."""
 
     def run(*args: Any) -> Any:
         if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
@@ -113,18 +113,18 @@ def uses_triton(tensor: Tensor) -> bool:
 
 
 def differentiable(call: Any, backward: Function, setup: Function) -> None:
-    """Attach a backward to the result of `operator`; `setup(ctx, inputs, output)` saves its tensors. The argument is the operator, not its
-    name: so code that reaches the operator reaches its backward, which counts in a stage's key."""
+    """Attach a backward pass to `call`, a result of `operator`; `setup(ctx, inputs, output)` saves its tensors. The argument is the
+    operator, not its name: so a stage's key, which depends on all reachable code, depends on the backward pass too."""
     torch.library.register_autograd(call.dispatched, backward, setup_context=setup, lib=_LIBRARY)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and statistics: at least fp32."""
+    """Return the dtype of sums and statistics for this dtype: at least fp32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def fused_on_cpu(*tensors: Tensor | None) -> bool:
-    """True if numba's loops serve these tensors: contiguous fp32 on CPU."""
+    """True if numba's loops can take these tensors: contiguous fp32 on CPU, with numba installed."""
     from puna.kernels.cpu.lazy_jit import has_numba
 
     for t in tensors:

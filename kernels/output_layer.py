@@ -1,7 +1,7 @@
-"""The shared parts of the output layer's operators: logits a chunk of rows at a time, gradients summed over chunks.
+"""Shared parts of the output layer's operators, which compute logits by chunks of rows and sum gradients over chunks.
 
-Shapes: N rows, D model width, V vocabulary, C rows of one chunk. Products come from the device's library; between them is one pass over a
-chunk's logits, in place. Softmax and the sums over chunks, dW too, are in fp32 at least: in low precision, accumulating dW makes training
+Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The device's library computes the products; between them is one pass over
+a chunk's logits, in place. Softmax and the sums over chunks, dW too, are in fp32 at least: in low precision, accumulating dW makes training
 diverge.
 """
 
@@ -22,7 +22,7 @@ LOWEST = -3.0e38  # below every logit, and finite, so that differences are defin
 
 
 def chunks(rows: int, w_VD: Tensor) -> Iterator[slice]:
-    """Return slices of the rows, so that one slice's logits fit the device's budget."""
+    """Return slices of the rows, such that a slice's logits take at most the device's number of bytes (or the slice has one row)."""
     capacity = CHUNK_BYTES_GPU if w_VD.is_cuda else CHUNK_BYTES
     size = max(1, capacity // (w_VD.element_size() * len(w_VD)))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
@@ -39,7 +39,7 @@ def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
 
 
 def gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
-    """Return buffers for dX and dW; empty if they are not wanted."""
+    """Return buffers for dX (uninitialised) and dW (zeros, at least fp32); a gradient that is not wanted has size 0."""
     dx_ND = torch.empty(x_ND.shape if want_x else 0, dtype=x_ND.dtype, device=x_ND.device)
     dw_VD = torch.zeros(w_VD.shape if want_w else 0, dtype=wide(w_VD.dtype), device=w_VD.device)
     return dx_ND, dw_VD

@@ -3,11 +3,11 @@
 Shapes: N queries, H query heads, G key-value heads, R = H / G, K width of queries and keys, V width of values;
 P pages of S tokens, B sequences, W pages of the longest.
 
-A query stands at a position of its sequence and sees every token before it and itself. A sequence is a list of pages in the order of its
-path, so that page j holds the positions from j S on. Neighbouring queries that have the same page at the same place read it once (cascade
+A query has a position in its sequence and sees itself and every token before it. A sequence is a list of pages in the order of its
+path, so that page j holds the positions from j S on. Neighbouring queries that share their first pages read these once (cascade
 inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the loop goes through a query's pages in order.
-So a query's bits depend neither on the place or sharing of its pages nor on the rest of the step. On a GPU long stretches are cut, every
-piece gives a partial softmax, and a query's pieces are merged by their log-sum-exps (FlashDecoding).
+So a query's bits depend neither on where its pages are or who shares them, nor on the rest of the step. On a GPU long stretches are cut
+into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if has_numba():
 NUMERICS = {"PAGE": 1, "PagedPlan": 1, "new_pages": 2, "paged_attention": 1}
 PAGE = 16  # tokens of a page: one wide vector of scores
 TILE = 16  # neighbouring queries that are computed together
-KEPT = 8  # pages of values that stay in the first cache while a tile's queries take turns at them
-SPARE = 8  # numbers behind a list of pages that may be read and are not used
+KEPT = 8  # pages of values that stay in the L1 cache while a tile's queries read them in turn
+SPARE = 8  # numbers after a list of pages that the prefetch may read
 SPLIT = 1024  # tokens of one piece on a GPU
 Shape = tuple[int, int, int, int]  # G, R, K and V of an attention
 Arrays = tuple[Any, ...]
@@ -104,8 +104,8 @@ class PagedPlan:
 
     @cached_property
     def items(self) -> tuple[Tensor, Tensor]:
-        """Return a GPU's work: [items, 6] int32 of (first query, queries, sequence, first position, end, first partial result), and
-        [N, most] int32 of each query's partial results, -1 if it has fewer."""
+        """Return a GPU's work: [items, 6] int32 of (first query, number of queries, sequence, first position, end, index of the first
+        partial result), and [N, most] int32 with the indices of each query's partial results, padded with -1."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         items: list[tuple[int, ...]] = []
         parts: list[list[int]] = [[] for _ in range(len(sequence))]
@@ -134,8 +134,8 @@ class PagedPlan:
 def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
 
-    On a CPU they take memory as they are first written, and are fp32 at least. A head's pages lie together: sequences take their
-    next page at about the same time, so a step reads nearly contiguous memory per head.
+    On a CPU, pages take memory when they are first written, and are at least fp32. A head's pages are contiguous: sequences take
+    their next page at about the same time, so a step reads nearly contiguous memory per head.
     """
     if torch.device(device).type != "cpu":
         return tuple(torch.zeros(count, PAGE, G, width, dtype=dtype, device=device) for width in (K, V))  # type: ignore[return-value]
@@ -145,7 +145,7 @@ def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: to
 
 
 def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v over the tokens of its sequence that a query sees, one query at a time: [N, H, V]."""
+    """Return softmax(q k^T / sqrt(K)) v over the tokens that a query sees, computed one query at a time: [N, H, V]."""
     R = q_NHK.shape[1] // k_PSGK.shape[2]
     out = []
     for q_HK, sequence, position in zip(q_NHK, plan.sequence.tolist(), plan.position.tolist(), strict=True):
@@ -167,7 +167,7 @@ def _stretches(tables: Any, W: int, sequence: Any, position: Any, stretches: Any
     for tile in range(len(begins) - 1):
         begins[tile], first = count, tile * TILE
         last = min(first + TILE, len(sequence))
-        for n in range(first, last - 1):  # the pages that neighbours both see from the beginning on
+        for n in range(first, last - 1):  # number of first pages that two neighbours share
             a, b, j = W * sequence[n], W * sequence[n + 1], 0
             most = min(position[n], position[n + 1]) // PAGE + 1
             while j < most and (a == b or tables[a + j] == tables[b + j]):
@@ -194,7 +194,7 @@ def _stretches(tables: Any, W: int, sequence: Any, position: Any, stretches: Any
 
 @strict_jit
 def _scores(M: int, K: int, a: Address, table: Address, length: int, pages: Address, out: Address, wide: int) -> None:
-    """Compute the scores of M queries with the keys of a table's pages, in rows of `wide` bytes."""
+    """Write the scores of M queries with the keys of a table's pages to `out`, in rows of `wide` bytes."""
     size, j = 4 * K * PAGE, 0
     many = tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH
     while j < length:
@@ -231,10 +231,10 @@ def _values(M: int, lanes: int, p: Address, wide: int, table: Address, length: i
 
 @strict_jit
 def _powers(row: Address, low: int, begin: int, length: int, scale: float) -> Any:
-    """Turn scores begin .. length - 1 at address `row` into e^((score - largest) scale), the rest of their pages from `low` on into 0.
-    Return their sum."""
+    """Replace scores begin .. length - 1 at address `row` by e^((score - largest) scale), the other scores of the pages from `low` on by 0.
+    Return the sum."""
     none, zero, whole = np.float32(-np.inf), np.float32(0), length // PAGE * PAGE
-    inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # only a page before and one behind are seen in part
+    inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # only the first and the last page may be seen in part
     for t in range(begin // PAGE * PAGE, inner, PAGE):
         tops = between(load(row + 4 * t), begin - t, length - t, none)
     for t in range(inner, whole, PAGE):
@@ -264,7 +264,7 @@ def attend_head(
     g: int, tile: int, shape: Shape, q: Address, k: Address, v: Address, plan: Arrays, window: int, scale: float,
     walk: Any, packed: Address, scores: Address, wide: int, out: Address,
 ) -> None:  # fmt: skip
-    """Compute a tile of queries of key-value head g: scores by page, powers by row, sums of values by page.
+    """Compute attention for a tile of queries of key-value head g: scores by page, exponentials by row, sums of values by page.
 
     `plan`: `PagedPlan.arrays`. `k`, `v`: the head's own pages; `packed`: room for a tile's queries and sums of values; `scores`: rows of
     `wide` bytes. `walk` gets the tile's pages in reading order. Every page is multiplied whole; a token that a query does not see counts as
@@ -302,7 +302,7 @@ def attend_head(
                 begin = max(0, position[n] + 1 - window)
                 whole = _powers(scores + m * wide, lowest * PAGE, begin, position[n] + 1, scale)
                 store(scores + (m + 1) * wide - 4 * LANES, fill(np.float32(1) / whole))
-                for d in range(0, V, LANES):  # the queries are done: their room is for the sums
+                for d in range(0, V, LANES):  # the queries are no longer needed: their memory takes the sums
                     store(packed + 4 * (m * lanes + d), fill(np.float32(0)))
             else:
                 to = out + 4 * ((n * G + g) * R + m % R) * V
@@ -316,7 +316,7 @@ def _attend_loop(
     part: int, start: int, stop: int, shape: Shape, q: Address, pages: tuple[Address, Address, int, int], plan: Arrays, window: int,
     scale: float, room: Arrays, out: Address,
 ) -> None:  # fmt: skip
-    """Compute items start .. stop - 1: an item is a key-value head of a tile of queries. `pages`: see `places`."""
+    """Compute items start .. stop - 1: an item is one key-value head for one tile of queries. `pages`: see `places`."""
     (walk, packed, scores), (k, v, k_head, v_head), G = room, pages, shape[0]
     wide, rows, queries = 4 * scores.shape[2], scores[part].ctypes.data, packed[part].ctypes.data
     for item in range(start, stop):
@@ -325,7 +325,7 @@ def _attend_loop(
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
-    """True if the loops can read these pages: fp32 of `new_pages`, with rows of values that are a multiple of 16 wide."""
+    """True if the loops can read these pages: fp32 in the layout of `new_pages`, whose rows of values are padded to a multiple of 16."""
     (P, S, _, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
     ours = k_PSGK.stride() == (K * S, 1, P * K * S, S) and v_PSGV.stride() == (S * lanes, lanes, P * S * lanes, 1)
     ours &= lanes == -(-v_PSGV.shape[3] // PAGE) * PAGE
@@ -380,7 +380,7 @@ def paged_attention(
 ) -> Tensor:
     """Return softmax(scale q k^T) v over each query's visible keys, [N, H, V] in q's dtype, no autograd. `scale` None: 1 / sqrt(K).
 
-    Pages come from `new_pages`; on a CPU, torch's operators read any other layout (as where values are part of the keys). With a `window` a
+    Pages come from `new_pages`; on a CPU, torch's operators read any other layout (such as values inside keys). With a `window` a
     query sees the last `window` tokens of its path, itself included. On a CPU, all numbers in a plan's pages must be finite.
     """
     (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]

@@ -1,7 +1,7 @@
 """Attention over pages on a GPU; `paged_attention.py` explains the names.
 
-A program takes one item of a plan, one key-value head and some of its queries, and gives a partial softmax; a query's pieces are merged by
-their log-sum-exps (FlashDecoding).
+A program computes a partial softmax for one item of a plan, one key-value head and some of the item's queries. A query's partial results
+are merged by their log-sum-exps (FlashDecoding).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LOG2_E = math.log2(math.e)
 
 @triton_jit
 def _rows(x, column, inside, width):  # type: ignore[no-untyped-def]
-    """Load rows at some addresses; zero outside and beyond the width."""
+    """Return the rows at addresses x; zero where `inside` is false and beyond the width."""
     return tl.load(x[:, None] + column[None, :], inside[:, None] & (column[None, :] < width), 0.0)
 
 
 @triton_jit
 def softmax_step(s, peak, total):  # type: ignore[no-untyped-def]
-    """Add the scores of more keys to a running softmax; return their powers, the old sum's decay, the new sum and peak."""
+    """Add scores (base 2) of more keys to a running softmax; return their exponentials, the old sum's decay, the new sum and peak."""
     higher = tl.maximum(peak, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
     p = tl.exp2(s - base[:, None])
@@ -92,7 +92,7 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     place = (slot + query).to(tl.int64) * H + head
     whole = tl.where(total == 0.0, 1.0, total)
     tl.store(partial + place[:, None] * V + wide[None, :], acc / whole[:, None], inside[:, None] & (wide[None, :] < V))
-    # A piece of which a query sees nothing weighs nothing, but its logarithm stays finite: differences with it are defined.
+    # A piece of which a query sees no token gets no weight, but a finite logarithm, so that differences are defined.
     tl.store(logs + place, tl.where(total == 0.0, -1e30, peak + tl.log2(whole)), inside)
 
 
@@ -119,7 +119,7 @@ def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constex
 
 
 def tokens(block: int, size: int) -> int:
-    """Return the number of keys that a program multiplies at once: two such blocks fit into shared memory."""
+    """Return the number of keys that a program multiplies at once, such that two blocks of them fit into shared memory."""
     return max(16, min(TOKENS, (64 << 10) // (block * size)))
 
 
@@ -132,7 +132,7 @@ def attend(
     (N, H, K), (S, G, V) = q.shape, v_PSGV.shape[1:]
     R = H // G
     k, v = (x.to(q.dtype) if x.stride(3) == 1 else x.to(q.dtype).contiguous() for x in (k_PSGK, v_PSGV))
-    slots = N * parts.shape[1]  # at least as many as there are: known without asking the device
+    slots = N * parts.shape[1]  # an upper bound on the number of partial results, known without waiting for the device
     partial = torch.empty(slots, H, V, dtype=torch.float32, device=q.device)
     logs = torch.empty(slots, H, dtype=torch.float32, device=q.device)
     out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)

@@ -29,13 +29,13 @@ NUMERICS = {"quantize_rows": 1, "quantized_linear": 1}
 Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-LEAST = 1e-30  # rows below this are zero
+LEAST = 1e-30  # least peak of a row: smaller rows become zeros
 BLOCK = 4096  # numbers of a row that a program quantises at once
 EXACT_DEPTH = 1024  # products of bytes whose sum has no rounding in fp32: 1024 * 128^2 = 2^24
 
 
 def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return (q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times the scale. A row that is not finite has scale NaN."""
+    """Return (q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times scale. A row that is not finite has the scale NaN."""
     top = TOP[TYPES[kind]]
     peak_T = x_TD.abs().amax(1).clamp_min(LEAST)
     scaled_TD = x_TD * (top / peak_T)[:, None]
@@ -76,7 +76,7 @@ def _product_loop(
 
 
 def _product_of_bytes(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor) -> Tensor:
-    """Return `_product` of INT8 in fp32 by the loop of the dense layers, whose rows of x are unsigned bytes and their scale."""
+    """Return `_product` of INT8 in fp32, by the loop of the dense layers, which reads rows of x as unsigned bytes with their scale."""
     (T, D), N, size, b_ND = a_TD.shape, len(b_ND), row_bytes(a_TD.shape[1]), b_ND.contiguous()
     rows, sums_N, y_TN = torch.empty(T, size, dtype=torch.uint8), b_ND.sum(1, dtype=torch.int32), torch.empty(T, N)
     rows[:, :D], rows.view(torch.float32)[:, -LANES:] = a_TD.view(torch.uint8) ^ 128, a_T[:, None]
@@ -165,7 +165,7 @@ def _quantize_triton(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
 
 
 def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply FP8 by the faster library if it supports shape and dtype; INT8 and the rest by our kernel."""
+    """Return the product of FP8 by torch's faster kernel if it supports shape and dtype, else (and for INT8) by `_product_kernel`."""
     import triton.language as tl
 
     (T, D), N = a_TD.shape, len(b_ND)
@@ -219,5 +219,5 @@ def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """Return x w^T of weights from `quantize_rows` and x, quantised here by row: [T, N] in x's dtype, without autograd."""
+    """Return x w^T, [T, N] in x's dtype, without autograd; `q_ND` and `scale_N` are w by `quantize_rows`. x is quantised by row here."""
     return _forward(x_TD, q_ND, scale_N)

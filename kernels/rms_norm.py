@@ -1,9 +1,9 @@
-"""RMSNorm (Zhang and Sennrich 2019), alone or with the residual add before it.
+"""RMSNorm (Zhang and Sennrich 2019), alone or fused with the residual addition before it.
 
     total = x + residual;  y = total / sqrt(mean(total^2) + eps) * weight   over the last axis
 
-With r = 1 / sqrt(mean(total^2) + eps), n = total r and g = dy * weight, the backward is
-dtotal += r (g - n mean(g n)) and dweight = sum over rows of dy n. Statistics are in fp32 at least.
+With r = 1 / sqrt(mean(total^2) + eps), n = total r and g = dy * weight, the backward pass
+is dtotal += r (g - n mean(g n)) and dweight = sum over rows of dy n. Statistics are in fp32 at least.
 Shapes: T rows, D width.
 """
 
@@ -27,11 +27,11 @@ if has_numba():
 
 NUMERICS = {"rms_norm": 2, "add_rms_norm": 2}
 ELEMENTS = 2048  # per program, in several rows if rows are short (qk-norm): one short row would leave threads idle
-PROGRAMS = 264  # programs of the backward, each with its own part of dweight: two for each multiprocessor of a large GPU
+PROGRAMS = 264  # programs of the backward pass, which sum separate parts of dweight: two per multiprocessor of a large GPU
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return the definition, in the inputs' dtype."""
+    """Return y by the definition, in the inputs' dtype."""
     return x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * weight_D
 
 
@@ -46,7 +46,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @strict_jit
 def norm_row(width: int, x: Address, residual: Address, weight: Address, eps: float, total: Address, y: Address) -> np.float32:
-    """Normalise one row; return r. If there is a residual, `total` gets its sum with x."""
+    """Write one normalised row to y; return r. If there is a residual (not 0), write x + residual to `total`."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -68,7 +68,7 @@ def _forward_loop(
     part: int, start: int, stop: int, width: int, x: Address, residual: Address, weight: Address, eps: float, y: Address, total: Address,
     r: Address,
 ) -> None:  # fmt: skip
-    """Normalise rows, by address: in a step of generation, arguments of other types would cost more than the arithmetic."""
+    """Normalise rows given by address: in a step of generation, passing arrays would cost more than the arithmetic."""
     r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
         at = 4 * t * width
@@ -78,7 +78,7 @@ def _forward_loop(
 @numba_jit
 def _backward_loop(part: int, start: int, stop: int, dy: Any, dtotal: Any, total: Any, weight: Any, r: Any, dx: Any, dweight: Any) -> None:
     width = dy.shape[1]
-    block = np.zeros(width, np.float32)  # sums of few rows, so that fp32 loses nothing; their sum is fp64
+    block = np.zeros(width, np.float32)  # fp32 sums of at most 64 rows, for precision; these are summed in fp64
     for t in range(start, stop):
         dot = np.float32(0)
         for d in range(width):
@@ -145,7 +145,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         block += tl.load(residual + at, inside, 0.0).to(tl.float32)
         rounded = block.to(total.dtype.element_ty)
         tl.store(total + at, rounded, inside)
-        block = rounded.to(tl.float32)  # the norm is of what the residual stream holds
+        block = rounded.to(tl.float32)  # normalise the rounded total, which the residual stream holds
     scale = 1.0 / tl.sqrt(tl.sum(block * block, 1) / width + eps)
     tl.store(r + t, scale, t < rows)
     gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
@@ -157,7 +157,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dy, dtotal, total, weight, r, dx, dweight, rows, width,
     ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every n-th block of M rows, for n programs."""
+    """Compute the gradients of every n-th block of M rows, where n is the number of programs."""
     d = tl.arange(0, BLOCK)
     gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -178,7 +178,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def block(width: int) -> tuple[int, int, int]:
-    """Return (rows that a program computes at once, elements of a row, both powers of two; warps): about 16 elements to a thread."""
+    """Return (rows per program, elements per row, warps), where the first two are powers of two: about 16 elements per thread."""
     size = max(16, 1 << (width - 1).bit_length())
     count = max(1, ELEMENTS // size)
     return count, size, max(1, min(16, count * size // 512))

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021), in the half-split layout of Llama checkpoints.
 
-Shapes: T tokens, N heads, K head width. Pair i of a head is (x[i], x[i + K/2]); position p turns it by
-p * theta^(-2 i / K). A rotation's transpose is the rotation back, so the backward needs only the tables.
+Shapes: T tokens, N heads, K head width. Pair i of a head is (x[i], x[i + K/2]); position p rotates it by
+p * theta^(-2 i / K). A rotation's transpose is its inverse, so the backward pass needs only the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, fill, load_first, minus, store_first, times
 
 NUMERICS = {"rope": 2}
-HEADS = 8  # heads turned at once by a Triton program
+HEADS = 8  # heads that a Triton program rotates at once
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtyp
 
 
 def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every pair of every head by the token's angles."""
+    """Return x with every pair of every head rotated by the token's angles."""
     first, second = x_TNK.chunk(2, dim=-1)
     c, s = cos[:, None], sin[:, None]
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
@@ -45,7 +45,7 @@ def rope_reference(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @strict_jit
 def rotate_head(half: int, x: Address, cos: Address, sin: Address, sign: float, out: Address) -> None:
-    """Rotate one head of one token; `out` may be x."""
+    """Write one rotated head of one token to `out`, which may be x. `sign` -1: rotate back."""
     way = fill(np.float32(sign))
     for i in range(0, half, LANES):
         first, second = load_first(x + 4 * i, half - i), load_first(x + 4 * (half + i), half - i)
@@ -64,7 +64,7 @@ def _rotate_loop(
 
 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    if exact():  # slices of wider rows are contiguous only for some numbers of rows
+    if exact():  # a slice of wider rows is contiguous only if it has one row
         x_TNK = x_TNK.contiguous()
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
@@ -136,5 +136,5 @@ differentiable(_rope, lambda ctx, grad: (_rope(grad, *ctx.saved_tensors, not ctx
 
 
 def rope(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the rotary embedding of x [T, N, K] by the tables [T, K/2] of `rope_table`; K is even."""
+    """Return x [T, N, K] with rotary position embedding, by the tables cos and sin [T, K/2] of `rope_table`; K is even."""
     return _rope(x_TNK, cos, sin, False)  # type: ignore[no-any-return]

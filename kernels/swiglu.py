@@ -1,7 +1,7 @@
 """SwiGLU (Shazeer 2020): silu(gate) * up, elementwise. Shapes: T rows, F width.
 
-With s = sigmoid(gate): d_up = dy gate s and d_gate = dy up s (1 + gate (1 - s)). Only the inputs are kept.
-Low precision is computed in fp32.
+With s = sigmoid(gate): d_up = dy gate s and d_gate = dy up s (1 + gate (1 - s)). Only the inputs are saved for
+the backward pass. Low precision is computed in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 2048  # elements of one Triton program
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the definition, in the inputs' dtype."""
+    """Return silu(gate) * up by the definition, in the inputs' dtype."""
     return gate / (1 + torch.exp(-gate)) * up
 
 
@@ -36,13 +36,13 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @strict_jit
 def _silu_times(gate: Any, up: Any) -> Any:
-    """Return silu(gate) * up of sixteen numbers."""
+    """Return silu(gate) * up for vectors of sixteen numbers."""
     return times(over(gate, add(fill(np.float32(1)), exp(minus(fill(np.float32(0)), gate)))), up)
 
 
 @strict_jit
 def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
-    """Compute one row."""
+    """Write silu(gate) * up of one row to y."""
     for i in range(0, width, LANES):
         store_first(y + 4 * i, _silu_times(load_first(gate + 4 * i, width - i), load_first(up + 4 * i, width - i)), width - i)
 
@@ -58,8 +58,8 @@ def _forward_loop(
 
 @numba_jit
 def _backward_loop(part: int, start: int, stop: int, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
-    """Compute gradients. gate and up are flat, with rows `strides` apart: a row that begins at 0 of a slice of its own needs no check of
-    its indices, and so vectorises."""
+    """Write the gradients to `dgate` and `dup`. gate and up are flat, with rows `strides` apart: a row that is a slice of its own needs no
+    check of indices, so its loop is vectorised."""
     width = dy.shape[1]
     for t in range(start, stop):
         d, to_gate, to_up = dy[t], dgate[t], dup[t]
@@ -130,7 +130,7 @@ def _backward_kernel(dy, gate, up, dgate, dup, width, gate_stride, up_stride, BL
 
 
 def _dense_rows(x_TF: Tensor) -> Tensor:
-    """Return rows with contiguous elements; the rows themselves may be strided (halves of one product)."""
+    """Return x, copied unless the elements of a row are contiguous; rows may be strided (halves of one product)."""
     return x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
 
 
@@ -174,7 +174,7 @@ differentiable(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, with the inputs' shape and dtype. Rows may be strided, as halves of one product are."""
+    """Return silu(gate) * up, with the inputs' shape and dtype. Rows may be strided, such as the halves of one product."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}, up {up.dtype} {list(up.shape)}: they must be alike")
     width = gate.shape[-1]

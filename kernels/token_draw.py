@@ -1,7 +1,7 @@
-"""Log-sum-exp of rows of logits, and one token drawn from each by the inverse of its cumulative distribution.
+"""Log-sum-exp of rows of logits, and one token per row, sampled by the inverse of the cumulative distribution.
 
 Shapes: C rows, V vocabulary. The exponentials are summed once, in blocks; a draw walks over the blocks' sums and computes
-one block again. On CPU the same loop gives the log-probabilities that training reads, so the two agree bit by bit.
+one block again. On CPU, training gets log-probabilities from the same loop, so that sampling and training agree bit by bit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if has_numba():
 NUMERICS = {"token_draw": 2}
 
 LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
-LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token, the first of equals
+LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token (of equal ones, the first)
 
 
 def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> Tensor:
-    """Return the first token whose cumulative probability softmax(logits * scale) passes its uniform number."""
+    """Return, per row, the first token whose cumulative probability under softmax(logits * scale) exceeds the row's uniform number."""
     p_CV = torch.softmax(logits_CV.double() * scale_C.double()[:, None], -1).cumsum(-1)
     drawn = (p_CV <= uniforms_C[:, None] * p_CV[:, -1:]).sum(-1)
     return torch.where(uniforms_C == LIKELIEST, logits_CV.argmax(-1), drawn)
@@ -117,7 +117,7 @@ def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def looped(logits_CV: Tensor) -> bool:
-    """True if the loops serve these logits: fp32 rows on CPU."""
+    """True if the loops can take these logits: contiguous, fp32, on CPU, with numba installed."""
     whole = logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous()
     return whole and has_numba() and not uses_triton(logits_CV)
 
@@ -134,7 +134,7 @@ def _portable(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[T
 
 
 def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
-    """Return the first entry whose cumulative weight exceeds `uniforms` times the total; search its block first."""
+    """Return, per row, the first entry whose cumulative weight exceeds `uniforms` times the row's total; search its block first."""
     C, V = p_CV.shape  # a row with a NaN gives any entry
     blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)

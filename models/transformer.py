@@ -1,6 +1,6 @@
 """A Llama-family decoder over forests: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU or experts.
 
-No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart. Shapes: T tokens, N asked positions,
+No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart. Shapes: T tokens, N selected tokens,
 D model width, H query heads, G key-value heads, K head width, F feed-forward width, E experts, V vocabulary. Module names are those of
 Hugging Face's models; `families.py` knows which layout a checkpoint has.
 """
@@ -40,19 +40,19 @@ Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
 
 
 class OverLatents(ABC):
-    """An `Attend` for latent attention: it sees the latents before they become keys and values (`latent.py`)."""
+    """An `Attend` for latent attention that takes the latents in place of keys and values (`latent.py`)."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         raise TypeError(f"layer {layer} has keys and values, no latents")
 
     @abstractmethod
     def over_latents(self, layer: LatentAttention, q_THN: Tensor, q_THR: Tensor, latent_TL: Tensor, k_TR: Tensor) -> Tensor:
-        """Return attention over the values [T, H, V] of latents: queries and keys have an unrotated part and a rotated one."""
+        """Return the attention output [T, H, V]. Queries have an unrotated part [T, H, N] and a rotated part [T, H, R], like keys."""
 
 
 class Linear(nn.Linear):
-    """A matrix [N, D], without bias unless asked for. Its weights come from a generator or a checkpoint, never from torch's global random
-    numbers."""
+    """A linear layer with weight [N, D], by default without a bias. Its weights come from a generator or a checkpoint, never from torch's
+    global random generator."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm of the sum, sum) in one pass, in x's dtype: under autocast the stream stays fp32."""
+        """Return (norm of the sum, sum) in one pass, in x's dtype, so that the residual stream `x_TD` stays fp32 under autocast."""
         return add_rms_norm(x_TD, residual_TD.to(x_TD.dtype), self.weight, self.eps)
 
     if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention: a token's keys and values are computed from one narrow vector (DeepSeek-V2). Only the part of a key that
-    all heads share is rotated. An `Attend` sees keys and values spelled out per head."""
+    all heads share is rotated. An `Attend` gets the keys and values of every head, an `OverLatents` the latents."""
 
     LATENT_EPS = 1e-6  # epsilon of the latent vectors' norms in every model
 
@@ -191,16 +191,16 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
-        """Compute rows [N, D] sorted by expert; expert e has rows offsets[e] to offsets[e + 1]."""
+        """Return the experts' outputs [N, D] for rows x [N, D] sorted by expert; expert e has rows offsets[e] to offsets[e + 1]."""
         gate, up = grouped_linear(x_ND, self.gate_up_proj, offsets_E1).chunk(2, -1)
         return grouped_linear(swiglu(gate, up), self.down_proj, offsets_E1)
 
 
 class MoeMLP(nn.Module):
-    """A block that sends each token through its top-k experts and drops none.
+    """A feed-forward block that sends each token through its top-k experts and drops no token.
 
-    It also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose it) x (mean router probability), k
-    when all are even (Fedus et al. 2022, equation 4; each of the top-k choices counts).
+    It also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose the expert) x (its mean router
+    probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -223,7 +223,7 @@ class MoeMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer; with `parallel_block` one norm feeds both halves. It also returns the experts' load-balancing loss."""
+    """One pre-norm decoder layer; with `parallel_block` one norm feeds both parts. It also returns the experts' load-balancing loss."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Decoder(nn.Module):
         return hidden_TD
 
     def running(self, layers: Iterable[Layer]) -> Iterable[Layer]:
-        """Return layers as a pass runs them: those whose activations it keeps, or those that compute them again."""
+        """Return the layers, wrapped in activation checkpointing if it is on and a backward pass may follow."""
         again = self.checkpointing and self.training and torch.is_grad_enabled()
         return [partial(checkpoint, layer, use_reentrant=False) for layer in layers] if again else layers
 
@@ -294,7 +294,7 @@ def decode(
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines [T, K/2] of the rotation at each position id, scaled as in YaRN, in `dtype`; computed in fp64."""
+    """Return the cosines and sines [T, K/2] of the rotation at each position id, times any YaRN factor, in `dtype`; computed in fp64."""
     frequencies = torch.tensor(config.rotary_frequencies(), dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64)[:, None] * frequencies
     growth = 1.0 if config.rope_scaling is None else config.rope_scaling.growth
@@ -302,7 +302,7 @@ def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
-    """Return an `Attend` inside a forest, with each layer's window."""
+    """Return the `Attend` of training: attention under the forest mask, within each layer's sliding window."""
     masks = {window: mask.within(window) for window in set(config.windows)}
     for each in masks.values():
         prepare(each, config.head_dim, config.value_dim)
@@ -365,9 +365,9 @@ class Transformer(nn.Module):
                 parameter.normal_(0.0, self.config.initializer_range, generator=generator)
 
     first = 0
-    """Number of the first layer that this process has."""
+    """Index of the first layer that this process has."""
     parts: Parts | None = None
-    """The processes that have parts of each layer's matrices; None: this one has them whole."""
+    """The processes that share each layer's matrices (tensor parallelism); None: this process has whole matrices."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -381,7 +381,7 @@ class Transformer(nn.Module):
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
-        """Return the device and the type of the weights that this process has."""
+        """Return the device and the dtype of this process's weights."""
         weight = next(p for p in self.parameters() if not p.is_meta)
         return weight.device, weight.dtype
 
@@ -395,7 +395,7 @@ class Transformer(nn.Module):
         return self.model(x_ND, positions, attend)
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Return the final-norm hidden states [T, D]."""
+        """Return the hidden states [T, D] of a forest's tokens after the final norm."""
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, forest_attend(self.config, forest.mask))
 
     def take_balance_loss(self) -> Tensor | None:
@@ -421,8 +421,8 @@ class Transformer(nn.Module):
         return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return sum_i weights[i] * -log p(targets[i] | positions[i]), a scalar in nats; the cheapest training loss. Denominators are the
-        caller's, in `weights` [N] float: 1 / N each gives the mean."""
+        """Return the scalar sum_i weights[i] * -log p(targets[i] | path up to and including positions[i]), in nats. `weights` [N] float
+        include the denominator: with all equal to 1 / N the result is the mean."""
         if self.config.final_logit_softcapping is not None:
             return -(by_rows(self.logits, self.hidden(forest)[positions], targets)[0] * weights).sum()
         return linear_cross_entropy(self.hidden(forest)[positions], self.lm_head.weight, targets, weights)

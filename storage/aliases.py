@@ -1,4 +1,4 @@
-"""The aliases of a store: names that point to artifacts, by project. Each is a small checksummed file, changed by compare-and-swap.
+"""The aliases of a store: names that point to artifacts, by project. An alias is a small file with a checksum, changed by compare-and-swap.
 
 refs/<name>/<version>.json                       NAME@VERSION of the project `default`
 refs/.projects/<project>/<name>/<version>.json   NAME@VERSION of another project, which all others call PROJECT/NAME@VERSION
@@ -30,14 +30,14 @@ NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
 
 
 def checked_project(name: object) -> str:
-    """Return the name of a project. Raise PunaError if it is not one."""
+    """Return `name` if it is a valid name of a project; otherwise raise PunaError."""
     if not isinstance(name, str) or not re.fullmatch(PROJECT, name):
         raise PunaError(f"project {name}: a project's name has letters, digits, - and _ only, 100 at most, for example news")
     return name
 
 
 class Aliases:
-    """The aliases of a store as one of its projects sees them: its own by NAME@VERSION, others by PROJECT/NAME@VERSION."""
+    """The aliases of a store, named as in one project: its own are NAME@VERSION, those of other projects PROJECT/NAME@VERSION."""
 
     def __init__(self, files: Files, project: str = DEFAULT) -> None:
         self._files = files
@@ -50,7 +50,7 @@ class Aliases:
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
         """Point an alias at an artifact and return the alias. A numbered alias that points to another artifact is skipped: the next free
-        number is taken. `expected`: the key that the alias must point to before; empty: to none."""
+        number is taken. `expected`: the key that the alias must point to before (empty: to none), else raise PunaError."""
         if (number := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
@@ -109,12 +109,12 @@ class Aliases:
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def lost(self) -> dict[str, str]:
-        """Return each alias that was set in any project and is gone, with the artifact that it pointed to first."""
+        """Return alias → first artifact (KIND/KEY) for all aliases of all projects that were set and are gone."""
         present = {self.called(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return every alias that was ever set, with the artifact that it pointed to first. Damaged lines are left out."""
+        """Return alias → first artifact (KIND/KEY) for all aliases that were ever set. Damaged lines of the journal are skipped."""
         first: dict[str, str] = {}
         for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
             first.setdefault(str(entry["alias"]), str(entry["artifact"]))
@@ -137,7 +137,7 @@ def pointer(data: dict[str, str]) -> bytes:
 
 
 def read_pointer(files: Files, name: str) -> dict[str, str] | None:
-    """Return the fields of a pointer file, or None. Raise PunaError if it is damaged."""
+    """Return the fields of a pointer file, or None if there is no file. Raise PunaError if it is damaged."""
     try:
         data = json.loads(files.read(name))
         if data.pop("checksum") != _checksum(data):

@@ -26,7 +26,7 @@ CHECKED = ".checked"
 
 @dataclass(frozen=True)
 class Artifact:
-    """A reference to one committed artifact; everything is read from its place on demand."""
+    """A reference to one committed artifact. Its manifest, tables and files are read on demand."""
 
     kind: str
     key: str
@@ -49,7 +49,7 @@ class Artifact:
 
     @property
     def data_digest(self) -> str:
-        """Return the digest of its logical content, 64 hex digits."""
+        """Return the digest of the artifact's logical content, 64 hex digits."""
         return self.manifest.data_digest
 
     @property
@@ -59,7 +59,7 @@ class Artifact:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Return the names of its tables; the main table has the name of the kind."""
+        """Return the names of the artifact's tables; the main table has the name of the kind."""
         return tuple(self.manifest.tables)
 
     def path(self, name: str = "") -> Path:
@@ -97,7 +97,7 @@ class Artifact:
         return self._shards(table, lambda artifact, shard: artifact.stored(shard.file, shard.groups) if shard.file else None)
 
     def facts(self) -> list[ShardRows]:
-        """Return the `digest` and `characters` of each document, in shards like theirs."""
+        """Return shards with the `digest` and `characters` of all documents, cut like the documents' shards."""
         return self._shards(None, lambda artifact, shard: artifact.stored(shard.facts, (shard.own,)) if shard.facts else None)
 
     def _shards(self, table: str | None, stored: Callable[[Artifact, Shard], Stored | None]) -> list[ShardRows]:
@@ -117,7 +117,7 @@ class Artifact:
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def schema(self, table: str | None = None) -> pa.Schema:
-        """Return a table's columns with their types."""
+        """Return a table's Arrow schema: its columns with their types."""
         schema, own = table_schema(table or self.kind), self.record(table).columns
         more = [pa.field(name, pa.type_for_alias(kind)) for name, kind in own.items() if name not in schema.schema.names]
         return schema.schema_for(pa.schema([*schema.schema, *more]))
@@ -133,7 +133,7 @@ class Artifact:
                 yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
-        """Return the table cut into parts of one row group each, or of at most `rows` rows, to be read where the work is done."""
+        """Return parts of the table, of one row group or at most `rows` rows, which a worker reads itself."""
         names, parts, before = None if columns is None else tuple(columns), list[Part](), 0
         for shard in self.shards(table):
             parts += [Part(shard, first, last - first, before + first, names) for first, last in shard.pieces(rows)]
@@ -141,7 +141,7 @@ class Artifact:
         return parts
 
     def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
-        """Return the rows with ids from `low` to `high`."""
+        """Return the rows with ids from `low` to `high`, both included."""
         tables = list(between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
@@ -150,13 +150,13 @@ class Artifact:
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False, seen: set[str] | None = None) -> list[str]:
-        """Return the damage that is found, a clause each; empty when the artifact is whole.
+        """Return a list of clauses, one per damage found; empty if the artifact is whole.
 
-        A manifest that cannot be read, lies elsewhere or was edited; a file missing, unknown, of another size or with another checksum;
-        rows kept by reference whose artifact is gone or of other content. `read`: the only files whose checksums are compared, or folders
-        ending in /; none: all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still
-        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: leave out the artifacts whose
-        rows it keeps by reference. `seen`: places of such artifacts that were compared already; they keep rows of each other, too.
+        Damage is an unreadable, foreign or edited manifest; a file that is missing or unknown, or has a wrong size or checksum;
+        rows kept by reference whose artifact is gone or has other content. `read`: compare only the checksums of these files, or of folders
+        ending in /; empty: of all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still
+        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: skip the artifacts whose rows
+        this one keeps by reference. `seen`: places of such artifacts that were already checked.
         """
         try:
             manifest = self.manifest
@@ -210,7 +210,7 @@ class Artifact:
             return {}
 
     def remember(self, versions: dict[str, str] | None = None) -> None:
-        """Note the versions of files with verified checksums (default: the current version of all files), if the store is writable."""
+        """Record the versions of files with verified checksums (default: of all current files), if the store is writable."""
         if versions is None:
             versions = {n: s.version for n, s in self.files.stats(self.place).items() if n in self.manifest.files}
         with contextlib.suppress(OSError):
@@ -218,10 +218,10 @@ class Artifact:
 
 
 def _stem(name: str) -> str:
-    """Return the beginning of the names of a table's files: `dropped/` for `dropped.parquet`."""
+    """Return the folder of a table's files, `dropped/` for `dropped.parquet`; other names stay."""
     return name.removesuffix(".parquet") + "/" if name.endswith(".parquet") else name
 
 
 def place_of(kind: str, key: str) -> str:
-    """Return the name of the folder where the artifact `key` of `kind` is or will be."""
+    """Return the name of the folder of the artifact with this kind and key, which need not exist."""
     return f"objects/{kind}/{key[:2]}/{key}"

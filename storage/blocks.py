@@ -1,7 +1,7 @@
-"""Checksums of the blocks of a file on an object store, kept as metadata of the object: each response carries those of the whole file.
+"""Checksums of the blocks of a file on an object store, stored as the object's metadata, so that every response carries them all.
 
-Each read is widened to whole blocks and compared with their checksums, so flipped bits, in transit or at rest, are detected by any reader:
-Parquet, DuckDB, a model's loader.
+A read is widened to whole blocks and compared with their checksums, so that all readers (Parquet, DuckDB, a model's loader) detect flipped
+bits, in transit or at rest.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 LEAST = 1 << 16
 MOST = 320
-"""Most blocks of a file, as an object has room for 2 kB of metadata."""
+"""Most blocks of a file: an object can have 2 kB of metadata."""
 FIRST, LARGEST = 1 << 20, 8 << 20
-"""Bytes that a reader fetches at first and at most: sequential reads fetch more each time."""
+"""Bytes that a reader fetches first, and at most: sequential reads double the amount."""
 
 
 def block_bytes(size: int) -> int:
-    """Return the bytes of a block of a file of `size` bytes, a power of two."""
+    """Return the size in bytes of the blocks of a file of `size` bytes, a power of two."""
     return max(LEAST, 1 << max(0, -(-size // MOST) - 1).bit_length())
 
 
@@ -44,7 +44,7 @@ def _text(file: BinaryIO, size: int) -> str:
 
 
 def widened(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the range of whole blocks that holds a range of a file."""
+    """Return the smallest range of whole blocks that contains the bytes start .. stop of a file of `size` bytes."""
     step = block_bytes(size)
     return start // step * step, min(size, -(-stop // step) * step)
 
@@ -62,7 +62,7 @@ def right(data: bytes, start: int, size: int, sums: str) -> bool:
 
 
 class Reader(io.RawIOBase):
-    """A file of `size` bytes as a seekable object; `fetch` gives the bytes of a range, checked."""
+    """A seekable reader of a file of `size` bytes; fetch(start, stop) returns a range's bytes, compared with checksums."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self._size, self._fetch = size, fetch
@@ -81,7 +81,7 @@ class Reader(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return the bytes that follow, `size` of them unless the file ends before."""
+        """Return the next `size` bytes, or fewer at the end of the file; all if `size` is negative or None."""
         count = max(0, self._size - self._at)
         count = count if size is None or size < 0 else min(size, count)
         if not count:

@@ -1,4 +1,4 @@
-"""Requests to a bucket of an object store: repeated if that may help, with errors that show no secrets.
+"""Requests to a bucket of an object store, with retries if these may help, and errors without secrets.
 
 Credentials, region and endpoint come only from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
 AWS_REGION, AWS_ENDPOINT_URL). They are never passed to workers, written or shown.
@@ -33,7 +33,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 @dataclass(frozen=True)
 class Bucket:
-    """A prefix in a bucket."""
+    """A prefix in a bucket of an S3-compatible object store."""
 
     bucket: str
     prefix: str
@@ -46,7 +46,7 @@ class Bucket:
         return _connected(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Send a request and return its answer. Repeat it if the client does not."""
+        """Return the answer to a request, with retries beyond the client's own. `written`: the request writes, so a 404 means no bucket."""
         for attempt in range(TRIES):
             try:
                 return request()
@@ -66,7 +66,7 @@ class Bucket:
         return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
 
     def _unanswered(self, name: str, error: Exception) -> PunaError:
-        """Return the error of a failed request, with its remedy and without secrets."""
+        """Return the error for a failed request, with what to do and without secrets."""
         text = " ".join(str(error).split())[:300]
         for variable in SECRET:
             if os.environ.get(variable):
@@ -93,13 +93,13 @@ def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
 
 
 def _status(error: Exception) -> str:
-    """Return the HTTP status of an answer that the client has no error class for."""
+    """Return the HTTP status in the message of a client's error; empty if there is none."""
     match = re.search(r"status code: (\d+)", str(error))
     return match[1] if match else ""
 
 
 def passing(error: Exception) -> bool:
-    """True if a request may succeed when it is sent again."""
+    """True if the request that failed with `error` may succeed on a retry."""
     return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")
 
 

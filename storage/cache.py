@@ -1,6 +1,6 @@
-"""Local copies of files of an object store, for libraries that read by path: bounded, the least recently used are removed first.
+"""Cache of local copies of an object store's files, for libraries that read by path. Its size is bounded: the least recently used go first.
 
-Files that a process uses stay while it runs. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
+The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from puna.storage.errors import PunaError
 
 MOST_GB = 50.0
 PINNED = 64
-"""Most recently used entries that a process protects from removal."""
+"""Number of most recently used entries that a process protects from removal."""
 
 _pinned: OrderedDict[Path, BinaryIO] = OrderedDict()
 
@@ -49,7 +49,7 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch copies of files in these versions; `fetch` writes one to a path."""
+        """Fetch copies of the files (name → version) that the cache lacks in that version; fetch(name, path) writes a copy."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False
@@ -90,7 +90,7 @@ class Cache:
         return self.root / "locks" / entry.replace("/", "+")
 
     def _pin(self, entry: str) -> None:
-        """Keep other processes from removing an entry while this one lives."""
+        """Keep other processes from removing an entry while this process runs, or until `PINNED` newer entries are in use."""
         file = self._lock(entry)
         if file not in _pinned:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Cache:
             _pinned.popitem(last=False)[1].close()
 
     def _shrink(self, most: int) -> None:
-        """Remove the least recently used entries until at most `most` bytes are left."""
+        """Remove the least recently used entries that no process uses until at most `most` bytes are left."""
         sizes: dict[str, int] = {}
         files = self.root / "files"
         for path, _, names in os.walk(files):
@@ -127,6 +127,6 @@ class Cache:
 
 
 def _entry(name: str) -> str:
-    """Return the unit of eviction: an artifact, or the work of one key."""
+    """Return the unit of eviction that a file belongs to: an artifact, or the work of one key."""
     inside = name.split("/")
     return "/".join(inside[: {"objects": 4, "work": 2}.get(inside[0], 1)])

@@ -1,4 +1,4 @@
-"""DuckDB over every artifact: one view per table, and tables about artifacts and runs; see `views`.
+"""DuckDB catalog of all artifacts: one view per table, and tables about artifacts and runs; see `views`.
 
 Summaries of the artifacts are read when the connection is opened; a table or view is created when a statement first names it. The
 connection reads only the store's own files, and writes only `output`.
@@ -23,11 +23,11 @@ from puna.storage.tables import connect, literal, pattern
 from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST, Views, duck_type, facts
 
 MOST_COMPARED = 4 << 30
-"""Bytes of a view that are compared with their checksums: about 3 s on one core."""
+"""Most bytes of files that are compared with their checksums per statement: about 3 s on one core."""
 
 
 class Catalog:
-    """An open connection to the tables of a store; `artifact` is a column of each table's view (the artifact's key).
+    """An open connection to the tables of a store; the views' column `artifact` is the artifact's key.
 
     Files are compared with their checksums before a statement reads them, at most `MOST_COMPARED` bytes; `uncompared`: bytes beyond.
     `output`: a file outside the store that the connection may write. `memory`: a statement's limit as DuckDB writes it (`1GB`), without
@@ -66,7 +66,7 @@ class Catalog:
         self.connection.close()
 
     def view(self, *names: str) -> None:
-        """Create these tables, views and macros, with those that they need."""
+        """Create these tables, views and macros, and all that they need, unless they exist."""
         for name in names:
             if name in self._known or name not in (*self.names, *MACROS):
                 continue
@@ -87,13 +87,13 @@ class Catalog:
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 
     def named(self, text: str) -> list[str]:
-        """Return the tables, views and macros that a text names."""
+        """Return the names of tables, views and macros that occur in a text."""
         lower = text.lower()
         macros = [name for name in MACROS if re.search(rf"\b{name[:-2]}\s*\(", lower)]
         return [*dict.fromkeys(self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """Return the key of the artifact with this name, resolved as in the SQL macros."""
+        """Return the key of the artifact with this name; `stage:NAME` is the newest artifact of a stage."""
         if name.startswith("stage:"):
             keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not keys:
@@ -102,7 +102,7 @@ class Catalog:
         return self._store.resolve(name).key
 
     def _resolved(self, text: str) -> str:
-        """Return a statement with the artifacts in calls of macros replaced by their keys."""
+        """Return a statement with the names of artifacts in calls of macros replaced by keys."""
 
         def keys(call: re.Match[str]) -> str:
             names = re.sub(r"'([^']+)'", lambda name: literal(self.key_of(name[1])), call[2])
@@ -111,7 +111,7 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return the tables in `text` that several artifacts have, with the number of artifacts; empty if it names an artifact."""
+        """Return table → number of artifacts for tables in `text` that several artifacts have; empty if `text` has the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.named(text) if name in KINDS}
@@ -147,7 +147,7 @@ FORMATS = {".parquet": "format parquet", ".csv": "format csv", ".json": "format 
 
 
 def format_of(file: Path) -> str:
-    """Return DuckDB's options for writing a file of this name. Raise PunaError for an unknown ending."""
+    """Return DuckDB's options for writing a file with this suffix. Raise PunaError for an unknown suffix."""
     if file.suffix not in FORMATS:
         raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
     return FORMATS[file.suffix]
@@ -161,7 +161,7 @@ def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[di
 
 
 def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
-    """Create a view; raise PunaError if a file of it is damaged."""
+    """Create the view `name`; raise PunaError if one of its files is damaged."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:
@@ -178,7 +178,7 @@ def query(store: Store, text: str) -> pa.Table:
 
 
 def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
-    """Return the first rows of one read-only SQL statement, or all; columns of one name become `n`, `n_1`, …"""
+    """Return the result of one read-only SQL statement, at most `rows` rows (None: all); columns of one name `n` become `n`, `n_1`, …"""
     try:
         relation = opened.sql(text)
         if relation is not None and rows is not None:
@@ -218,7 +218,7 @@ EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 def _reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> bool:
-    """True if a statement writes nothing: EXPLAIN ANALYZE runs the statement that it explains."""
+    """True if a statement only reads. EXPLAIN must explain a SELECT, because EXPLAIN ANALYZE runs the statement."""
     if statement.type == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(EXPLAIN.sub("", statement.query, count=1))
         return len(inner) == 1 and inner[0].type == duckdb.StatementType.SELECT

@@ -1,8 +1,8 @@
 """Detection of damage: artifacts whose bytes changed are reported, moved to `quarantine/`, and never read silently.
 
-An artifact is suspect if one of its inputs was found damaged later, and its stage did not compare its inputs afterwards (`inputs_compared`:
-today's stages do), or if it was made from a suspect that is still there, is gone, or now has other content. It is cleared by making it
-again, or by a person who trusts it. Suspects are derived from the manifests and a journal of findings.
+An artifact is suspect if one of its inputs was found damaged later and its stage did not compare its inputs after reading them
+(`inputs_compared`: today's stages do), or if it was made from a suspect that still exists, is gone, or now has other content. Running its
+stage again, or a person's trust, clears it. Suspects are computed from the manifests and a journal of findings.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from puna.storage.manifest import NAME
 JOURNAL = "quarantine/journal.jsonl"
 FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
-"""`damaged`: bytes were wrong. `suspect`: it was set aside to be made again. `trusted`: a person took its content as right."""
+"""`damaged`: bytes were wrong. `suspect`: the suspect artifact was set aside, to be made again. `trusted`: a person trusts its content."""
 FRESH_SECONDS = 600.0
-"""Seconds for which a process trusts a file that it compared with its checksum."""
+"""Seconds for which a process does not compare a file with its checksum again."""
 _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 """(URI, name) of a file → the version that was compared, and when."""
 
@@ -37,10 +37,10 @@ _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
     """Return `artifact` after a check (of `read`, see `Artifact.damage`). If damaged, move it to `quarantine/` and raise DamagedArtifact.
 
-    A quick check detects changed, truncated or removed files. `whole` compares every byte, unless each read does so anyway: a disk that
-    changes a file by itself keeps its size and time.
+    A quick check detects changed, truncated or removed files. `whole`: compare every byte, unless the store's reads do so anyway; only this
+    detects bit rot, which keeps a file's size and time.
     """
-    artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # its manifest is read anew; it may lie in another store
+    artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # so that its manifest is read again
     if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
         return artifact
     aside: list[str | None] = []
@@ -59,7 +59,7 @@ def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
 
 
 def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:
-    """Move a damaged artifact away and return its new place, or None if it is whole or gone. `own`: ignore damage of its sources."""
+    """Move a damaged artifact to `quarantine/`; return its new place, None if it is whole or gone. `own`: ignore damage of sources."""
     with files.lease(artifact.key):
         current = Artifact(artifact.kind, artifact.key, files)
         lost = files.stat(f"{current.place}/{NAME}") is None
@@ -68,7 +68,7 @@ def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | 
 
 
 def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str:
-    """Move the folder of a key to `quarantine/` and return its new place. `damaged`: it is not just a suspect."""
+    """Move the folder of a key to `quarantine/` and return its new place. `damaged`: note the artifact as damaged, not only as suspect."""
     target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
     if key in suspects(files):
         note(files, kind, key, "suspect")
@@ -83,7 +83,7 @@ class ComparedFiles(LocalFiles):
     """A local store for readers that commit nothing: a table's file is compared with its checksum before it is read."""
 
     def __eq__(self, other: object) -> bool:
-        """True for the same place, whoever reads it."""
+        """True for a local store with the same root, with or without comparison."""
         return isinstance(other, LocalFiles) and self.root == other.root
 
     __hash__ = LocalFiles.__hash__
@@ -94,12 +94,12 @@ class ComparedFiles(LocalFiles):
 
 
 def reading(files: Files) -> Files:
-    """Return the files for readers that commit nothing. A stage checks its inputs before its commit instead."""
+    """Return `files` with comparison before reads, for readers that commit nothing. A stage instead checks its inputs before its commit."""
     return ComparedFiles(files.root) if isinstance(files, LocalFiles) else files
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Compare files with their checksums, unless that was done lately. Return the bytes beyond `most`; raise DamagedArtifact."""
+    """Compare files with their checksums, unless done lately; return the bytes skipped beyond `most`. Raise DamagedArtifact."""
     todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
@@ -138,7 +138,7 @@ def note(files: Files, kind: str, key: str, what: Finding) -> None:
 
 
 def suspects(files: Files) -> dict[str, str]:
-    """Return by key why an artifact is suspect, in a clause for people; empty if nothing was ever damaged."""
+    """Return key → reason, a clause for people, for all suspect artifacts."""
     findings, _ = index.journal(files, JOURNAL, FIELDS)
     if not findings:
         return {}

@@ -1,7 +1,7 @@
-"""`puna.duckdb` beside a store's artifacts: the views of the store for any DuckDB client, opened read-only.
+"""The file `puna.duckdb` of a store, with views of all artifacts for any DuckDB client that opens it read-only.
 
-It holds views and small tables, no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that readers never
-wait and keep their open file. The views name the files by the store's address; `set variable store = '/elsewhere/'` moves them.
+The file has views and small tables, but no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that
+readers never wait and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
 VERSION = 5
-"""Version of the views; raise it with each change, so that older files are written again."""
+"""Version of the views; raise it with every change of the views, so that older files are written again."""
 
 
 def write(store: Store) -> bool:
@@ -83,7 +83,7 @@ def _build(store: Store, file: Path, state: tuple[str, str]) -> None:
         connection.execute("use puna")
         connection.execute(f"create schema {NEWEST}")
         _tell(connection, store, entries, FACTS, state)
-        # Views are created over the files as this process reads them; a client of an object store reads them by the store's address.
+        # This process creates views with the paths that it reads itself; clients of an object store use the store's address.
         address = literal(pattern(store.uri.rstrip("/") + "/"))
         connection.execute(f"set variable store = {literal(pattern(place))}")
         views = Views(store, entries, f"coalesce(getvariable('store'), {address})")

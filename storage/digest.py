@@ -1,6 +1,6 @@
 """Digests of configuration, of files and of the logical content of tables.
 
-A data digest hashes values, not Parquet bytes, whose footer names the writer's version.
+A data digest hashes values, not Parquet bytes: a Parquet footer names the writer's version.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def canonical(value: Any) -> str:
             for name, element in item.items():
                 if not isinstance(name, str):
                     raise PunaError(f"{where}: key {name!r} is not a string")
-                if type(element) is not str:  # most are: the code that a stage reaches
+                if type(element) is not str:  # most elements are strings: the hashes of a stage's code
                     check(element, f"{where}.{name}")
         elif item is not None and not isinstance(item, (bool, int, float, str)):
             raise PunaError(f"{where}: a {type(item).__name__} has no stable encoding")
@@ -74,7 +74,7 @@ def of_stored(files: Files, name: str) -> str:
 
 
 class Rolling:
-    """sha256 of a table's names, types and values in row order, as rows come; batches, compression and writer do not matter."""
+    """Running sha256 of a table's column names, types and values in row order; batches, compression and writer do not matter."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -101,14 +101,14 @@ ROW_BYTES = 16
 
 
 def of_rows(table: pa.Table) -> npt.NDArray[np.uint8]:
-    """Return a digest of each row's values, uint8[n, 16]: a row has the same one in whatever table it is. For strings, numbers, times."""
+    """Return a digest of each row's values, uint8[n, 16], the same in any table. Columns are strings, bytes, integers or times."""
     lengths, values = [], []
     for column in table.columns:
         data = column if pa.types.is_string(column.type) or pa.types.is_binary(column.type) else column.cast(pa.int64()).cast(pa.string())
         data = pa.chunked_array(data.cast(pa.large_binary()))
         lengths.append(pc.fill_null(pc.binary_length(data).cast(pa.string()), "-").cast(pa.large_binary()))
         values.append(pc.fill_null(data, b""))
-    # All lengths come first, so that no two rows have the same bytes.
+    # All lengths come first, so that different rows never have the same bytes.
     whole = pc.binary_join_element_wise(*lengths, *values, pa.scalar(b" ", pa.large_binary()))
     out = bytearray()
     for chunk in whole.chunks if isinstance(whole, pa.ChunkedArray) else [whole]:
@@ -127,7 +127,7 @@ def of_table(table: pa.Table) -> str:
 
 
 def _update(states: dict[str, Any], path: str, array: pa.Array) -> None:
-    """Feed one column's values into its running hashes, in a form that depends only on the values."""
+    """Add a column's values to its running hashes, in a form that depends only on the values."""
 
     def feed(aspect: str, data: Any) -> None:
         states.setdefault(f"{path}\0{aspect}", hashlib.sha256()).update(data)

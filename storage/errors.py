@@ -1,4 +1,4 @@
-"""The errors that a user should read."""
+"""Errors with messages for users."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class PunaError(Exception):
-    """Bad input or a broken store. The message names the file, row or field and what to do."""
+    """An error of the input or the store. The message names the file, row or field, and says what to do."""
 
 
 class DamagedArtifact(PunaError):

@@ -1,8 +1,8 @@
-"""The exchange: rows that jobs make, regrouped by a key.
+"""The exchange (shuffle): regrouping of jobs' rows by a key.
 
-Each job writes one file, in which the rows of each partition are one run, an Arrow stream with its checksum. A partition is read
-by fetching its run of every file. Keys are cut by their leading bits, so that partitions of ids are ranges of shards.
-Above `LEVEL` partitions, runs would be short and many: a first level makes runs of many partitions, a second one regroups each of these.
+A job writes files in which a partition's rows are one run: an Arrow stream with its checksum. A partition is read by fetching
+its run from every file. The leading bits of a key select its partition, so that partitions of ids are ranges of shards.
+Above `LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits these.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ MAP_BYTES = 96 << 20
 PIECE_BYTES = 2 << 20
 """Raw bytes per partition at which a job packs its rows."""
 HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
-"""Most raw bytes that a job holds before it packs them, and the smallest pieces that are fast. Packing takes two further copies of them."""
+"""Most raw bytes that a job holds before it packs them, and the smallest efficient piece. Packing takes two more copies of the bytes."""
 PARTITION_BYTES = 48 << 20
 LEVEL = 2048
-"""Most partitions of one level: a run of a job's file then has 48 kB."""
+"""Most partitions of one level: a run in a job's file then has about 48 kB."""
 MOST_PARTITIONS = 1 << 20
 READS = 3
-"""Most reads of a damaged run: on the way from an object store a bit may be flipped."""
+"""Most reads of a run with a wrong checksum: a bit may be flipped in transit from an object store."""
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
 def partitions(raw: int) -> int:
-    """Return the number of partitions for about `raw` bytes, a power of two: each fits into a worker's memory."""
+    """Return the number of partitions for about `raw` bytes: a power of two, such that a partition fits into a worker's memory."""
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
 
 
 def level(count: int) -> range:
-    """Return the numbers of the first partitions of the runs that the first level makes for `count` partitions."""
+    """Return the first partition of every run that the first level writes for `count` partitions."""
     return range(0, count, 1 if count <= LEVEL else math.isqrt(count - 1) + 1)
 
 
@@ -57,7 +57,7 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The rows of one partition: where its run begins and ends in each file. Only numbers: terabytes have tens of millions of runs."""
+    """The rows of one partition: begin and end of its run in every file, as arrays: terabytes have tens of millions of runs."""
 
     files: Files
     schema: pa.Schema
@@ -73,12 +73,12 @@ class Partition:
 
     @property
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return file, begin and end of each run that has rows."""
+        """Return (file, begin, end) of the partition's runs that have rows."""
         own = np.flatnonzero(self.ends > self.begins).tolist()
         return [(self.names[n], int(self.begins[n]), int(self.ends[n])) for n in own]
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield the rows of each job, in the order of jobs."""
+        """Yield the rows of the partition's runs, in the order of jobs. Raise PunaError if a run is damaged."""
         for name, begin, end in self.runs:
             for _ in range(READS):
                 data = self.files.read(name, begin, end)
@@ -105,11 +105,11 @@ class Exchange:
 
     @property
     def filled(self) -> list[Partition]:
-        """Return the partitions that have rows; without any, the first one, so that derived tables still have their columns."""
+        """Return the partitions that have rows; if none has, the first one, so that derived tables still have their columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
-        """Return the partitions that may hold rows of a range of ids, if `id` is the key."""
+        """Return the exchange with only the partitions that may have rows of a range of ids, if `id` is the key."""
         edges, base = bounds(self.count), self.parts[0].number if self.parts else 0
         first = bisect.bisect_right(edges, low) - base
         last = (self.count if high is None else bisect.bisect_left(edges, high)) - base
@@ -117,7 +117,7 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Yield the rows of a range in order of their ids, if `id` is the key; the last table may be without rows."""
+        """Yield the rows of a range in order of their ids, if `id` is the key; the last table may have no rows."""
         for part in self.parts:
             rows = in_range(part.read(), low, high).sort_by("id")
             if rows.num_rows or part is self.parts[-1]:
@@ -139,7 +139,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Scattered:
-    """The result of a job: its files with the ends of their runs, and the value that it gave beside its rows."""
+    """The result of a job: its files with the ends of their runs, the number of rows, and the result of `info`."""
 
     schema: str
     files: list[tuple[str, Offsets]]
@@ -148,7 +148,7 @@ class Scattered:
 
 
 def scatter(how: Scatter, tables: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
-    """Write a job's rows by partition, in a worker; `info` is called at the end."""
+    """Write a job's rows by partition, and return the result; `info` is called at the end for the job's extra result."""
     files: list[tuple[str, Offsets]] = []
     rows, schema = 0, None
     runs = _Runs(how)
@@ -199,7 +199,7 @@ class _Runs:
             self._packed[number][1].write_table(table.slice(end - size, size))
 
     def write(self, number: int) -> tuple[str, Offsets]:
-        """Write the job's file of this number; return its name and the ends of its runs."""
+        """Write the job's file `number`; return its name and the ends of its runs."""
         if self._held:
             self._pack()
         staging = self._how.staging
@@ -247,7 +247,7 @@ def found_before(how: Scatter) -> Scattered | None:
 
 
 def _whole(files: Files, name: str, ends: Offsets) -> bool:
-    """True if a file holds exactly its runs."""
+    """True if a file has the right size and all its runs have the right checksums."""
     stat = files.stat(name)
     if stat is None or stat.bytes != ends[-1]:
         return False
@@ -258,7 +258,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gathered(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return the partitions of all jobs' results, or groups of partitions; see `Scatter`."""
+    """Return the exchange of all jobs' results; its parts are partitions, or groups of them at the first level. `runs`: see `Scatter`."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")

@@ -1,4 +1,4 @@
-"""The reasons why an artifact was made again: field by field, against the artifact that the same stage made before it."""
+"""The reasons why an artifact was made again: differences, field by field, from the nearest earlier artifact of the same step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Change:
 
 
 def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
-    """Return every difference that enters the key."""
+    """Return all differences in configuration, code and inputs that change the key."""
     differences = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
     if before.code_version != now.code_version:
         differences += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
@@ -42,8 +42,8 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return what differs from the nearest earlier artifact of the step (fewest differences, then newest); None if it never ran. Artifacts
-    that share no input's name with it, as imports of other files, do not count."""
+    """Return the differences from the nearest earlier artifact of the step (fewest differences, then newest); None if there is none.
+    Artifacts without an input of the same name, such as imports of other files, do not count."""
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
@@ -55,7 +55,7 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
 
 
 def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Change]]:
-    """Return the nearest earlier artifact of the same step, or stage if no log names the step, and what differs."""
+    """Return the nearest earlier artifact of the same step (of the same stage if no log names the step), and the differences from it."""
     now, steps_of = artifact.manifest, _steps(store)
     steps = steps_of.get(artifact.key, set())
     earlier = (
@@ -75,13 +75,13 @@ def _steps(store: Store) -> dict[str, set[str]]:
 
 
 def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Artifact, list[Change]] | None:
-    """Return the artifact with the fewest differences, the newest of several, and its differences. `earlier`: oldest first."""
+    """Return the artifact with the fewest differences (of several, the newest), and these. `earlier`: artifacts, oldest first."""
     about = [(artifact, changes(artifact.manifest, now)) for artifact in earlier]
     return min(reversed(about), key=lambda one: len(one[1])) if about else None
 
 
 def _without_moved(before: dict[str, str], now: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both without `meaning`, and without symbols that only moved."""
+    """Return both codes without `meaning` and without symbols that only moved to another module or folder."""
     only_before, only_now = ({(_bare(n), h) for n, h in one.items() if n not in other} for one, other in ((before, now), (now, before)))
     moved = only_before & only_now
     left = [{n: h for n, h in one.items() if n != MEANING and (_bare(n), h) not in moved} for one in (before, now)]
@@ -104,7 +104,7 @@ def _inputs(manifest: Manifest | Identity) -> dict[str, str]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted path; a list, or a group without fields, is a value."""
+    """Return dotted path → value for nested dicts; lists and empty dicts are values."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     return {path: inner for name, item in value.items() for path, inner in flat(item, f"{prefix}.{name}" if prefix else name).items()}

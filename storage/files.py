@@ -1,4 +1,4 @@
-"""The place of files that holds a store: everything that `storage` does to a disk or an object store goes through `Files`.
+"""`Files`, the storage of a store on a disk or an object store: all of `storage` accesses files through it.
 
 Names are relative, with `/`. Committed files never change; aliases, acceptances and leases do, by compare-and-swap.
 """
@@ -29,7 +29,7 @@ class DamagedFile(PunaError):
 
 
 class Stat(NamedTuple):
-    """A file's size in bytes, a text that changes whenever it is written, and the time of writing in seconds since the epoch."""
+    """A file's size in bytes, its version (a text that changes with every write), and the time of writing in seconds since the epoch."""
 
     bytes: int
     version: str
@@ -37,7 +37,7 @@ class Stat(NamedTuple):
 
 
 class Files(Protocol):
-    """A place of files, small and picklable: workers open it by value. Reading a missing file raises FileNotFoundError."""
+    """A storage of files, small and picklable, so that workers get a copy of it. Reading a missing file raises FileNotFoundError."""
 
     def __hash__(self) -> int:
         return hash(self.uri)
@@ -48,24 +48,24 @@ class Files(Protocol):
 
     @property
     def checks_reads(self) -> bool:
-        """True if each read compares the bytes with their checksums."""
+        """True if all reads compare the bytes with checksums."""
         return False
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes start .. stop of a file; None: to its end."""
+        """Return the bytes start .. stop - 1 of a file; `stop` None: to its end."""
 
     def open(self, name: str) -> BinaryIO:
         """Return a file as a seekable object for reading."""
 
     def table(self, name: str) -> BinaryIO:
-        """Return a Parquet file of an artifact for reading; places for readers compare its checksum first."""
+        """Return a Parquet file of an artifact, opened for reading; `damage.ComparedFiles` first compares its checksum."""
         return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
-        """Return the size and version of a file, or None."""
+        """Return a file's `Stat`, or None if it does not exist."""
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        """Return the size and version of every file below a folder, by name relative to it."""
+        """Return name relative to the folder → `Stat` for all files below a folder."""
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
         """Return the names of the files below a folder that come after the name `after`, in order."""
@@ -74,23 +74,23 @@ class Files(Protocol):
         """Return the names of the folders in a folder, in order."""
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        """Return the version of the file `name` in each folder `depth` below a folder, by the folder's name."""
+        """Return relative folder → version of its file `name`, for all folders `depth` levels below `folder` that have this file."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file if there is none, completely or not at all; return False if there is one."""
         return self.swap(name, data, None)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        """Write a small file if it still has this version (None: does not exist); return False if it has another."""
+        """Write a small file and return True if it still has this version (None: does not exist); otherwise return False."""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
         """Write a small file atomically, replacing any old one; if `lasting`, it also survives a loss of power."""
 
     def append(self, name: str, line: bytes) -> None:
-        """Add one line to a log. A line that a crash cut short damages no other."""
+        """Add one line to a log. A line truncated by a crash does not damage other lines."""
 
     def put(self, name: str, file: Path) -> None:
-        """Move a local file into the place. It survives a loss of power if it was synced before."""
+        """Move a local file to `name`. The file survives a loss of power if it was synced before."""
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with its content, if it exists. A half-removed folder is not an artifact."""
@@ -99,26 +99,26 @@ class Files(Protocol):
         """Rename a folder; the target must not exist."""
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        """Create a folder from files of the place, `content`: name in the folder → file to move; `last` is written after all others. Return
-        False, and leave the folder as it is, if it has the last file already. `staging`: a folder that may be used meanwhile."""
+        """Create a folder from stored files, `content`: name in the folder → file to move; `last` is written after all others. Return
+        False, and leave the folder as it is, if it has the last file already. `staging`: a folder for temporary use."""
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
-        """Hold a name against all other processes; without `wait`, yield False when another one holds it."""
+        """Hold a name exclusively, as a lock between processes; without `wait`, yield False if another process holds it."""
 
     def held(self, name: str) -> bool:
         """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """Let DuckDB read the files; return the prefix of their names in SQL."""
+        """Set up the connection to read the files; return the prefix of their names in SQL."""
 
     def local(self, name: str) -> Path:
-        """Return a local path of a file or folder: itself, or a copy in a bounded cache."""
+        """Return a local path of a file or folder: its own, or the path of a copy in a bounded cache."""
 
     def scratch(self, name: str) -> Path:
         """Return a local folder for work in progress that survives a crash, made if missing."""
 
     def free(self) -> int | None:
-        """Return the free bytes; None if storage is unbounded."""
+        """Return the number of free bytes; None if storage is unbounded."""
 
 
 @dataclass(frozen=True)

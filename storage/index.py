@@ -1,6 +1,6 @@
-"""The index: a summary of a store's manifests in one file beside them, so that ten thousand are not read each time.
+"""The index: a summary of a store's manifests in one file, so that not all manifests are read every time.
 
-Each line has its manifest's version and a checksum, and manifests are listed each time: an old or damaged index only costs time.
+A line has its manifest's version and a checksum, and the manifests are always listed: an outdated or damaged index only costs time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from puna.storage.manifest import NAME
 
 FILE = "index.jsonl"
 SPARE = 1000
-"""Outdated lines, beyond one for each artifact, at which the index is rewritten."""
+"""Number of outdated lines, beyond one per artifact, at which the index is rewritten."""
 
 Entry = dict[str, Any]
 """Summary of one artifact, see `entry`."""
@@ -74,7 +74,7 @@ def _lines(files: Files) -> list[bytes]:
 
 
 def journal(files: Files, name: str, fields: set[str]) -> tuple[list[Entry], list[int]]:
-    """Return the entries of a journal, and the numbers of its damaged lines: cut short, changed, or without one of the fields."""
+    """Return the entries of a journal, and the line numbers, from 1, of its damaged lines: truncated, changed, or lacking a field."""
     entries, damaged = [], []
     for number, text in enumerate(files.read(name).splitlines() if files.stat(name) else (), 1):
         if (one := parsed(text)) is not None and fields <= one.keys():
@@ -85,7 +85,7 @@ def journal(files: Files, name: str, fields: set[str]) -> tuple[list[Entry], lis
 
 
 def line(entry: Entry) -> bytes:
-    """Return a line of a journal: a checksum and JSON."""
+    """Return an entry as a line of a journal: a checksum and JSON."""
     data = json.dumps(entry, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(data), data)
 

@@ -1,7 +1,7 @@
-"""Leases on an object store: holding a name against other processes, on any machine, without comparing clocks.
+"""Leases on an object store: locks between processes on any machines, without comparing clocks.
 
-A lease is an object that names its holder, changed by compare-and-swap. A waiter takes it over if the object did not change for two
-terms of the waiter's own clock; the late holder's next renewal fails. On the same machine a dead holder is seen at once.
+A lease is an object that names its holder, changed by compare-and-swap. A waiter takes the lease over if the object did not change for two
+terms of the waiter's own clock; the old holder's next renewal then fails. On the same machine, a dead holder is detected at once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FIRST_POLL, POLL = 0.05, 1.0
 
 
 class State(NamedTuple):
-    """The content of a lease object. `owner`: the process that holds it, empty if nobody does."""
+    """The content of a lease object, and its version. `owner`: the process that holds the lease; empty if none does."""
 
     owner: str
     version: str | None
 
 
 class Held:
-    """A lease of this process; a thread renews it."""
+    """A lease that this process holds; a thread renews it."""
 
     def __init__(self, place: Place, name: str, version: str, term: float, since: float) -> None:
         self._place, self._name, self._version, self._term = place, name, version, term
@@ -83,7 +83,7 @@ _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading
 
 @contextlib.contextmanager
 def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]:
-    """Hold a name; without `wait`, yield False if another process holds it."""
+    """Hold a name within the context and yield True; without `wait`, yield False if another process or thread holds the name."""
     mine = None
     with contextlib.ExitStack() as stack:
         if _threads[place, name].acquire(blocking=wait):
@@ -100,14 +100,14 @@ def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]
 
 
 def check(place: Place, name: str) -> None:
-    """Raise PunaError if this process held the name and lost it."""
+    """Raise PunaError if this process holds the name but may have lost it."""
     mine = _held.get((place, name))
     if mine is not None and mine.lost:
         raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
 
 
 def held(place: Place, name: str, term: float) -> bool:
-    """True if a process holds the name. It takes up to two terms if the holder is on another machine and does not renew."""
+    """True if a process holds the name. The call takes up to two terms if the holder is on another machine and does not renew."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 
@@ -121,13 +121,13 @@ def _taken(place: Place, name: str, term: float) -> Held | None:
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """Return the lease if nobody holds it; None if its holder lives, or renewed it meanwhile."""
+    """Return the lease's state if no process holds it; None if its holder runs on this machine, or renewed it meanwhile."""
     first = _state(place, name)
     start, pause = _now(), min(POLL, term / 8)
     while first.owner:
         machine, pid, ticks = first.owner.rsplit("/", 2)
         if machine == _machine():
-            # This process never asks for a lease that it holds: its own entry was not released because no answer came.
+            # This process never asks for a lease that it holds: if it is the owner, an earlier release got no answer.
             return first if first.owner == _myself() or _start_ticks(int(pid)) != ticks else None
         if _now() - start > 2 * term:
             return first
@@ -164,7 +164,7 @@ def _now() -> float:
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """Return a name for this boot and process-id namespace; a random one if it is unknown."""
+    """Return a name for this boot and process-id namespace; a random name if these are unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -172,7 +172,7 @@ def _machine() -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """Return the start time of a process of this machine in ticks; empty if there is none."""
+    """Return the start time of a process on this machine in clock ticks since boot; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

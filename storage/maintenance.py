@@ -1,4 +1,4 @@
-"""Maintenance of a store: verifying checksums, removing unneeded artifacts."""
+"""Maintenance of a store: verification of checksums, and removal of unneeded artifacts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.storage.work import INPUTS, drop, held
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one artifact: its damage, empty if whole, and why it is suspect, empty if not."""
+    """The result of verifying one artifact: its damage (empty if whole), and why it is suspect (empty if not)."""
 
     artifact: Artifact
     damage: list[str]
@@ -25,7 +25,7 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Compare every file with its manifest and note damage. `trust`: clear the suspicion of whole artifacts."""
+    """Compare the files of artifacts (None: of all) with their manifests; note damage. `trust`: note whole suspects as trusted."""
     findings = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):
@@ -49,7 +49,7 @@ class Garbage:
 
 
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
-    """Remove artifacts that nothing needs, and abandoned work; return them.
+    """Remove artifacts that nothing needs, abandoned work and quarantined folders; return them.
 
     An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
     `keep_runs` productive runs, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected. Work
@@ -71,7 +71,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
         drop(files, name)
     removed: dict[str, Garbage] = {}
     for item in garbage:
-        # The lock is refused while a process works on the key, and no process begins during the removal.
+        # The lock fails while a process works on the key, and keeps processes from starting during the removal.
         key = item.place.rpartition("/")[2]
         with store.lock(key, wait=False) as mine:
             if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held(files, store.holding.name)[0]:

@@ -19,7 +19,7 @@ NAME = "manifest.json"
 SMALL = 1 << 20
 """Most bytes of a manifest that a process caches."""
 IMPORT = "import"
-"""The stage of tables that no stage made."""
+"""Name of the stage in manifests of imported tables, which no stage made."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class Source:
-    """An artifact whose rows a table keeps by reference, and the digest of its table."""
+    """An artifact whose rows a table keeps by reference, and the digest of the artifact's main table."""
 
     kind: str
     key: str
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """One stored table: its shards in key order, and artifacts whose rows it keeps. `cut`: shards that ids are cut into; 0: no cut."""
+    """One stored table: its shards in key order, and its `sources`. `cut`: number of shards that ids are cut into; 0: ids are not cut."""
 
     rows: int
     digest: str
@@ -66,9 +66,9 @@ class TableRecord:
 class Manifest:
     """Everything known about an artifact; `metrics`, timings and versions are not part of its identity.
 
-    `inputs_compared`: every byte that the stage declares to read was compared with its checksums after it was read. `timings`: wall
-    and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sum of their resident memory, sampled.
-    `libraries`: versions. `project`: of the run that made it, see `aliases`; empty for the default one. `checksum`: of all the rest.
+    `inputs_compared`: all files that the stage declares to read were compared with their checksums after the stage read them. `timings`:
+    wall and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sampled sum of their resident memory. `libraries`:
+    versions. `project`: of the run that made the artifact, empty for the default project. `checksum`: of all other fields.
     """
 
     kind: str
@@ -95,7 +95,7 @@ class Manifest:
     checksum: str = ""
 
     def to_json(self) -> str:
-        """Return JSON text, a line for each field, with a checksum over everything else in it."""
+        """Return the manifest as JSON text, one line per field, with a checksum over all other fields."""
         data: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars, allow_nan=False))
         lines = (f" {json.dumps(n)}: {json.dumps(v, ensure_ascii=False)}" for n, v in (data | {"checksum": _checksum(data)}).items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -105,7 +105,7 @@ class Manifest:
         return [source for table in self.tables.values() for source in table.sources]
 
     def contradictions(self) -> list[str]:
-        """Return a clause for each inconsistency of the manifest, a sign of edits by hand; empty if it is as it was written."""
+        """Return a clause for each inconsistency in the manifest, which is a sign of edits by hand; empty if there is none."""
         sentences = []
         if self.data_digest != content_digest(self.tables, self.files):
             sentences.append("data_digest is not that of its tables and files")
@@ -121,7 +121,7 @@ class Manifest:
 
     @classmethod
     def read(cls, files: Files, name: str) -> Manifest:
-        """Return the manifest in a file of the store. Raise PunaError if it is not one of this format."""
+        """Return the manifest in a file of the store. Raise PunaError if it cannot be read, was changed or has another format."""
         try:
             data = files.read(name)
             return _parsed(data) if len(data) <= SMALL else _parsed.__wrapped__(data)
@@ -131,7 +131,7 @@ class Manifest:
 
 @lru_cache(maxsize=256)
 def _parsed(data: bytes) -> Manifest:
-    """Return the manifest in a JSON text, cached: a process asks for the same ones many times. Raise ValueError if it was changed."""
+    """Return the manifest in a JSON text, cached, because a process often asks for the same one. Raise ValueError if it was changed."""
     value = json.loads(data)
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")
@@ -157,11 +157,11 @@ def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[I
 
 
 MEANING = "meaning"
-"""The name, among a stage's code symbols, of the hash of all its code without places."""
+"""The name, among a stage's code symbols, of one hash of all its code without module names."""
 
 
 def code_version(symbols: dict[str, str]) -> str:
-    """Return one hash of the reached code, given as name → hash; 64 hex digits. `meaning` stands for all names with a place."""
+    """Return one hash of a stage's code, given as name → hash; 64 hex digits. `meaning`, if given, replaces all names with `.` or `:`."""
     relevant = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
     return digest.of_value({"format": FORMAT, "symbols": relevant})
 
@@ -172,7 +172,7 @@ def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:
 
 
 def content_digest(tables: dict[str, TableRecord], files: dict[str, FileRecord]) -> str:
-    """Return the data digest: sha256 over the logical content of the tables with `identity` and the bytes of all other files."""
+    """Return the data digest: sha256 over the content of the tables with `identity` and the bytes of files that belong to no table."""
     others = {n: r.sha256 for n, r in files.items() if not any(n in t.files for t in tables.values())}
     return digest.of_value({"tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity}, "files": others})
 

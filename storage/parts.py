@@ -1,4 +1,4 @@
-"""Reading a table's shards by reference, in workers: parts, pieces, and rows of other tables with the same ids."""
+"""References to a table's shards, which workers read: parts, pieces, and rows of other tables with the same ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Stored:
-    """A Parquet file of the store: its name, its checksum, the rows of its row groups."""
+    """A Parquet file of the store: its name, its checksum, and the numbers of rows of its row groups."""
 
     files: Files
     name: str
@@ -49,7 +49,7 @@ class Stored:
             return self._opened(handle).schema_arrow
 
     def _opened(self, handle: BinaryIO) -> pq.ParquetFile:
-        # With its buffers on, Arrow keeps what it has read of every row group until the file is closed.
+        # With pre-buffering, Arrow keeps all row groups that it has read until the file is closed.
         return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False)
 
     def whole(self) -> pa.Table:
@@ -72,7 +72,7 @@ class Stored:
         tables = [(groups[:1], cached[1])] if cached is not None and cached[0] == groups[0] else []
         rest = groups[len(tables) :]
         goes_on = bool(rows[-1] + 1 < ends[groups[-1]])
-        # A last group that is kept is read separately, so that it does not hold the memory of others.
+        # A last group that is cached is read separately, so that it does not hold the memory of others.
         for some in (rest[:-1], rest[-1:]) if goes_on else (rest,):
             if some:
                 tables.append((some, self.read(some, columns)))
@@ -84,7 +84,7 @@ class Stored:
         return pa.concat_tables([self._of_groups(some, table, rows) for some, table in tables])
 
     def _of_groups(self, groups: list[int], table: pa.Table, rows: Ints) -> pa.Table:
-        """Return the rows among `rows` that lie in these groups, whose content is `table`."""
+        """Return the rows with those numbers among `rows` that are in `groups`; `table`: the content of `groups`."""
         ends = np.cumsum(self.groups)
         sizes = np.array(self.groups)[groups]
         low, high = np.searchsorted(rows, [ends[groups[0]] - sizes[0], ends[groups[-1]]])
@@ -99,7 +99,7 @@ class Stored:
 _GUARD = threading.Lock()
 MOST_BEGUN = 4
 _BEGUN: dict[tuple[Stored, str, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
-"""(File, version, columns) → the number and the rows of a row group that was not read to its end, for the newest files: rows kept by
+"""(File, version, columns) → number and rows of a row group that was not read to its end, for the last `MOST_BEGUN` reads: rows kept by
 reference are read in pieces that end within groups."""
 
 
@@ -130,7 +130,7 @@ class ShardRows:
     order: Stored | None = None
 
     def place(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Return the source of each row start .. stop, and its row in that source."""
+        """Return, for the rows start .. stop - 1, the numbers of their sources, and their row numbers in these."""
         if self.order is None:
             return np.zeros(stop - start, np.int64), np.arange(start, stop)
         source, row = _order(self.order.files, self.order.name, self.order.version)
@@ -158,7 +158,7 @@ class ShardRows:
         return collected(source, row, take)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
-        """Yield the rows by row group: `take` reads whole groups."""
+        """Yield the row numbers `rows` by row group of the file that has them, because `take` reads whole groups."""
         source, row = self.place(0, self.rows)
         for number in np.unique(source[rows]).tolist():
             file, here = self.stored[number], rows[source[rows] == number]
@@ -167,8 +167,8 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `rows` rows, along the row groups if possible; None: of one group each. Rows kept by
-        reference have no groups: the size of the largest stands for one."""
+        """Yield (start, stop) of pieces of at most `rows` rows, cut between row groups if possible; None: pieces of one group. If rows are
+        kept by reference, the default is the size of the largest group."""
         own = self.stored[0]
         if self.order is None and own is not None:
             edges = [0, *accumulate(own.groups)]
@@ -180,7 +180,7 @@ class ShardRows:
             rows = rows or max((size for file in self.stored if file is not None for size in file.groups), default=1)
         at = 0
         while at < self.rows:
-            # As many whole groups as fit, or a piece of one that does not.
+            # As many whole groups as fit, or a piece of a group that does not fit.
             place = bisect.bisect_right(edges, at + rows) - 1
             stop = edges[place] if edges[place] > at else min(at + rows, self.rows)
             yield at, stop
@@ -197,7 +197,7 @@ def collected(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) ->
 
 @dataclass(frozen=True)
 class Part:
-    """A range of rows of one stored table: small, picklable, read where the work is done. `start`: its first row in the table."""
+    """A range of rows of one stored table, small and picklable, which a worker reads itself. `start`: its first row in the table."""
 
     shard: ShardRows
     first: int
@@ -210,7 +210,7 @@ class Part:
         return self.start + self.rows
 
     def read(self) -> pa.Table:
-        """Return the rows as a table; reads only the row groups that hold them."""
+        """Return the rows as a table; read only the row groups that have them."""
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self) -> Iterator[Part]:
@@ -256,7 +256,7 @@ class Beside:
     schema: pa.Schema
 
     def within(self, low: str, high: str | None) -> Beside:
-        """Return the part of the rows that is needed for a range of ids."""
+        """Return only the shards that may have rows of a range of ids."""
         return Beside(tuple(near(self.shards, low, high)), self.schema)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
@@ -266,7 +266,7 @@ class Beside:
 
 
 class Stream:
-    """A reader of rows in the order of their key: each call returns the rows up to an edge."""
+    """A reader of rows in the order of their key: a call of `below` yields the next rows below an edge."""
 
     def __init__(self, pieces: Iterator[pa.Table], key: str) -> None:
         self._pieces = pieces
@@ -274,7 +274,7 @@ class Stream:
         self._left: pa.Table | None = None
 
     def below(self, edge: str | None) -> Iterator[pa.Table]:
-        """Yield the next rows, those whose key is below `edge` (None: all)."""
+        """Yield the next rows whose key is below `edge` (None: all remaining rows)."""
         while (rows := self._left if self._left is not None else next(self._pieces, None)) is not None:
             self._left = None
             if edge is None or not rows.num_rows or rows[self._key][-1].as_py() < edge:
@@ -288,7 +288,7 @@ class Stream:
 
 
 class Follower:
-    """The rows of a table in step with another one: each row once, by ranges of ids."""
+    """A reader of a table's rows by ascending ranges of ids, in step with another table; it returns every row once."""
 
     def __init__(self, table: Beside | Exchange, low: str, high: str | None) -> None:
         self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema
@@ -300,6 +300,6 @@ class Follower:
 
 
 def span(shards: int, number: int) -> tuple[str, str | None]:
-    """Return the lowest id of a shard, and that of the next shard or None."""
+    """Return the lowest ids of shard `number` of `shards`, and of the next shard (None if it is the last)."""
     edges = bounds(shards)
     return edges[number - 1] if number else "", edges[number] if number + 1 < shards else None

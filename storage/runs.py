@@ -1,4 +1,4 @@
-"""The log of a run: the steps that ended with an artifact, and how the run itself ended."""
+"""The log of a run: the steps that made or reused an artifact, and how the run ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from puna.storage.aliases import DEFAULT
 
 @dataclass(frozen=True)
 class Made:
-    """A step with its artifact: made in the run in `seconds`, or reused from before."""
+    """A step of a run with its artifact, which the run made in `seconds` or `reused`."""
 
     step: str
     stage: str
@@ -27,7 +27,7 @@ class Made:
 
 
 def started(flow: str, **about: Any) -> dict[str, Any]:
-    """Return the event that opens a log: a run of `flow`, which is a flow or a single stage. `about`: how it was begun, see `RunLog`."""
+    """Return the event that opens a log: a run of `flow`, which is a flow or a single stage. `about`: how it was started, see `RunLog`."""
     return {"event": "started", "flow": flow, **about}
 
 
@@ -48,12 +48,12 @@ CRASHED = "its process ended without a word, as one that is killed or out of mem
 
 
 def remark(text: str) -> dict[str, Any]:
-    """Return an event that holds a sentence on the outcome of a flow."""
+    """Return the event of a sentence about the outcome of a flow."""
     return {"event": "said", "text": text}
 
 
 def line(text: str) -> dict[str, Any]:
-    """Return an event that holds a line of the log of another process."""
+    """Return the event of a line that another process logged."""
     return {"event": "line", "text": text}
 
 
@@ -94,7 +94,7 @@ class RunLog:
 
     @classmethod
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
-        """Return the log in some events. Events that this version does not know are left out."""
+        """Return the log of a run from its events; skip unknown events. `at_work`: a process holds the run."""
         names = {one.name for one in fields(Made)}
         last, steps, times, lines = {}, [], [], []
         for event in events:

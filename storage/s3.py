@@ -1,4 +1,4 @@
-"""A store on S3, or a compatible service: manifests and aliases by conditional put, leases instead of locks, no rename."""
+"""Files of a store on S3 or a compatible service: conditional puts for manifests and aliases, leases for locks, copies for renames."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode
 
 MULTIPART = 16 << 20
-"""Bytes above which a file is sent in pieces of this size."""
+"""Bytes above which a file is uploaded in pieces, and the least size of a piece."""
 COPIED = 5 << 30
 """Most bytes of an object that S3 copies in one request."""
 AT_ONCE = 8
@@ -40,15 +40,15 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 class S3Files(Bucket, Files):
     """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
-    `read` compares whole files with their checksums; parts of files are compared by their readers. `append` rewrites the log with the line.
-    `publish` copies within the bucket, and the conditional put of the last file decides between writers.
+    `read` compares whole files with their checksums, but not parts of files: their readers do. `append` rewrites the whole log.
+    `publish` copies within the bucket; the conditional put of the last file decides which of two writers wins.
     """
 
     term: float = lease.TERM
 
     @classmethod
     def at(cls, uri: str) -> S3Files:
-        """Return the place that `s3://BUCKET/PREFIX` names; raise PunaError if it names none, or holds credentials."""
+        """Return the files at `s3://BUCKET/PREFIX`; raise PunaError if the address is invalid or contains credentials."""
         parsed = urlsplit(uri)
         if "@" in parsed.netloc or parsed.query:
             raise PunaError(
@@ -72,14 +72,14 @@ class S3Files(Bucket, Files):
         return self._compared(name, 0, None)[0]
 
     def versioned(self, name: str) -> tuple[bytes, str] | None:
-        """Return the content and version of a whole file, compared with its checksums; None if there is none."""
+        """Return the content of a whole file, compared with its checksums, and its version; None if there is no file."""
         try:
             return self._compared(name, 0, None)
         except FileNotFoundError:
             return None
 
     def _compared(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
-        """Return whole blocks of a file, compared with their checksums, and its version. Raise PunaError if it has another size."""
+        """Return whole blocks of a file, compared with their checksums, and its version. Raise PunaError if its size is not `size`."""
         for attempt in range(TRIES):
             data, now, sums, version = self._got(name, start, stop)
             if size not in (None, now):
@@ -95,7 +95,7 @@ class S3Files(Bucket, Files):
         return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._compared(name, start, stop, size)[0]))
 
     def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
-        """Return the bytes, size of the whole file, its checksums as text, its version."""
+        """Return (bytes of the range, size of the whole file, its blocks' checksums as text, its version)."""
         options = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
 
         def get() -> tuple[bytes, int, str, str]:
@@ -148,13 +148,13 @@ class S3Files(Bucket, Files):
             try:
                 return self._put(name, data, mode, nonce)
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
-                # Refused; or done, but the answer was lost and the retry was refused.
+                # The put was refused; or it was done, but the answer was lost and the retry was refused.
                 writer = self._writer(name)
                 if writer is not None and writer[0] == nonce:
                     return writer[1]
                 if (writer[1] if writer is not None else None) != version:
                     return None
-                pause(attempt)  # another writer's put was under way, and failed
+                pause(attempt)  # another writer's put was in progress, and failed
         raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
 
     def _writer(self, name: str) -> tuple[str, str] | None:
@@ -176,7 +176,7 @@ class S3Files(Bucket, Files):
         content = None
         for attempt in range(10 * TRIES):
             data, version = self.versioned(name) or (b"", None)
-            # A put may have been done although its answer was lost; another's line may follow it by now.
+            # The put may have been done although its answer was lost; lines of other writers may follow by now.
             if content is not None and data.startswith(content):
                 return
             content = data + line
@@ -196,7 +196,7 @@ class S3Files(Bucket, Files):
         file.unlink()
 
     def remove(self, name: str) -> None:
-        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")  # first the mark of a whole folder
+        names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")  # the manifest first
         for some in ([name], names[:1], names[1:]):
             if some:
                 self._tried(name, partial(obstore.delete, self._client(), some))
@@ -275,7 +275,7 @@ class S3Files(Bucket, Files):
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
-    """Return the size of a file that never changes, cached."""
+    """Return the cached size of a file; committed files never change."""
     stat = files.stat(name)
     if stat is None:
         raise FileNotFoundError(f"{files.uri}/{name}")
@@ -287,12 +287,12 @@ def _stat(meta: ObjectMeta) -> Stat:
 
 
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if bytes match their checksums or lack them: other tools copy files into the bucket without checksums."""
+    """True if bytes match their checksums, or have none: other tools copy files into the bucket without checksums."""
     return not sums or blocks.right(data, start, size, sums)
 
 
 class StoreFileSystem(AbstractFileSystem):
-    """The files of a store as `puna://NAME`, for DuckDB. Committed files do not change: nothing has to be asked twice."""
+    """The files of a store as `puna://NAME`, for DuckDB. Committed files do not change, so DuckDB may cache them."""
 
     protocol = "puna"
     cachable = False
@@ -309,11 +309,11 @@ class StoreFileSystem(AbstractFileSystem):
         return {"name": name, "size": stat.bytes, "type": "file"}
 
     def modified(self, path: str) -> datetime:
-        """Return the same time for every file."""
+        """Return the epoch for every file, because committed files do not change."""
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:
-        """Return the file that a pattern without wildcards names."""
+        """Return the file at `path`, a pattern without wildcards, or no file."""
         return [path] if self.exists(path) else []
 
     def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:

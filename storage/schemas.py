@@ -1,7 +1,7 @@
-"""Every table of every artifact: one Arrow schema each, with the unit and meaning of each column.
+"""Schemas of all tables of artifacts: Arrow schemas with the meaning and unit of every column.
 
-The main table of an artifact has the name of its kind; the others are side tables. `signals` is open: besides `id`, its columns are numbers
-and words about the document, which their writer describes with unit and meaning.
+The main table of an artifact has the name of its kind; other tables are side tables. `signals` is open: besides `id`, its columns are
+numbers and words about the document, which their writer describes with unit and meaning.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullab
 class TableSchema:
     """A table: its columns, the primary key it is sorted by, and how it is stored.
 
-    `open`: it takes further described columns of numbers and words. `identity`: its content counts in the artifact's data
-    digest; logs that carry timings do not. `group_rows`: most rows of a Parquet row group, the unit of reading.
-    `shard_bytes`: raw bytes above which there is more than one shard. `selectable`: rows may be kept by reference.
+    `open`: further described columns of numbers and words are allowed. `identity`: the artifact's data digest depends on the table's
+    content (not for logs with timings). `group_rows`: most rows of a Parquet row group, the unit of reading. `shard_bytes`: raw bytes
+    above which there is more than one shard. `selectable`: rows may be kept by reference.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TableSchema:
             raise PunaError(f"table {self.name}: {error}") from error
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
-        """Return the Arrow schema of a table that has these columns; an open table's further columns keep their types."""
+        """Return the Arrow schema for a table with the columns `given`. An open table's further columns become float64, int64 or string."""
         names = set(self.schema.names)
         extra = sorted((field for field in given if field.name not in names), key=lambda field: field.name)
         if extra and not self.open:
@@ -73,7 +73,7 @@ class TableSchema:
 
 
 def _open_column(table: str, field: pa.Field) -> pa.Field:
-    """Return a further column of an open table: of numbers or words in the widths that all tables use."""
+    """Return the field of a further column of an open table, as float64, int64 or string; raise PunaError for other types."""
     for is_such, kind in ((pa.types.is_floating, NUMBER), (pa.types.is_integer, pa.int64()), (_is_text, pa.string())):
         if is_such(field.type):
             return pa.field(field.name, kind, nullable=True, metadata=field.metadata)
@@ -335,7 +335,7 @@ TABLES: dict[str, TableSchema] = {
 
 
 def known_kind(name: str) -> str:
-    """Return `name` if it is a kind of artifact. Else raise PunaError with the nearest kinds."""
+    """Return `name` if it is a kind of artifact; otherwise raise PunaError with the nearest kinds."""
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

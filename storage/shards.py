@@ -1,11 +1,11 @@
 """Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
 
-Ids of pages and documents are uniform hashes, so the cut is a function of the data. It is decided where rows enter and kept by all tables
-that descend from them, so that the tables of one corpus match shard by shard. A row group is one `write_table` call on combined chunks, so
-that equal rows give equal bytes whoever wrote them.
+Ids of pages and documents are uniform hashes, so fixed bounds of ids give shards of similar size. The number of shards is set where rows
+enter, and all derived tables keep it, so that the tables of one corpus match shard by shard. A row group is one `write_table` call on
+combined chunks, so that equal rows give equal bytes whoever wrote them.
 
-A shard of documents may keep rows by reference: an order file then gives each row's source (0: the shard's own file; n: that of the table's
-n-th source) and its place in it.
+A shard of documents may keep rows by reference: an order file then gives for each row its source (0: the shard's own file; n: the shard's
+file in the table's n-th source) and its row number there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from puna.storage.schemas import TableSchema, table_schema
 GROUP_BYTES = 8 << 20
 """Raw bytes at which a row group ends, however few rows it has."""
 LEVEL = 1
-"""Level of zstd's compression: level 3 stores a seventh less and takes half as long again."""
+"""Level of zstd's compression: level 3 stores a seventh less and takes 1.5 times as long."""
 UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
-"""Columns whose values hardly repeat: a dictionary saves nothing, and Arrow reads its texts into memory that grows piecemeal."""
+"""Columns whose values hardly repeat: dictionary encoding saves nothing there, and makes reading need more memory."""
 GROWTH = 0.6
-"""Exponent by which the number of shards grows with the size of a table: larger tables have more shards and larger ones."""
+"""Exponent by which the number of shards grows with a table's size: larger tables have more shards, which are also larger."""
 ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
 FACTS = pa.schema({"digest": pa.binary(digest.ROW_BYTES), "characters": pa.int32()})
 
@@ -52,8 +52,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard of a table. `low`, `high`: its first and last key; `groups`: rows of the row groups of its own file; `file`, `order`,
-    `facts`: names of its files of own rows, their order, and their digests and lengths; empty if missing."""
+    """One shard of a table. `low`, `high`: its first and last key; `groups`: numbers of rows of its own file's row groups; `file`, `order`,
+    `facts`: names of the files of its own rows, of all rows' order, and of the own rows' digests and lengths; empty if missing."""
 
     rows: int
     digest: str
@@ -79,7 +79,7 @@ NOTHING = Shard(0, "", [], [])
 
 
 def count(table: TableSchema, raw: int) -> int:
-    """Return the number of shards for a table of `raw` bytes, a power of two."""
+    """Return the number of shards, a power of two, for a table of `raw` bytes."""
     return 1 if raw <= table.shard_bytes else 1 << math.ceil(GROWTH * math.log2(raw / table.shard_bytes))
 
 
@@ -97,7 +97,7 @@ def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int
 
 
 def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the raw size of each row, int64[n]: that of its strings and bytes, and 8 for any other value."""
+    """Return the rows' raw sizes in bytes, int64[n]: the lengths of strings and bytes, and 8 for any other value or list element."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
@@ -156,7 +156,7 @@ def write_rows(file: Any, table: pa.Table, **how: Any) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A finished shard: its columns, its files (table, order, facts), and in an open table each column's `values` that are not null."""
+    """A finished shard: its columns, its files (table, order, facts), and in an open table, column → number of non-null `values`."""
 
     shard: Shard
     columns: dict[str, str]
@@ -165,7 +165,7 @@ class Written:
 
 
 class ShardWriter:
-    """The writer of one shard, whose rows come in the order of their key. `path`: its table; order and facts lie beside it."""
+    """The writer of one shard, whose rows come in the order of their key. `path`: the table's file; order and facts get files beside it."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._table = table_schema(name)
@@ -182,7 +182,7 @@ class ShardWriter:
         self.rows = 0
 
     def open(self, schema: pa.Schema) -> None:
-        """Begin the file, for rows of this schema."""
+        """Open the file for rows of this schema."""
         self.schema = schema
         self._rolling = digest.Rolling(schema)
         sink = Sink(self._path)
@@ -190,7 +190,7 @@ class ShardWriter:
         self._file = sink, pq.ParquetWriter(sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
-        """Add the next rows in the order of the key, with their facts if known; raise PunaError if two have one key."""
+        """Add the next rows, with their facts if known; raise PunaError if keys do not ascend or two rows have the same key."""
         rows = self._table.conform(rows)
         if self._file is None:
             self.open(rows.schema)
@@ -220,7 +220,7 @@ class ShardWriter:
         self._keys = [self._keys[0] if self._keys else first, last]
 
     def _flush(self, *, last: bool) -> None:
-        """Write the full row groups. Their ends depend only on the rows: a number of rows or of bytes."""
+        """Write the full row groups; with `last`, all rows. A group ends at a number of rows or bytes, which only the rows decide."""
         while self._held:
             sizes = np.cumsum(np.concatenate(self._held_sizes))
             full = int(np.searchsorted(sizes, GROUP_BYTES)) + 1
@@ -237,7 +237,7 @@ class ShardWriter:
             self._held, self._held_sizes = ([rest], [flat]) if rest.num_rows else ([], [])
 
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
-        """End the shard. `order`, `facts`, `span` (first and last key): of all its rows, if some are kept by reference."""
+        """Finish the shard. `order`, `facts` and `span` (first and last key) describe all its rows if some are kept by reference."""
         files: dict[str, FileRecord] = {}
         rows = self.rows
         if self._file is not None:
@@ -274,7 +274,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close and remove an unfinished file."""
+        """Remove the file if it is unfinished."""
         if self._file is not None and not self._file[0].closed:
             with contextlib.suppress(Exception):  # the error that ended the writing is on its way
                 self._file[1].close()
@@ -284,19 +284,19 @@ class ShardWriter:
 
 
 def beside(path: Path, what: str) -> Path:
-    """Return the file of a shard's order or facts, beside that of its rows."""
+    """Return the path of a shard's file `what` (order or facts), beside the file of its rows."""
     return path.with_name(f"{path.name.removesuffix('.parquet')}.{what}.parquet")
 
 
 def facts_of(rows: pa.Table) -> pa.Table:
-    """Return the digest and number of characters of each document."""
+    """Return a table with the `digest` and number of `characters` of each document."""
     values = digest.of_rows(rows)
     digests = pa.FixedSizeBinaryArray.from_buffers(FACTS.field("digest").type, len(values), [None, pa.py_buffer(values.tobytes())])
     return pa.table([digests, pc.utf8_length(rows["text"]).combine_chunks().cast(pa.int32())], schema=FACTS)
 
 
 def grows(table: pa.Table, key: tuple[str, ...]) -> bool:
-    """True if each row's key is larger than that of the row before, by the first column, then the second, and so on."""
+    """True if keys strictly ascend from row to row, compared by the first column of `key`, then by the second, and so on."""
     larger = None
     for name in reversed(key):
         column = table.column(name).combine_chunks()

@@ -1,7 +1,7 @@
-"""The staging area of unfinished work: shards in final form, each with a record of its checksums.
+"""The staging area of unfinished work: jobs' shards in final form, and a record per job with the checksums of its files.
 
-A record is written after its files. Files of an earlier attempt are checked against their record before use; damaged files are removed and
-made again. So records and regrouped rows need not survive a loss of power; committed shards must.
+A record is written after its files. Files of an earlier attempt are checked against their record before use; if one is damaged, the job
+runs again. So records and regrouped rows need not survive a loss of power; committed shards must.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, 
 
 @dataclass(frozen=True)
 class Staged:
-    """Rows that a job wrote, by key. `files`: table, order, facts → name and record. `number`: their shard's; None: to be merged."""
+    """Rows that a job wrote, by key. `files`: table, order, facts → name and record. `number`: index of their shard; None: to merge."""
 
     table: str
     shard: Shard
@@ -40,7 +40,7 @@ class Staged:
     info: Any = None
     """The job's result besides its tables, a JSON value."""
     values: dict[str, int] = field(default_factory=dict)
-    """Each column's number of values that are not null, in an open table."""
+    """Column → number of non-null values, for an open table."""
 
     def stored(self, files: Files, what: str = "table") -> Stored | None:
         if what not in self.files:
@@ -49,7 +49,7 @@ class Staged:
         return Stored(files, name, record.sha256, self.shard.groups if what == "table" else ())
 
     def rows(self, files: Files, sources: tuple[Stored | None, ...] = ()) -> ShardRows:
-        """Return its rows; `sources`: the files that it keeps rows of."""
+        """Return references to the rows; `sources`: the files whose rows are kept by reference."""
         low, high = tuple(self.shard.low), tuple(self.shard.high)
         return ShardRows(self.shard.rows, low, high, (self.stored(files), *sources), self.stored(files, "order"))
 
@@ -63,7 +63,7 @@ class Staging:
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Path]:
-        """Yield a local folder to write in; empty before and gone afterwards."""
+        """Yield a new local folder for writing; remove it afterwards."""
         path = self.files.scratch(f"{self.folder}/.{os.getpid()}-{uuid.uuid4().hex}")
         try:
             yield path
@@ -75,7 +75,7 @@ class Staging:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """Yield the path of a local file to write, which may be moved elsewhere."""
+        """Yield a path for a temporary local file, which may be moved elsewhere; remove the file afterwards if it is still there."""
         path = self.files.scratch(self.folder) / f".{os.getpid()}-{uuid.uuid4().hex}"
         try:
             yield path
@@ -85,7 +85,7 @@ class Staging:
     def keep(self, job: str, tables: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
         """Move the files that a job wrote (`TABLE.parquet`, `TABLE.order.parquet`, …) to the staging folder; write the job's record."""
         staged = []
-        # Attempts of one job may overlap: each leaves files of its own, and the record names those of one of them.
+        # Attempts at one job may overlap: they write separate files, and the record names the files of one attempt.
         attempt = uuid.uuid4().hex[:8]
         for table, shard in tables.items():
             files = {}
@@ -133,7 +133,7 @@ class Staging:
 
 
 class Damaged(Exception):
-    """A damaged file of an earlier attempt, which is made again."""
+    """A damaged file or record of an earlier attempt, whose job must run again."""
 
 
 def _checksum(text: str) -> str:
@@ -147,13 +147,13 @@ def _staged(data: dict[str, Any]) -> Staged:
 
 @dataclass
 class Outputs:
-    """The tables that one job makes. The main table is written as it comes, side tables at the end: they may need sorting."""
+    """The tables that one job makes. Rows of the table `streamed` are written as they come; other tables at the end, sorted."""
 
     staging: Staging
     job: str
     streamed: str = ""
     facts: tuple[Stored | None, ...] | None = None
-    """Digests and characters of the rows that may be kept by reference, by source from 1 on; None: none may."""
+    """Files with digests and characters of the rows that may be kept by reference: item n - 1 is for source n; None: none may be kept."""
     _held: dict[str, list[pa.Table]] = field(default_factory=dict)
     _order: list[tuple[Ints, Ints]] = field(default_factory=list)
     _facts: list[pa.Table] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Outputs:
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
-        """Add rows of a table; rows of the streamed table must come in key order."""
+        """Add rows of a table; calls for the streamed table must come in the order of its key."""
         if table != self.streamed:
             self._held.setdefault(table, []).append(table_schema(table).conform(rows))
             return
@@ -185,11 +185,11 @@ class Outputs:
         self._main.add(rows, facts)
 
     def keep(self, ids: pa.ChunkedArray, source: Ints, row: Ints) -> None:
-        """Keep rows of other artifacts by reference, given by their ids and places."""
+        """Keep rows of other artifacts by reference, given by ids, numbers of sources and row numbers there."""
         self._refer(ids, source, row, self._known_facts(source, row))
 
     def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
-        """Add rows; unchanged ones are kept by reference."""
+        """Write the `changed` rows, and keep the other rows by reference."""
         assert self._main is not None
         own = np.asarray(changed)
         mine = rows.filter(changed)
@@ -230,7 +230,7 @@ class Outputs:
         return self.staging.keep(self.job, tables, self._folder, number=number, cut=cut, info=info)
 
     def _references(self) -> tuple[Any, ...]:
-        """Return order, facts and span if some rows are kept by reference."""
+        """Return (order, facts, span) for `ShardWriter.close` if some rows are kept by reference, else ()."""
         if self.facts is None or not self._order:
             return ()
         source, row = (np.concatenate([pair[k] for pair in self._order]) for k in (0, 1))
@@ -241,7 +241,7 @@ class Outputs:
 
 
 def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
-    """Write rows in memory, sorted by their key; a column that only some of the pieces have is null in the others."""
+    """Write the rows of in-memory pieces, sorted by their key; a column that a piece lacks is null there."""
     schema = table_schema(table)
     whole = schema.schema_for(united(piece.schema for piece in pieces))
     rows = in_order(pa.concat_tables([filled(piece, whole) for piece in pieces]), schema.key)
@@ -252,7 +252,7 @@ def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
 
 
 def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """Return the columns of all schemas, each with the type that it has first."""
+    """Return a schema with the columns of all schemas; a column has the type of its first occurrence."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for one in schema:

@@ -1,14 +1,14 @@
-"""The store of artifacts: begin, commit, look up and remove them.
+"""The store of artifacts, which holds committed artifacts, unfinished work, aliases and logs of runs.
 
 store.json                      the layout's number
 objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
-locks/<key>                     held by the process that works on it; locks/run-<run> by a run at work
+locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run in progress
 refs/                           aliases, see `aliases`, and accepted equivalences
-index.jsonl                     a summary of each manifest, derived from them
-runs/<run>.jsonl                the artifacts that a run made or reused; runs/order: the runs by start time
-runs/held-<id>                  the keys that a live process has; locks/held-<id> is held by it
-quarantine/                     artifacts that failed their checksums; quarantine/journal.jsonl names them all
+index.jsonl                     summaries of the manifests, derived from them
+runs/<run>.jsonl                the events of a run, with the artifacts that it made or reused; runs/order: the runs by start time
+runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by this process
+quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Store:
         self.files = files
         self._aliases = Aliases(files, project or DEFAULT)
         self._whole: Store | None = None
-        """The store that this one is a view of: its views keep it, and so its `holding`, alive."""
+        """The store of which this one is a view (see `within`), referenced so that its `holding` stays alive."""
         try:
             with explain_write_errors(self.uri):
                 for name in FOLDERS:
@@ -63,7 +63,7 @@ class Store:
         weakref.finalize(self, self.holding.release)
 
     def _check_layout(self) -> None:
-        """Raise PunaError if the store was made by a Puna of another layout; mark a new one."""
+        """Raise PunaError if the store has another layout or its mark is damaged; write the mark of a new store."""
         mark = json.dumps({"layout": FORMAT}).encode()
         marked = self.files.stat(LAYOUT) is not None
         layout = _field(self.files.read(LAYOUT), "layout") if marked else None
@@ -89,7 +89,7 @@ class Store:
 
     @classmethod
     def existing(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store within a project, both of which must be there already, for readers; see `reading`."""
+        """Return a store for readers (see `reading`) within a project. Raise PunaError if the store or the project does not exist."""
         files = damage.reading(files_of(uri))
         if files.stat(LAYOUT) is None and not files.folders("objects"):
             raise PunaError(f"store {files.uri}: not found; `puna run` makes one, --store or PUNA_STORE names another")
@@ -102,7 +102,7 @@ class Store:
 
     @property
     def root(self) -> Path:
-        """Return the store's local folder: its own, or one beside the cache of an object store."""
+        """Return the store's local folder: its own, or for an object store, a scratch folder in the cache."""
         return self.files.scratch("")
 
     def find(self, kind: str, key: str) -> Artifact | None:
@@ -114,7 +114,7 @@ class Store:
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
     def entries(self, project: str | None = None) -> list[Entry]:
-        """Return the summaries of all artifacts, oldest first. `project`: only those that its runs made or its aliases name."""
+        """Return the summaries of all artifacts, oldest first. `project`: only of artifacts that its runs made or its aliases name."""
         entries = [one for one in index.entries(self.files) if one["kind"] in KINDS]
         if project is None:
             return entries
@@ -128,11 +128,11 @@ class Store:
         return sorted(folders - whole)
 
     def artifacts(self) -> list[Artifact]:
-        """Return every committed artifact, oldest first; one whose manifest cannot be read is left out, `verify` names it."""
+        """Return all committed artifacts with readable manifests, oldest first; `verify` names the others."""
         return [Artifact(one["kind"], one["key"], self.files) for one in self.entries()]
 
     def resolve(self, name: str) -> Artifact:
-        """Return the artifact that a person means: `kind/prefix`, a key's prefix, or an alias `name@version`."""
+        """Return the one artifact of this name: `kind/prefix`, a key's prefix, or an alias `name@version`. Else raise PunaError."""
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")
@@ -153,21 +153,21 @@ class Store:
         return damage.checked(self.files, artifact, read, whole=whole)
 
     def quarantine(self, artifact: Artifact) -> str | None:
-        """Move a damaged artifact out of the way; see `damage.quarantine`."""
+        """Move a damaged artifact to `quarantine/`; see `damage.quarantine`."""
         with explain_write_errors(self.uri):
             return damage.quarantine(self.files, artifact)
 
     def suspects(self) -> dict[str, str]:
-        """Return by key why artifacts are suspect; see `damage`."""
+        """Return key → reason for all suspect artifacts; see `damage`."""
         return damage.suspects(self.files)
 
     def reading(self) -> Store:
-        """Return the store for readers that commit nothing: each table is compared with its checksums before it is read."""
+        """Return the store for readers that commit nothing: table files are compared with their checksums before they are read."""
         return Store(damage.reading(self.files), self.project)
 
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold `key` against other processes; without `wait`, yield False if another one holds it."""
+        """Hold the lock of `key` against other processes; without `wait`, yield False if another process holds it."""
         with contextlib.ExitStack() as stack:
             with explain_write_errors(self.uri):
                 mine = stack.enter_context(self.files.lease(key, wait=wait))
@@ -175,7 +175,7 @@ class Store:
 
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
-        """Yield the work folder of `key`, held against other processes; it survives a crash until the commit."""
+        """Yield the work of `key`, locked against other processes; its folder survives crashes until the commit."""
         with explain_write_errors(self.uri), self.lock(key):
             yield Work(self.files, key, "" if self.project == DEFAULT else self.project)
 
@@ -196,22 +196,22 @@ class Store:
         return key if fields is None else fields["stands_for"]
 
     def accept(self, old: Artifact, new_key: str) -> None:
-        """Declare that the artifact `old` is what `new_key` would be (a refactoring that changes nothing)."""
+        """Declare that the artifact `old` stands for `new_key`, for example after a refactoring that changes no content."""
         with explain_write_errors(self.uri):
             self.files.write(_acceptance(new_key), pointer({"stands_for": old.key}))
 
     def acceptances(self) -> dict[str, str]:
-        """Return every key that an older artifact stands for, and the older one's key."""
+        """Return key → key of the older artifact that stands for it, for all accepted equivalences."""
         names = filter(is_pointer, self.files.list("refs/.accepted"))
         return {Path(n).stem: fields["stands_for"] for n in names if (fields := read_pointer(self.files, n)) is not None}
 
     @property
     def project(self) -> str:
-        """Return the project in which names without one are looked up and set."""
+        """Return the project in which aliases without a project are looked up and set."""
         return self._aliases.project
 
     def within(self, project: str | None) -> Store:
-        """Return this store within a project, itself if none is named."""
+        """Return a view of this store within a project; the store itself if none or the same is named."""
         if not project or project == self.project:
             return self
         view = copy.copy(self)
@@ -219,7 +219,7 @@ class Store:
         return view
 
     def require_project(self) -> Store:
-        """Return this store. Raise PunaError if it has nothing of its project."""
+        """Return this store. Raise PunaError if it has no alias or artifact of its project."""
         if self.project != DEFAULT and self.project not in (projects := self.projects()):
             raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(projects)}")
         return self
@@ -247,18 +247,18 @@ class Store:
             return self._aliases.set(name, artifact, expected)
 
     def full_name(self, alias: str) -> str:
-        """Return the alias's name in the default project: with its own project, if that is another."""
+        """Return the alias as named in the default project: with its project, if that is another one."""
         return self._aliases.called(alias)
 
     def project_of(self, alias: str) -> str:
         return self._aliases.parts(alias)[0]
 
     def own(self, name: str) -> str:
-        """Return a name for a lock or a note of this project; the default project's is the name itself."""
+        """Return `name` made specific to this project, for a lock or a note; in the default project, `name` itself."""
         return name if self.project == DEFAULT else f"{name}-{self.project}"
 
     def aliases(self) -> dict[str, str]:
-        """Return every alias and the key it points to: this project's, and those of others by their full names."""
+        """Return alias → key for all aliases; aliases of other projects have their full names."""
         return self._aliases.keys()
 
     def lost_aliases(self) -> list[str]:
@@ -276,7 +276,7 @@ class Store:
         return messages
 
     def names(self, project: str | None = None) -> dict[str, list[str]]:
-        """Return every key that an alias points to, with all its aliases, or those of one project."""
+        """Return key → its aliases, of all projects or of one, for all keys that have an alias."""
         names: dict[str, list[str]] = {}
         for name, key in self.aliases().items():
             if project in (None, self.project_of(name)):
@@ -291,7 +291,7 @@ class Store:
             self.files.append(f"runs/{run}.jsonl", line)
 
     def at_work(self, run: str) -> AbstractContextManager[bool]:
-        """Hold a lock while a run works: `gc` then keeps the run's artifacts, and a killed run can be recognised."""
+        """Hold a lock while a run is in progress: `gc` then keeps its artifacts, and a run that was killed can be detected."""
         return self.lock(f"run-{run}")
 
     def runs(self) -> list[str]:
@@ -302,7 +302,7 @@ class Store:
         return [*sorted(names - set(sequence)), *sequence]
 
     def events(self, run: str) -> list[dict[str, Any]]:
-        """Return the events of a run; a line that a crash cut short is left out."""
+        """Return the events of a run; skip lines that a crash truncated."""
         if self.files.stat(f"runs/{run}.jsonl") is None:
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
         events = []
@@ -328,7 +328,7 @@ def _field(data: bytes, name: str) -> object:
 
 @contextlib.contextmanager
 def explain_write_errors(uri: str) -> Iterator[None]:
-    """Raise one clear PunaError for a full disk, or a store that may not be written."""
+    """Within the context, turn errors of a full disk or a read-only store into a PunaError that says what to do."""
     try:
         yield
     except (OSError, duckdb.Error) as error:
@@ -343,7 +343,7 @@ def explain_write_errors(uri: str) -> Iterator[None]:
 
 
 def files_of(uri: str | Path) -> Files:
-    """Return the place of files that a path, a `file://` or an `s3://` URI names."""
+    """Return the files at a path, a `file://` or an `s3://` URI."""
     if str(uri).startswith("s3://"):
         try:
             from puna.storage.s3 import S3Files
@@ -354,7 +354,7 @@ def files_of(uri: str | Path) -> Files:
 
 
 def located(uri: str | Path) -> Path:
-    """Return the folder that a path or a `file://` URI names, absolute; it need not be there."""
+    """Return the absolute path of the folder at a path or `file://` URI; the folder need not exist."""
     text = str(uri)
     parsed = urlsplit(text) if "://" in text else None
     if parsed is not None and (parsed.scheme != "file" or parsed.netloc not in ("", "localhost")):

@@ -1,6 +1,6 @@
-"""The tables of an artifact, made from its jobs' pieces: shards in final form, or pieces that a worker merges.
+"""Assembly of an artifact's tables from its jobs' pieces, which are shards in final form, or are merged by a worker.
 
-Merging sorts by primary key and cuts again, out of core. So equal rows give equal bytes, whoever computed which piece.
+Merging sorts by primary key and cuts into shards, out of core. So equal rows give equal bytes, whichever job computed them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from puna.storage.shards import NOTHING, FileRecord, ShardWriter
 from puna.storage.staging import Outputs, Staged, Staging, filled, united
 
 Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
-"""Function that runs another one on each job, in workers, and returns the results in order."""
+"""Function that calls a function for all jobs, in workers, and returns the results in order."""
 
 LEAST_KEPT = 0.25
-"""Share of the stored rows below which the selected ones are rewritten: reading through the selection would cost more."""
+"""Least share of the sources' rows to keep by reference; fewer rows are copied, because reading them by reference would cost more."""
 MERGED_ROWS = 4096
-"""Rows of a batch that sorting returns."""
+"""Most rows of a batch of sorted rows."""
 MOST_SOURCES = 4
-"""Most artifacts that a table may refer to for rows; with more, all rows are rewritten."""
+"""Most artifacts whose rows a table may keep by reference; with more, all rows are copied."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Pieces:
     cut: int = 0
     sources: tuple[Source, ...] = ()
     source_shards: tuple[tuple[Stored | None, ...], ...] = ()
-    """By source, its own file of each shard."""
+    """For each source, its own files by shard."""
     ranges: bool = False
-    """Each piece holds a range of keys of its own, and is a shard."""
+    """True if the pieces have separate ranges of keys, so that they can be shards."""
 
 
 class Made(NamedTuple):
@@ -62,7 +62,7 @@ class Made(NamedTuple):
 
 
 def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """Return the table of some pieces: their shards unchanged, or merged."""
+    """Return the table of some pieces: as unchanged shards, with references copied, or merged. `mapper` runs the jobs for this."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in staged)
@@ -89,14 +89,14 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
 
 
 def _write_anew(pieces: Pieces, staged: list[Staged]) -> bool:
-    """True if too few rows are kept by reference, or rows of too many artifacts."""
+    """True if rows kept by reference must be copied: too few are kept, or of too many artifacts."""
     referred = sum(one.shard.rows - one.shard.own for one in staged)
     source_rows = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
     return referred < LEAST_KEPT * source_rows or len(pieces.sources) > MOST_SOURCES
 
 
 def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
-    """Return the record of some shards, with the names that their files get."""
+    """Return the table of these shards: its record, and the names of its files in the artifact."""
     count = cut or len(staged)
     by_number = {one.number: one for one in staged}
     columns = staged[0].columns if staged else {f.name: str(f.type) for f in schema.schema}
@@ -132,7 +132,7 @@ def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -
 
 
 def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
-    """Return the rows of all pieces sorted by the primary key, cut into shards."""
+    """Write the rows of all pieces, sorted by the primary key, as `cut` shards; return the shards that have rows."""
     table, staged, cut, staging = job
     schema = table_schema(table)
     files = [file for one in staged if (file := one.stored(staging.files)) is not None]
@@ -169,14 +169,14 @@ def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSche
 
 
 class Balance(NamedTuple):
-    """The shards of a filter's input, and of its two outputs, kept and dropped."""
+    """The shards of a filter's input (`came`), and of its outputs, kept and dropped rows (`went`)."""
 
     came: list[ShardRows]
     went: list[ShardRows]
 
 
 def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
-    """Return the first `most` ids that occur more or less often in the output, with the number missing (negative: extra)."""
+    """Return the first `most` ids that are more or less often in the output than in the input, with the number missing (< 0: extra)."""
     jobs = [(Balance(near(balance.came, *span(cut, n)), near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
     return sorted(one for ids in mapper(_imbalance, jobs) for one in ids)[:most]
 
@@ -206,28 +206,28 @@ def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
 
 @cache
 def empty(name: str) -> bytes:
-    """Return the file of a table without rows; it has the columns of every such table."""
+    """Return the bytes of the Parquet file of a table without rows, which has the columns of the table's schema."""
     buffer = pa.BufferOutputStream()
     shards.write_rows(buffer, table_schema(name).schema.empty_table())
     return bytes(buffer.getvalue())
 
 
 def parquet(files: Sequence[str]) -> str:
-    """Return SQL for the rows of Parquet files, columns by name; paths are literals, neither patterns nor columns."""
+    """Return SQL for the rows of Parquet files, with columns matched by name; paths are not taken as patterns or for columns."""
     paths = ", ".join(literal(pattern(file)) for file in files)
     return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
 
 
 def pattern(file: str) -> str:
-    """Return the glob pattern that matches only this path."""
+    """Return a glob pattern that matches only this path."""
     return re.sub(r"[\[*?]", r"[\g<0>]", file)
 
 
 def connect(file: str = ":memory:", read_only: bool = False, **config: str | bool | int | float | list[str]) -> duckdb.DuckDBPyConnection:
-    """Open a DuckDB database without its progress bar, which would fill a server's log."""
+    """Return a connection to a DuckDB database without a progress bar, which would fill a server's log."""
     return duckdb.connect(file, read_only=read_only, config=config).execute("set enable_progress_bar = false")
 
 
 def literal(text: str) -> str:
-    """Return a text as an SQL string."""
+    """Return a text as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"

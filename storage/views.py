@@ -1,6 +1,6 @@
-"""SQL over the tables of a store: a view per table, one over the newest artifact that has it, one per alias, and macros.
+"""SQL over a store's tables: for each table a view of all artifacts and a view of the newest one, a view per alias, and macros.
 
-The same queries define the views of `catalog`, in memory, and those of `database`, in a file for any client of DuckDB.
+The same queries define views in memory (`catalog`), and in a file for any DuckDB client (`database`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
 
 NEWEST = "newest"
-"""The schema of the views over the newest artifact that has a table."""
+"""Name of the SQL schema whose views have only the newest artifact with a table."""
 ADDRESSES = "addresses"
-"""The view of the addresses of all pages and documents."""
+"""Name of the view of all pages' and documents' addresses."""
 
 
 def _facts(*columns: pa.Field) -> pa.Schema:
@@ -71,11 +71,11 @@ FACTS: dict[str, pa.Schema] = {
         column("seconds", pa.float64(), "time in this run", "seconds"),
     ),
 }  # fmt: skip
-"""Facts on artifacts and runs, in tables beside those of the artifacts."""
+"""Name → schema of the tables about artifacts and runs."""
 
 
 def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Return the rows of one of the tables `FACTS`."""
+    """Return the rows of the table `name` of `FACTS`."""
     rows: Iterable[dict[str, Any]]
     if name == "artifacts":
         suspects = store.suspects()
@@ -108,7 +108,7 @@ def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Views:
-    """The views of some artifacts. `before`: SQL of the prefix of file names. `use`: called with the names of files that a view reads."""
+    """Definitions of views over `entries`. `before`: SQL for the prefix of file names. `use`: called with the files that a view reads."""
 
     store: Store
     entries: list[Entry]
@@ -116,7 +116,7 @@ class Views:
     use: Callable[[list[str]], object] = len
 
     def names(self) -> list[str]:
-        """Return the names of all views, as SQL writes them; the tables' own first."""
+        """Return the names of all views, quoted for SQL; the views of tables come first."""
         newest, aliased = (f"{NEWEST}.{name}" for name in TABLES), (f'"{alias}"' for alias in self._aliased())
         return [*TABLES, ADDRESSES, *newest, *aliased, *DERIVED]
 
@@ -135,7 +135,7 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Return id and address of every page and document, read from the first artifacts; derived ones keep id and address."""
+        """Return SQL for the ids and addresses of all pages and documents, read from underived artifacts: derived rows keep both."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
@@ -146,7 +146,7 @@ class Views:
         return {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
-        """Return SQL for the rows of these artifacts' table, with their keys in the column `artifact`."""
+        """Return SQL for the rows of a table of these artifacts, with the artifacts' keys in the column `artifact`."""
         queries = []
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
@@ -160,20 +160,20 @@ class Views:
         return " union all by name ".join(queries) if queries else f"select null::varchar as artifact, {columns} where false"
 
     def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
-        """Return queries for a table with rows in other artifacts: one for whole files of its own, one by its order files."""
+        """Return SQL queries for a table with rows kept by reference: one for shards of own files, one for shards with order files."""
         whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
         links = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
         if links:
             files = list(dict.fromkeys(file for _, _, file in links))
             orders = list(dict.fromkeys(order for order, _, _ in links))
-            # The file and row of each row of an order; files as numbers, since names of a hundred letters join slowly.
+            # The file and row number of each row of an order; files are numbers, because long names join slowly.
             meant = ", ".join(f"({orders.index(order) + 1}, {number}, {files.index(file) + 1})" for order, number, file in links)
             same = f"{_number('o', orders)} = n.ordering and n.source = o.source"
             order_rows = self._parquet(orders, "filename")
             places = f"select n.file, o.row from {order_rows} o join (values {meant}) n(ordering, source, file) on {same}"
             rows = self._parquet(files, "filename", "file_row_number")
-            # A row lies in one place, so this is a semi join; as a join it may begin at the few rows that a filter leaves.
+            # A row is stored once, so this equals a semi join; as a join, it may begin at the few rows that a filter leaves.
             queries.append(
                 f"select {literal(key)} as artifact, t.* exclude (filename, file_row_number) from {rows} t "
                 f"join ({places}) p on p.file = {_number('t', files)} and p.row = t.file_row_number"
@@ -181,7 +181,7 @@ class Views:
         return queries
 
     def _parquet(self, names: list[str], *more: str) -> str:
-        """Return SQL for the rows of Parquet files, columns by name."""
+        """Return SQL for the rows of Parquet files, with columns matched by name. `more`: DuckDB's options to set to true."""
         self.use(names)
         listed = f"list_transform([{', '.join(literal(pattern(name)) for name in names)}], lambda name: {self.before} || name)"
         return f"read_parquet({listed}, union_by_name = true, hive_partitioning = false{''.join(f', {one} = true' for one in more)})"
@@ -218,8 +218,8 @@ DERIVED = {
     ),
     "forecasts": (
         ("artifacts", "lineage", "metrics"),
-        # A run is the one that was forecast if it took the size as an input; or if it first read the ladder's tokens, and operations and
-        # tokens are within a tenth in the logarithm.
+        # A training belongs to a forecast if it took the size as an input; or if it read the ladder's tokens, and the logarithms of its
+        # FLOPs and tokens differ by less than 0.1.
         """with numbers as (pivot (select artifact, name, value from metrics where stage in ('choose_size', 'pretrain'))
     on name in ('predicted_loss', 'predicted_loss_low', 'predicted_loss_high', 'flops', 'tokens', 'trained_tokens', 'validation_loss',
       'measured_loss')
@@ -241,11 +241,11 @@ DERIVED = {
         "each forecast of a loss beside that of the model which was trained in its size, if any; `inside`: it lies in the 95 % interval",
     ),
 }
-"""By name: the tables that a view needs, its query, and what it shows."""
+"""View → (tables that it needs, its query, what it shows)."""
 MACROS = {
     "key_of()": (
         ("artifacts", "aliases"),
-        # A whole key is taken as it is: it folds to a constant, by which files of other artifacts are left unread.
+        # A whole key stays as it is: DuckDB folds it to a constant, and then skips the files of other artifacts.
         """key_of(name) as (
   case when regexp_full_match(name, '[0-9a-f]{64}') then name else (
     select case when count(*) = 1 then first(artifact) else error(name || ': fits ' || count(*) || ' artifacts') end from (
@@ -302,7 +302,7 @@ MACROS = {
         "what became of a document, named by its id, the first digits of it, or its address: a row for each stage that has it",
     ),
 }
-"""By name: the views and macros that a macro needs, its definition after `create macro`, and what it gives."""
+"""Macro → (views and macros that it needs, its definition after `create macro`, what it returns)."""
 
 
 def duck_type(kind: pa.DataType) -> str:

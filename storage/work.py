@@ -1,4 +1,4 @@
-"""An artifact in the making: its identity, the parts and files of this attempt, the commit, and the keys that a process uses."""
+"""Unfinished artifacts: their identity, the parts and files of an attempt, the commit, and the keys that a process uses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
 LOGS = "runs/held-"
-"""Prefix of the logs of the keys that live processes use, which `gc` spares."""
+"""Prefix of the logs with keys that live processes use; `gc` keeps these artifacts."""
 WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
 @dataclass
 class Identity:
-    """The fields that decide an artifact's key and stand in its manifest."""
+    """The fields of a manifest that determine the artifact's key."""
 
     stage: str
     code_version: str = ""
@@ -68,9 +68,9 @@ class Work:
         self.staging = Staging(files, f"{self.place}/parts")
         self.mapper: Mapper = map
         self.cut = 0
-        """Shards of the corpus that the artifact's rows belong to; 0: no corpus."""
+        """Number of shards of the corpus that the artifact's rows belong to; 0: no corpus."""
         self.ranges: set[str] = set()
-        """Tables whose pieces hold ranges of keys, each a shard."""
+        """Tables whose pieces have separate ranges of keys, so that they can be shards."""
         self._claimed: dict[str, list[Staged]] = {}
         self._made: dict[str, Made] | None = None
         self.shift = 0
@@ -78,17 +78,17 @@ class Work:
         self._source_shards: tuple[tuple[Stored | None, ...], ...] = ()
 
     def uses(self, inputs: list[InputRecord]) -> None:
-        """Record the inputs of the work, so that `gc` spares them."""
+        """Record the keys of the work's inputs, so that `gc` keeps these artifacts."""
         self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode(), lasting=False)
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
-        """Write a part of a table; it is checked against the table's schema."""
+        """Write rows as part `name` of a table, after a check against the table's schema."""
         with Outputs(self.staging, f"{table}-{name}") as outputs:
             outputs.add(table, rows)
             self.claim(outputs.finish())
 
     def earlier(self, job: str) -> list[Staged] | None:
-        """Return the tables of an earlier attempt at a job, or None if they must be made."""
+        """Return the tables that an earlier attempt at a job wrote; None if there are none or they are damaged."""
         try:
             return self.staging.earlier(job)
         except Damaged as damaged:
@@ -104,7 +104,7 @@ class Work:
             self._claimed.setdefault(table_schema(one.table).name, []).append(one)
 
     def declare(self, table: str) -> None:
-        """Give the artifact this table even when it gets no rows: the set of tables must not depend on the data."""
+        """Add a table to the artifact even if it gets no rows, because the set of tables must not depend on the data."""
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
@@ -124,18 +124,18 @@ class Work:
         return tuple(zip(*facts, strict=True))
 
     def rows(self, table: str) -> int:
-        """Return the rows written to a table so far."""
+        """Return the number of rows claimed for a table so far."""
         return sum(one.shard.rows for one in self._claimed.get(table, ()))
 
     def values(self, table: str) -> dict[str, int]:
-        """Return for each column of an open table its number of values that are not null."""
+        """Return column → number of non-null values for an open table."""
         counts: Counter[str] = Counter()
         for one in self._claimed.get(table, ()):
             counts.update(one.values)
         return counts
 
     def finished(self, kind: str) -> dict[str, Made]:
-        """Return all tables of the artifact, merged if needed; nothing can be added afterwards."""
+        """Return all tables of the artifact by name, merged if needed. Rows added afterwards are ignored."""
         if self._made is None:
             self._made = {}
             for name in sorted({*self._claimed, *({kind} - WITHOUT_TABLE)}):
@@ -159,7 +159,7 @@ class Work:
         return Made(table, {f"{name}.parquet": (f"{self.staging.folder}/{name}/empty.parquet", record)}, {})
 
     def shards(self, table: str, kind: str) -> list[ShardRows]:
-        """Return the rows of a finished table, before they are committed."""
+        """Return the shards of a finished table by reference, before the commit."""
         return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
 
     def discard(self) -> None:
@@ -167,8 +167,8 @@ class Work:
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
-        """Finish the tables, write the manifest last, and move all into place in one step. The first of two writers of one key wins; the
-        second gets its artifact. A main table with texts adds the metric `characters`."""
+        """Finish the tables, publish all files with the manifest last, and return the artifact. Of two writers of one key the first wins;
+        the second gets the first one's artifact. A main table with texts adds the metric `characters`."""
         tables_made = self.finished(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
         records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}
@@ -192,13 +192,13 @@ class Work:
         artifact = Artifact(kind, key, files)
         if won:
             artifact.remember()
-        # A worker of an attempt that failed may still be writing; what it leaves, `gc` removes.
+        # A worker of a failed attempt may still be writing; `gc` removes what it leaves.
         with contextlib.suppress(OSError):
             files.remove(self.place)
         return artifact
 
     def _own_files(self, taken: set[str], names: set[str]) -> dict[str, FileRecord]:
-        """Return the files that the stage itself wrote. Raise PunaError if one cannot be committed."""
+        """Return the records of the files that the stage itself wrote to `output`. Raise PunaError if a file cannot be committed."""
         files = {}
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))
@@ -228,7 +228,7 @@ def write_array(file: Path, array: npt.NDArray[Any]) -> None:
 
 
 class Holding:
-    """The keys that one process uses. Nothing is written before the first one."""
+    """The keys that one process uses, which `gc` keeps. Nothing is written before the first key."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -238,7 +238,7 @@ class Holding:
         self._lease = contextlib.ExitStack()
 
     def add(self, key: str) -> None:
-        """Note a key, if the store is writable."""
+        """Record a key, if the store is writable."""
         with self._guard:
             if key in self._keys:
                 return

@@ -14,7 +14,7 @@ LANES = 32
 
 @llvm.operation(types.intp, types.intp, types.intp)
 def equal(builder: Any, address: Any, byte: Any) -> Any:
-    """Return a mask of the 32 bytes at an address that equal `byte`, the first byte in the lowest bit."""
+    """Return a 32-bit mask whose bit i is set if byte i at `address` equals `byte`."""
     there = llvm.load(builder, address, ir.VectorType(llvm.BYTE, LANES), align=1)
     same = builder.icmp_unsigned("==", there, llvm.spread(builder, builder.trunc(byte, llvm.BYTE), LANES))
     return builder.zext(builder.bitcast(same, ir.IntType(LANES)), llvm.INT)
@@ -22,5 +22,5 @@ def equal(builder: Any, address: Any, byte: Any) -> Any:
 
 @llvm.operation(types.intp, types.intp)
 def lowest(builder: Any, bits: Any) -> Any:
-    """Return the number of the lowest set bit; there must be one."""
+    """Return the index of the lowest set bit of `bits`, which must not be 0."""
     return builder.cttz(bits, ir.IntType(1)(1))

@@ -3,7 +3,7 @@ computes the same sums in steps; as that is slow, `AVAILABLE` is False there and
 
     y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-The sums are integers, so a number's bits do not depend on the other rows, and equal those of `quantized_linear`. VNNI multiplies unsigned
+The sums are integers, so the bits of y do not depend on other rows, and are the same as in `quantized_linear`. VNNI multiplies unsigned
 bytes by signed ones: rows of x are stored as q + 128, and 128 times the sum of a row of w is subtracted.
 """
 
@@ -23,7 +23,7 @@ AVAILABLE = bool({"avx512vnni", "avx512bw"} <= {name for name, there in binding.
 STEP = 64  # bytes of one VNNI instruction
 ROWS, COLUMNS = 4, 4  # rows and columns of a product that are computed together
 PANEL = 64  # columns that stay in a cache while they are multiplied by all rows
-AHEAD = 8 << 10  # bytes by which weights are prefetched
+AHEAD = 8 << 10  # bytes between the weights in use and the prefetched ones
 LEAST = np.float32(1e-30)
 BYTES = ir.VectorType(llvm.BYTE, STEP)
 
@@ -56,7 +56,7 @@ def _add_products(builder: Any, a: Any, b: Any, sums: Any) -> Any:
 
 
 def _dots(rows: int, columns: int) -> Any:
-    """Compile the products of `rows` rows at x (of `quantize_row`, `scale_at` bytes before their scale) with `columns` dense rows of w."""
+    """Return an operation that multiplies `rows` rows at x (of `quantize_row`, scales at byte `scale_at`) by `columns` rows of w into y."""
     integers, floats = ir.VectorType(llvm.INT32, columns), ir.VectorType(llvm.FLOAT, columns)
 
     @llvm.operation(types.void, *[types.intp] * 9)
@@ -81,7 +81,7 @@ _tile, _row, _column, _one = _dots(ROWS, COLUMNS), _dots(1, COLUMNS), _dots(ROWS
 
 @strict_jit
 def quantize_row(D: int, x: Address, to: Address) -> None:
-    """Write the row of D numbers at x as bytes q + 128 at `to`, followed by its scale in each lane of a vector: the numbers of
+    """Write the row of D numbers at x as bytes q + 128 at `to`, and then a vector with the row's scale in each lane. q and scale are as in
     `quantize_rows`. A row that is not finite has the scale NaN."""
     peaks, zeros, none = fill(LEAST), fill(np.float32(0)), fill(np.float32(0))
     for d in range(0, D, LANES):
@@ -101,8 +101,8 @@ def quantize_row(D: int, x: Address, to: Address) -> None:
 def products8(
     T: int, N: int, D: int, x: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """Compute y [T, N] from `quantize_row` rows at x and w [N, D] in INT8 with its rows' scales and sums [N]. By address; y has rows
-    y_row bytes apart."""
+    """Write y [T, N], the products of T rows at x (of `quantize_row`) and the INT8 rows of w [N, D], whose scales and sums are [N]. Arrays
+    are given by address; rows of y are y_row bytes apart."""
     scale_at = (D + STEP - 1) // STEP * STEP
     x_row = scale_at + 4 * LANES
     for left in range(0, N, PANEL):

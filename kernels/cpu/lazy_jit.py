@@ -1,7 +1,7 @@
-"""Kernels that compile at their first launch: importing an operator's file needs neither triton nor numba.
+"""Decorators for kernels that compile at their first use, so that importing a kernel's file needs neither triton nor numba.
 
-`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` leave a placeholder. The first use compiles it and its callees, and replaces
-them in the file's globals. Later uses cost nothing more.
+`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` leave a placeholder. The first use replaces all placeholders in the file's
+globals by their kernels. Later uses cost nothing more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Placeholder:
 
 
 def triton_jit(function: Callable[..., Any]) -> Any:
-    """Make a Triton kernel or device function; `tl` is `triton.language` in its file."""
+    """Return a placeholder for a Triton kernel or device function. Its first use sets `tl` to `triton.language` in its file."""
 
     def compile(function: Callable[..., Any]) -> Any:
         try:
@@ -60,22 +60,22 @@ def triton_jit(function: Callable[..., Any]) -> Any:
 
 
 def numba_jit(function: Callable[..., Any]) -> Any:
-    """Compile a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
+    """Return a placeholder for a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
 
-    A loop that other loops call is `strict_jit` or `inline_jit`. LLVM optimises it once for itself and again in every caller's object;
-    which copy runs depends on what the process loaded first, and with sums in any order the copies differ in bits.
+    Use `strict_jit` or `inline_jit` for a loop that other loops call. LLVM optimises such a loop on its own and again in every caller's
+    object; which copy runs depends on what the process loaded first. With sums in any order, the copies differ in bits.
     """
 
     return _loop(function, fastmath=FAST)
 
 
 def strict_jit(function: Callable[..., Any]) -> Any:
-    """Compile a loop as `numba_jit` does, but in the written order of operations: every tile and copy gives the same bits."""
+    """Return a placeholder like `numba_jit`, but for sums in the written order: every tile and copy gives the same bits."""
     return _loop(function, fastmath=False)  # without it, a loop inherits the option from its caller
 
 
 def inline_jit(function: Callable[..., Any]) -> Any:
-    """Compile a function inline into each loop that calls it, vectorised, with sums in any order."""
+    """Return a placeholder for a function that is inlined into the loops that call it, vectorised, with sums in any order."""
     return _loop(function, fastmath=FAST, forceinline=True)
 
 

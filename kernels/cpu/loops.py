@@ -40,8 +40,8 @@ def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor |
 
 
 def array(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a CPU tensor as an array by its address, valid while the tensor lives. `Tensor.numpy` would fix the size of its storage for
-    ever, which FSDP frees and fills again."""
+    """Return a CPU tensor as an array over its memory, valid while the tensor lives. `Tensor.numpy` would make the tensor's storage
+    non-resizable, but FSDP frees and refills storages."""
     bytes_each, strides = tensor.element_size(), tensor.stride()
     size = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
     memory = (ctypes.c_char * (size * bytes_each)).from_address(tensor.data_ptr())
@@ -50,7 +50,7 @@ def array(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
-    """Run `by_rows` with arguments as they are: arrays, numbers, addresses (a tenth of an array's cost for small steps)."""
+    """Call a loop like `by_rows`, but pass `args` unchanged: arrays, numbers, or addresses, which cost a tenth of an array to pass."""
     global _pool
     count = parts(rows, width)
     if count == 1:

@@ -6,8 +6,8 @@ a file of its own with a checksum. Its name is a digest of the source files that
 processor.
 
 The wheel and the image bring loops for common processors in `SHIPPED`. A loop is loaded from those compiled here, else from `SHIPPED` if
-this processor has the target's instructions, else it is compiled. Loops that sum in any order never come compiled: their bits depend on
-the processor.
+this processor has the target's instructions, else it is compiled. Loops that sum in any order are never shipped: their bits depend on the
+processor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHIPPED = Path(__file__).parent / "compiled"
 """Folder of the shipped loops, with a folder for each target; made by `deploy/compile.py --ship`."""
 TARGETS = {"x86_64": ("x86-64-v3", "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"), "aarch64": ("generic", "")}
 """Machine → (LLVM's name of the processor that shipped loops are compiled for, instructions that it must have)."""
-FILES_PER_LOOP = 64  # signatures times processors times recent versions of the code
+FILES_PER_LOOP = 64  # for several signatures, processors and versions of the code
 SUM_BYTES = 4  # of the checksum after a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
 """Packages without code that a loop could use."""
@@ -54,10 +54,10 @@ Compiler = Callable[[Callable[..., Any]], Any]
 
 
 def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compiler:
-    """Return `numba.njit(**options)`; with `cache` the compiled loop is kept on disk until a file that it depends on changes.
+    """Return `numba.njit(**options)`; with `cache`, a compiled loop on disk is used until a source file that it depends on changes.
 
-    `borrows`: the loop creates and returns no array, so that references need not be counted; numba refuses a loop that does. A call that
-    passes a tuple of ten arrays then takes some 10 ns in place of 150.
+    `borrows`: the loop creates and returns no array, so that references need not be counted; numba refuses other loops. A call that
+    passes a tuple of ten arrays then takes some 10 ns, not 150.
     """
     if borrows:
         options["_nrt"] = False
@@ -191,8 +191,8 @@ def _tuples(kind: Any) -> list[Any]:
 
 @cache
 def folder(root: Path) -> Path:
-    """Return the folder of compiled loops: NUMBA_CACHE_DIR, the checkout, or if that is read-only, the user's cache. The loops are pickles
-    of machine code: outside the checkout, another user's folder is skipped. Raise OSError if no folder is left."""
+    """Return the folder of compiled loops: NUMBA_CACHE_DIR, else the first writable one in checkout, user's cache and temporary folder. The
+    loops are pickles of machine code: outside the checkout, another user's folder is skipped. Raise OSError if no folder is left."""
     if path := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(path)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "puna"
@@ -229,7 +229,7 @@ def shipped() -> Path | None:
 
 
 def _own(status: os.stat_result) -> bool:
-    """True if nobody but this user and root can have written the file: to read it is to run it."""
+    """True if only this user and root can write the file, because loading it runs its code."""
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -39,7 +39,7 @@ def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
-    """Return a constant in all lanes."""
+    """Return a constant vector with `value` in all lanes."""
     return ir.Constant(kind, [value] * kind.count)
 
 
@@ -51,13 +51,13 @@ def spread(builder: Any, value: Any, lanes: int = LANES) -> Any:
 
 
 def call(builder: Any, name: str, *args: Any) -> Any:
-    """Call LLVM's operation of this name on vectors."""
+    """Return the result of LLVM's intrinsic `llvm.<name>` on fp32 vectors."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * len(args))
     return builder.call(builder.module.declare_intrinsic(f"llvm.{name}.v{LANES}f32", (), kind), args)
 
 
 def add(builder: Any, address: Any, index: Any, size: Any = 1) -> Any:
-    """Return address + index size; index and size may be numbers."""
+    """Return address + index * size; `index` and `size` may be Python numbers."""
     factors = [INT(factor) if isinstance(factor, int) else factor for factor in (index, size)]
     return builder.add(address, builder.mul(*factors))
 
@@ -78,21 +78,21 @@ def first_lanes(builder: Any, count: Any, kind: ir.VectorType = VECTOR) -> Any:
 
 
 def masked(builder: Any, name: str, result: Any, kind: ir.VectorType, *args: Any) -> Any:
-    """Load or store some lanes of a vector of this type."""
+    """Call LLVM's masked load or store (`name`) for vectors of type `kind`."""
     lanes = f"v{kind.count}{'i8' if kind.element == BYTE else 'f32'}"
     function = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(builder.module.declare_intrinsic(f"llvm.masked.{name}.{lanes}.p0{lanes}", (), function), args)
 
 
 def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VECTOR) -> Any:
-    """Load the lanes `inside` of the vector at an address; the others are zeros and are not read."""
+    """Return the vector at an address, read only in the lanes of the mask `inside`; the other lanes are zero."""
     place = builder.inttoptr(address, kind.as_pointer())
     return masked(builder, "load", kind, kind, place, INT32(1 if kind.element == BYTE else 4), inside, constant(0, kind))
 
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
-    """Return the sum of each vector's lanes, as the lanes of one vector. Halves are added until each has one lane left. `add`: the
-    builder's addition; set it for integers."""
+    """Return a vector whose lane i is the sum of the lanes of vectors[i]. Halves are added until one lane is left. `add`: the builder's
+    addition; set it for integers."""
     add = add or builder.fadd
     width = LANES
     while width > 1:
@@ -106,7 +106,7 @@ def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
 
 
 def prefetch(builder: Any, address: Any, near: int = 3) -> None:
-    """Prefetch the 64 bytes at an address; `near` is 3 for the first cache, 2 for the second."""
+    """Prefetch the 64 bytes at an address; `near` is 3 for the L1 cache, 2 for the L2 cache."""
     where = builder.inttoptr(address, BYTE.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [where.type, INT32, INT32, INT32])
     builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0i8", (), kind), [where, INT32(0), INT32(near), INT32(1)])
@@ -135,8 +135,8 @@ class Sums:
 def row_products(
     builder: Any, left: list[Any], right: list[Any], depth: Any, kind: ir.VectorType, zero: Any, product: Callable[[Any, Any, Any], Any]
 ) -> list[list[Any]]:
-    """Return vectors [left, right] whose lanes add up to the products of the rows at these addresses, `depth` numbers each. A product is
-    one chain of sums in the order of the numbers, so its bits do not depend on the tile."""
+    """Return vectors [left, right]; the lanes of a vector add up to the dot product of two rows of `depth` numbers at these addresses. A
+    lane is one chain of sums in the order of the numbers, so its bits do not depend on the tile."""
     sums = Sums(builder, len(left), len(right), zero)
     size = kind.count * (1 if kind.element == BYTE else 4)
 

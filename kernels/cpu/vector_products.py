@@ -1,6 +1,6 @@
-"""Products of rows in numba's loops, whose sums stay in registers: of rows with rows, and attention's, of rows with pages.
+"""Matrix products for numba's loops, with sums in registers: rows by rows, and in attention, rows by pages.
 
-Each result is one chain of fused products in a fixed order, so its bits do not depend on the other rows. Places are given by
+A result is computed in a fixed order of fused multiply-adds, so its bits do not depend on other rows. Arrays are given by
 address and stride in bytes.
 """
 
@@ -16,11 +16,11 @@ from puna.kernels.cpu import vector_code as llvm
 # Rows and columns of a product that are computed together: as many sums as registers hold beside their factors.
 TILE = (4, 4) if binding.get_host_cpu_features().get("avx512f") else (2, 2)
 LINE = 4 * llvm.LANES  # bytes of a vector
-AHEAD = 4  # pages by which attention prefetches
+AHEAD = 4  # places in a page table between the page in use and the prefetched one
 
 
 def _dots(rows: int, columns: int) -> Any:
-    """Compile the products of `rows` rows at x with `columns` rows at w, sums over `depth` numbers, into y."""
+    """Return an operation that multiplies `rows` rows at x by `columns` rows at w, of `depth` numbers each, into y."""
 
     @llvm.operation(types.void, *[types.intp] * 7)
     def dots(builder: Any, x: Any, x_row: Any, w: Any, w_row: Any, depth: Any, y: Any, y_row: Any) -> None:
@@ -49,22 +49,22 @@ def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
 
 
 def _page(builder: Any, table: Any, index: int, pages: Any, size: Any) -> Any:
-    """Return the address of the page that stands at `index` in a table of 32-bit numbers."""
+    """Return the address of the page whose number is at `index` in a table of 32-bit numbers."""
     number = llvm.load(builder, llvm.add(builder, table, index, 4), llvm.INT32)
     return llvm.add(builder, pages, builder.sext(number, llvm.INT), size)
 
 
 def _multiply(builder: Any, left: list[Any], right: list[Any], sums: llvm.Sums) -> None:
-    """Add to each sum the number at an address of `left` times the vector at one of `right`."""
+    """Add to sum[i, j] the number at left[i] times the vector at right[j]."""
     numbers = [llvm.spread(builder, llvm.load(builder, address, llvm.FLOAT)) for address in left]
     sums.multiply(numbers, [llvm.load(builder, address) for address in right], lambda *factors: llvm.call(builder, "fma", *factors))
 
 
 def _page_scores(width: int, rows: int) -> Any:
-    """Compile out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table.
+    """Return an operation: out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table.
 
-    Each number is one chain of fused products in the order of c. Pages `AHEAD` places further in the table are prefetched on the way, one
-    line for each line that is multiplied: a burst would stall the core.
+    A number is one chain of fused products in the order of c. Pages `AHEAD` places further in the table are prefetched meanwhile, one
+    cache line per line that is multiplied: a burst would stall the core.
     """
 
     @llvm.operation(types.void, *[types.intp] * 9)
@@ -92,10 +92,10 @@ def _page_scores(width: int, rows: int) -> Any:
 
 
 def _page_sums(width: int, rows: int) -> Any:
-    """Compile out[m, 0 : 16 width] += sum over pages i < length of a table and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
+    """Return an operation: out[m, 0 : 16 width] += sum over pages i < length and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
 
-    Each number is one chain of fused products in the order of i and c. The page that stands `AHEAD` places further in the table is
-    prefetched on the way.
+    A number is one chain of fused products in the order of i and c. The page `AHEAD` places further in the table is prefetched
+    meanwhile.
     """
 
     @llvm.operation(types.void, *[types.intp] * 10)

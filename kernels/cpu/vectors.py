@@ -1,7 +1,7 @@
-"""Sixteen fp32 numbers as one value in numba's loops, for loops that LLVM's own vectoriser leaves slow.
+"""Vectors of sixteen fp32 numbers for numba's loops that LLVM's own vectoriser leaves slow.
 
-Each operation is one IEEE operation per lane; `fma` is the fused one. So a loop of these operations has one order of operations on every
-CPU: bits agree, and registers hold sums. An address is an integer, in bytes.
+An arithmetic operation is one IEEE operation per lane; `fma` is fused. So a loop of these operations has the same order of operations, and
+the same bits, on every CPU, and its sums stay in registers. An address is an integer, in bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CACHE_LINE = 64  # bytes
 
 @strict_jit
 def prefetch_bytes(address: Address, size: int) -> None:
-    """Prefetch `size` bytes from an address on."""
+    """Prefetch the `size` bytes at an address."""
     for offset in range(0, size, CACHE_LINE):
         prefetch(address + offset)
 
@@ -77,8 +77,8 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 @operation(vector, address, types.intp)
 def load_first(builder: Any, address: Any, count: Any) -> Any:
-    """Load the first `count` numbers at an address, at most 16; the other lanes are zeros and are not read. Whole vectors come without a
-    mask, which would cost a loop over rows some hundredths of its time."""
+    """Return the first `count` numbers at an address, at most 16; the other lanes are zero and are not read. Whole vectors are read without
+    a mask, which would cost a loop over rows a few percent of its time."""
     with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
         with all_:
             whole, from_all = llvm.load(builder, address), builder.block
@@ -121,7 +121,7 @@ def higher(builder: Any, a: Any, b: Any) -> Any:
 
 @operation(number, vector, types.intp)
 def lane(builder: Any, a: Any, index: Any) -> Any:
-    """Return one of the sixteen numbers."""
+    """Return the number in lane `index`."""
     return builder.extract_element(a, builder.trunc(index, llvm.INT32))
 
 
@@ -136,7 +136,7 @@ def between(builder: Any, a: Any, first: Any, stop: Any, other: Any) -> Any:
 
 @operation(vector, vector)
 def exp(builder: Any, a: Any) -> Any:
-    """Return e^a to 2 ulp, as `loops.exp32`, by Cephes' polynomial: 0 below -87, e^88 above 88, NaN of NaN."""
+    """Return e^a to 2 ulp, by the polynomial of `loops.exp32`: 0 below -87, e^88 above 88, NaN for NaN."""
 
     def fma(*args: Any) -> Any:
         return llvm.call(builder, "fma", *(llvm.constant(arg) if isinstance(arg, float) else arg for arg in args))
@@ -157,7 +157,7 @@ def exp(builder: Any, a: Any) -> Any:
 
 @operation(number, vector)
 def total(builder: Any, a: Any) -> Any:
-    """Return the sum of the sixteen numbers, halves first."""
+    """Return the sum of the sixteen numbers; halves of the vector are added until one number is left."""
     return builder.extract_element(llvm.sums(builder, [a]), llvm.INT32(0))
 
 
@@ -174,7 +174,7 @@ def peak(builder: Any, a: Any) -> Any:
 
 @operation(types.void, address, vector, number, types.uint32)
 def masked_above(builder: Any, address: Any, values: Any, bound: Any, mask: Any) -> None:
-    """Clear the bits outside `mask` of the 32-bit numbers at an address whose values are above the bound."""
+    """AND the 32-bit integers at an address with `mask` in the lanes where `values` exceeds `bound`."""
     bits = llvm.load(builder, address, llvm.INTEGERS)
     above = builder.fcmp_ordered(">", values, llvm.spread(builder, bound))
     llvm.store(builder, builder.select(above, builder.and_(bits, llvm.spread(builder, mask)), bits), address)

@@ -1,9 +1,9 @@
 """Separation of lines of code from lines of prose, in manuals and other pages that mix them.
 
 This is one of two definitions of a line of code. Here a line is judged alone, and a doubtful line is code: a prompt, a call, a keyword or a
-parameter's name is enough, because code is protected: `line_dedup` keeps repeated lines of code, `language` takes its share of prose from
-the other lines. `technical` counts code as evidence about a page instead: there a line needs many marks, in any programming language. So
-menus, headings, prices and lists of names do not count as code.
+parameter's name is enough. For the purpose is to protect code: `line_dedup` keeps repeated lines of code, and `language` takes its share of
+prose from the other lines. `technical` instead counts code as evidence about a page: there a line needs many marks, in any programming
+language. So menus, headings, prices and lists of names do not count as code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 
-# Keywords before a blank; before a line that ends in a colon or a brace; alone in a line; of SQL, before a blank.
+# Keywords before a blank; keywords of a line that ends in a colon or a brace; keywords alone in a line; SQL keywords before a blank.
 STATEMENTS = (
     "def", "class", "import", "return", "raise", "yield", "elif", "assert", "await", "async", "lambda", "public", "private", "static",
     "void", "const", "var", "let", "fn", "func", "struct", "enum", "#include",
@@ -30,7 +30,7 @@ CODE_START = re.compile(
 )
 CODE_ASSIGNMENT = re.compile(r"[\w.]+(?:\[.*\])?(?:: ?[\w.\[\], |]+)? ?[-+*/|&]?= ?\S")
 CODE_CALL = re.compile(r"[\w.]+\(.*\)[,:;]?$")
-# "name (string, required)", as references of programs introduce a parameter.
+# "name (string, required)", the introduction of a parameter in reference manuals.
 CODE_PARAMETER = re.compile(
     r"[A-Za-z_]\w*(?:\.\w+)* \((?:str|string|int|integer|long|float|double|number|bool|boolean|bytes|blob|list|tuple|dict|map|array|object|"
     r"structure|datetime|date|timestamp|callable|any)(?:, ?(?:required|optional))?\)$"
@@ -50,12 +50,12 @@ IN_CODE[[ord(character) for character in f"{ascii_letters}{digits}_"]] |= IN_WOR
 
 
 def looks_like_code(line: str) -> bool:
-    """True if a line (without the white space around it) is more likely code than prose or boilerplate."""
+    """True if a line, non-empty and stripped, is more likely code than prose or boilerplate."""
     if line.startswith(("•", "–")):
         return False
     if CODE_START.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):
         return True
-    # A plain search avoids the patterns for most lines.
+    # A plain search saves most lines the patterns.
     if ("=" in line and CODE_ASSIGNMENT.match(line)) or (")" in line and (CODE_CALL.match(line) or CODE_PARAMETER.match(line))):
         return True
     if line[-1] == ";" and line.count(" ") < STATEMENT_WORDS:  # items of lists in prose also end in a semicolon
@@ -66,8 +66,8 @@ def looks_like_code(line: str) -> bool:
 
 @njit(cache=True, borrows=True)
 def may_be_code(data: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """True if `looks_like_code` may say so of the line data[start:stop] for another reason than its signs; False of most prose. The caller
-    has checked that it has letters or digits, no `=`, and does not end in an open or curly bracket or a backslash."""
+    """True if `looks_like_code` may accept the line data[start:stop] for a reason other than its signs; False for most prose. The caller
+    has checked that the line has letters or digits, no `=`, and does not end in an open or curly bracket or a backslash."""
     if IN_CODE[data[start]] & BEGINS:
         return True
     last, before = data[stop - 1], data[max(start, stop - 2)]

@@ -1,8 +1,8 @@
-"""Search for prompts that a document holds with changes: sampled n-grams find the place, and its neighbourhood is compared in full.
+"""Search for prompts that a document contains with changes: sampled n-grams find a place, and the passage around it is compared in full.
 
-Every `step`-th n-gram of a document is looked up among those of all prompts. From a hit the matching passage grows to both sides while at
-most `misses` n-grams in a row are foreign to the prompt. The share of the prompt that it covers is weighed by rarity: n-grams that many
-prompts have ("which of the following is") say little about any of them.
+Every `step`-th n-gram of a document is looked up among the n-grams of all prompts. From a hit, the passage grows to both sides while at
+most `misses` n-grams in a row are foreign to the prompt. The share of the prompt that the passage covers is weighted by rarity: n-grams
+that many prompts have ("which of the following is") say little about any prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from puna.kernels.text.hash_table import table_of
 
 @dataclass(frozen=True)
 class FuzzyIndex:
-    """Per prompt the weight of each of its n-grams; `hashes` uint64[m] sorted with `owners` int64[m], the prompts of each."""
+    """Index of prompts: `weights` of the n-grams per prompt, their `totals`; sorted `hashes` uint64[m] with their prompts, `owners`."""
 
     n: int
     step: int
@@ -34,7 +34,7 @@ class FuzzyIndex:
 
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
-    """Return the index of some prompts; those of fewer than `min_words` words have no n-grams in it."""
+    """Return the index of prompts `texts`; prompts of fewer than `min_words` or `n` words have no n-grams in the index."""
     results = []
     for text in texts:
         words = word_hashes(text).words
@@ -50,7 +50,7 @@ def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int
 
 @dataclass(frozen=True)
 class FuzzyMatch:
-    """The prompt that a passage of a document covers best: its weighted share, and the passage."""
+    """The prompt that a passage of a document covers best: its index, the weighted share covered, and the passage in lower case."""
 
     prompt: int
     share: float
@@ -58,13 +58,13 @@ class FuzzyMatch:
 
 
 def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
-    """Return the prompt that one passage of the document covers best, or None; the first of equals."""
+    """Return the prompt that one passage of the document covers best (of equal ones, the first), or None without a hit."""
     grams = gram_hashes(text.words, index.n)
     sampled = places_held(np.ascontiguousarray(grams[:: index.step]), index.table)
     low = np.searchsorted(index.hashes, grams[sampled * index.step], side="left")
     high = np.searchsorted(index.hashes, grams[sampled * index.step], side="right")
     best: FuzzyMatch | None = None
-    covered: dict[int, int] = {}  # per prompt the end of the last passage, so that it is measured once
+    covered: dict[int, int] = {}  # prompt → end of its last passage, so that a passage is measured once
     for place, at in enumerate((sampled * index.step).tolist()):
         for prompt in index.owners[low[place] : high[place]].tolist():
             if covered.get(prompt, -1) >= at:
@@ -80,7 +80,7 @@ def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
 
 
 def _passage(grams: NDArray[np.uint64], at: int, weights: dict[int, float], misses: int) -> tuple[int, int]:
-    """Return first and last n-gram of the passage around `at` in which at most `misses` in a row are foreign."""
+    """Return the first and last n-gram of the passage around `at` in which at most `misses` n-grams in a row are foreign."""
     ends = []
     for direction in (-1, 1):
         end, missed, here = at, 0, at + direction

@@ -18,8 +18,8 @@ from puna.kernels.text.words import BASE, IS_SYMBOL, split_codes, split_ranges
 
 
 class Hashed(NamedTuple):
-    """The words of a text without case and punctuation: `words` uint64[n], their hashes; `start`, `stop` int32[n], their ranges in
-    `lowered`, the text in lower case."""
+    """A text's words in lower case, without punctuation and symbols: `words` uint64[n], their hashes; `start`, `stop` int32[n], their
+    ranges in `lowered`, the text in lower case."""
 
     words: NDArray[np.uint64]
     start: NDArray[np.int32]
@@ -28,7 +28,7 @@ class Hashed(NamedTuple):
 
 
 def word_hashes(text: str) -> Hashed:
-    """Return the words of a text without case and punctuation."""
+    """Return the hashed words of a text, in lower case and without punctuation and symbols."""
     lowered = text.lower()
     words = split_codes(code_points(lowered))
     kept = words.flags & IS_SYMBOL == 0
@@ -56,7 +56,7 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the places of the n-grams that a table (`hash_table.table_of`) holds; a false place needs two n-grams with one hash."""
+    """Return the indices of the n-grams that a table (`hash_table.table_of`) holds; false positives need two n-grams with one hash."""
     out, size = np.empty(len(grams), np.int64), 0
     for at in range(len(grams)):
         if contains(table, grams[at]):
@@ -66,8 +66,8 @@ def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray
 
 
 class Sieve(NamedTuple):
-    """N-grams of several lengths: `keys`, a table of all hashes; `lengths` int64[k]; `steps` int64[k]: of a text, every steps[i]-th n-gram
-    of lengths[i] words is looked up."""
+    """Filter for texts with n-grams of several lengths. `keys`: a table of all hashes; `lengths`, `steps` int64[k]: every steps[i]-th
+    n-gram of lengths[i] words of a text is looked up."""
 
     keys: NDArray[np.uint64]
     lengths: NDArray[np.int64]
@@ -75,14 +75,14 @@ class Sieve(NamedTuple):
 
 
 def sieve(grams: Iterable[tuple[int, int, NDArray[np.uint64]]]) -> Sieve:
-    """Return the sieve of n-grams, given by lengths, steps and hashes."""
+    """Return the sieve for sets of n-grams, given as (length in words, step, hashes)."""
     some = [(length, step, hashes) for length, step, hashes in grams if len(hashes)]
     keys = table_of({value for _, _, hashes in some for value in hashes.tolist()})
     return Sieve(keys, np.array([length for length, _, _ in some], np.int64), np.array([step for _, step, _ in some], np.int64))
 
 
 def may_hold(texts: pa.Array | pa.ChunkedArray, grams: Sieve) -> NDArray[np.bool_]:
-    """Return a mask of the texts that may hold an n-gram: no false negatives, few false positives."""
+    """Return a mask of the texts that may have an n-gram of the sieve at its step: no false negatives, few false positives."""
     result: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
     return result
 
@@ -123,7 +123,7 @@ def _mixed(
 
 @njit(cache=True, borrows=True)
 def _any_held(words: NDArray[np.uint64], count: int, grams: Sieve) -> bool:
-    """True if one of the n-grams of `count` words is held, see `gram_hashes`."""
+    """True if the sieve holds one of the sampled n-grams (see `gram_hashes`) of the first `count` of `words`."""
     for k in range(len(grams.lengths)):
         n, step = grams.lengths[k], grams.steps[k]
         value, leaving, due = np.uint64(0), ONE, n - 1

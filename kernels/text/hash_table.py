@@ -1,5 +1,5 @@
-"""An open-addressing table over 64-bit hashes, for compiled code. Two texts with one hash are taken as equal: a document of a million
-n-grams meets a false one with a chance of 3 in 10 million."""
+"""An open-addressing table over 64-bit hashes, for compiled code. Two texts with one hash are taken as equal; the
+chance that a document of a million n-grams has a false match is 3 in 10 million."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE = np.uint64(1)
 
 @njit(cache=True, borrows=True)
 def mix(value: np.uint64) -> np.uint64:
-    """Spread a hash over all 64 bits; never 0, which marks an empty place in a hash table."""
+    """Return a hash with its bits mixed over all 64 bits; never 0, which marks a free place in a hash table."""
     value = (value ^ (value >> np.uint64(30))) * MIX
     value = (value ^ (value >> np.uint64(27))) * MIX_2
     value = value ^ (value >> np.uint64(31))
@@ -26,7 +26,7 @@ def mix(value: np.uint64) -> np.uint64:
 
 @njit(cache=True, borrows=True)
 def size_for(entries: int) -> int:
-    """Return a power of two that keeps the table at most half full."""
+    """Return the length of a table that `entries` keys fill at most half: a power of two."""
     size = 8
     while size < 2 * entries:
         size *= 2
@@ -35,7 +35,7 @@ def size_for(entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Return the place of `key` (not 0), or its free place, in a table whose free places hold 0."""
+    """Return the index of `key` (not 0) in a table, or of the free place (holding 0) where it belongs."""
     mask = len(keys) - 1
     at = np.int64(key & np.uint64(mask))
     while keys[at] != 0 and keys[at] != key:
@@ -53,7 +53,7 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def emptied(slots: NDArray[np.int32], entries: int) -> int:
-    """Clear the beginning of `slots` for a table of `entries` places; return the number of hash bits that it uses (`slot_of`)."""
+    """Clear the first `slots` for a table of `entries` keys; return the number of hash bits that the table uses (see `slot_of`)."""
     bits, size = 3, 8
     while size < 4 * entries:
         bits, size = bits + 1, 2 * size
@@ -63,7 +63,7 @@ def emptied(slots: NDArray[np.int32], entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Return the slot that holds the place of `key` in `keys`, counted from 1, or its free slot, in a table of 2^bits slots. The table is
+    """Return the slot whose content is 1 + the index of `key` in `keys`, or the free slot where it belongs, of 2^bits slots. The table is
     at most a quarter full, so most lookups read one slot; a table of the keys themselves would be twice as large."""
     mask = (1 << bits) - 1
     at = np.int64((key * MIX) >> np.uint64(64 - bits))
@@ -94,7 +94,7 @@ def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
 
 
 def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """Return a table of hashes, for `contains`; a quarter full at most."""
+    """Return a table of hashes for `contains`, at most a quarter full."""
     results = [np.uint64(mix(np.uint64(h))) for h in hashes]
     keys = np.zeros(2 * size_for(len(results)), np.uint64)
     for key in results:

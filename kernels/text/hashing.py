@@ -1,8 +1,8 @@
-"""XXH64 (seed 0) of slices of a byte array, for compiled code and as a function of arrays, and TF-IDF vectors of hashed words.
+"""XXH64 (seed 0) of slices of a byte array, for compiled code and for arrays, and TF-IDF vectors of hashed words.
 
-A vector is projected at random to few dimensions (feature hashing; Johnson-Lindenstrauss with signs). Each word is a bucket of a hash
-table; its random signs come from its bucket's hash, so no matrix is stored and any worker makes the same vectors. The cosine of two
-vectors estimates that of the TF-IDF vectors with an error of about (1 - cosine^2) / sqrt(dimensions).
+A vector is projected at random to few dimensions (feature hashing; Johnson-Lindenstrauss with signs). A word belongs to a hash bucket,
+whose hash gives its random signs, so no matrix is stored and all workers compute the same vectors. The cosine of two projected vectors
+estimates the cosine of the TF-IDF vectors with an error of about (1 - cosine^2) / sqrt(dimensions).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _rotate(x: Any, r: Any) -> Any:
     return (x << np.uint64(r)) | (x >> np.uint64(64 - r))
 
 
-# Positions are unsigned: numba checks signed ones for negative values, which would keep the four loads below from becoming one.
+# Positions are unsigned: numba checks signed positions for negative values, and LLVM would then not merge the four loads below into one.
 @njit(cache=True, nogil=True, inline="always")
 def _load32(data: Any, at: Any) -> Any:
     return (
@@ -54,7 +54,7 @@ def _round(lane: Any, value: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def xxh64(data: Any, start: Any, stop: Any) -> Any:
-    """Return XXH64 of `data[start:stop]`; both bounds uint64."""
+    """Return XXH64 of `data[start:stop]`; `start` and `stop` are uint64."""
     at = start
     if stop - start >= np.uint64(32):
         a, b, c, d = P1 + P2, P2, np.uint64(0), np.uint64(0) - P1
@@ -97,7 +97,7 @@ def slice_hashes(data: NDArray[np.uint8], offsets_N1: I64) -> U64:
 
 @njit(cache=True, nogil=True)
 def murmur_finish(h: Any) -> Any:
-    """Spread a hash over all 64 bits, as MurmurHash3 does at its end."""
+    """Return a hash with its bits mixed over all 64 bits by MurmurHash3's finalizer."""
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return h ^ (h >> np.uint64(33))
@@ -108,7 +108,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @njit(cache=True, nogil=True)
 def document_frequency(hashes_W: U64, words_D1: I64, buckets: int) -> I64:
-    """Return the number of documents in which each bucket occurs, int64[buckets]; `buckets` is a power of two."""
+    """Return the number of documents per bucket that have a word of the bucket, int64[buckets]; `buckets` is a power of two."""
     out, seen = np.zeros(buckets, dtype=np.int64), np.full(buckets, -1, dtype=np.int64)
     mask = np.uint64(buckets - 1)
     for d in range(len(words_D1) - 1):
@@ -124,7 +124,7 @@ def document_frequency(hashes_W: U64, words_D1: I64, buckets: int) -> I64:
 def project(hashes_W: U64, words_D1: I64, weights: NDArray[np.float64], dimensions: int) -> NDArray[np.float32]:
     """Return unit vectors [D, dimensions] of the documents' words; `weights` float64[buckets], the inverse document frequencies.
 
-    A word's weight in a document is (1 + log of its count) times its bucket's. A document without weight has a zero vector.
+    A word's weight in a document is (1 + log of its bucket's count) times its bucket's weight. A document without weight has a zero vector.
     `dimensions` is a multiple of 64.
     """
     documents = len(words_D1) - 1

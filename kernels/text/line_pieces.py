@@ -1,4 +1,4 @@
-"""Lines or paragraphs of UTF-8 texts as 64-bit hashes: counting them, and rewriting texts without some of them."""
+"""Lines or paragraphs ("pieces") of UTF-8 texts: their 64-bit hashes, the frequent ones, and texts without some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 NEWLINE = 0x0A
 NEWLINES, LOWEST, HIGHEST = (np.uint64(byte * 0x0101010101010101) for byte in (NEWLINE, 0x01, 0x80))
-"""In each of the eight bytes: a newline, the lowest bit, the highest bit."""
+"""Eight bytes that are all a newline, only the lowest bit, or only the highest bit."""
 
 
 @njit(cache=True)
@@ -39,7 +39,7 @@ def _white(data: U8, at: int, stop: int) -> int:
 
 @njit(cache=True)
 def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
-    """Return the range start..stop of valid UTF-8 without white space at its ends."""
+    """Return the range start..stop of valid UTF-8, less the white space at its ends."""
     first, last = np.uint64(start), np.uint64(stop)  # unsigned: see `hashing`
     while first < last:
         byte = data[first]
@@ -68,7 +68,7 @@ def _line_end(data: U8, start: int, stop: int) -> int:
     at, end = np.uint64(start), np.uint64(stop)
     while at + EIGHT <= end:
         others = load64(data, at) ^ NEWLINES
-        results = (others - LOWEST) & ~others & HIGHEST  # the highest bit of the first byte that is 0, and perhaps of later ones
+        results = (others - LOWEST) & ~others & HIGHEST  # the highest bit of the first byte that is 0, and perhaps of later bytes
         if results:
             return int(np.int64(at + ((((results - ONE) & LOWEST) * LOWEST) >> np.uint64(56)) - ONE))
         at += EIGHT
@@ -88,7 +88,7 @@ def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
 
 @njit(cache=True)
 def _hash(data: U8, start: int, stop: int) -> np.uint64:
-    """Return the hash of the stripped piece start..stop; 0 only for a blank piece."""
+    """Return the hash of the piece start..stop without white space at its ends; 0 only for a blank piece."""
     start, stop = _stripped(data, start, stop)
     if start == stop:
         return np.uint64(0)
@@ -98,8 +98,8 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 @njit(cache=True)
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
-    """Return the hashes of the non-blank pieces of the `counted` documents, with each piece's document and offset in it, in order. Document
-    d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2)."""
+    """Return the hashes of the non-blank pieces of the `counted` documents, their documents, and their offsets in the documents, in order.
+    Document d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2)."""
     room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
     hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
     results = 0
@@ -126,7 +126,7 @@ def _newlines(data: U8, start: int, stop: int) -> int:
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
-    """Return the places of hashes that occur more than `most` times, each hash's count, and a mask of first occurrences."""
+    """Return the indices of hashes that occur more than `most` times, their counts, and a mask of first occurrences among them."""
     ordered = np.sort(hashes)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
     counts = np.diff(np.r_[starts, len(ordered)])
@@ -139,11 +139,11 @@ def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
 
 @njit(cache=True)
 def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
-    """Return the indices of the `total` hashes in the sorted `known`, and their indices in `known`."""
+    """Return the indices of the `total` hashes that are also in `known`, and their indices in `known`."""
     at, place = np.empty(total, np.int64), np.empty(total, np.int64)
     if not total:
         return at, place
-    table = np.zeros(size_for(len(known)), np.int64)  # of places in `known`, from 1 on
+    table = np.zeros(size_for(len(known)), np.int64)  # indices in `known`, plus 1
     mask = len(table) - 1
     for k in range(len(known)):
         slot = np.int64(known[k]) & mask
@@ -163,7 +163,7 @@ def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
 
 @njit(cache=True)
 def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32], newlines: int) -> tuple[I64, I64, NDArray[np.int32]]:
-    """Return the beginnings and ends of the pieces at these places in these documents, and their numbers in the document, in order."""
+    """Return the starts and ends in `data` of pieces, given in order by documents and offsets, and their numbers in the documents."""
     begins, ends, numbers = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64), np.empty(len(documents), np.int32)
     at, number = np.int64(0), 0
     for i in range(len(documents)):
@@ -184,7 +184,7 @@ def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32],
 
 @njit(cache=True)
 def _blank_before(data: U8, at: int, first: int) -> bool:
-    """True if the line before the newline at `at - 1` is blank, or there is none, in a text that begins at `first`."""
+    """True if the line before the newline at `at - 1` is blank, or there is no such line, in a text that begins at `first`."""
     last = at - 1
     while last > first and data[last - 1] != NEWLINE:
         begin = last - 1
@@ -198,10 +198,10 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
 
 @njit(cache=True)
 def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
-    """Return the ends of lines to remove, extended over the blank lines after each, int64 like `stops`. Blank lines are removed if nothing
-    or a blank line stays before the line, so that runs of blank lines do not grow."""
+    """Return the ends `stops` of lines to remove, extended over blank lines after a line. These are removed if nothing or a blank line
+    stays before the line, so that runs of blank lines do not grow."""
     out = stops.copy()
-    blank = True  # what stays before this line is nothing, or ends in a blank line
+    blank = True  # whether nothing, or a blank line, stays before this line
     for i in range(len(documents)):
         first, last = offsets[documents[i]], offsets[documents[i] + 1]
         if i == 0 or documents[i] != documents[i - 1] or starts[i] != out[i - 1] + 1:
@@ -222,7 +222,7 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
 @njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
     """Return the texts without the given pieces, which are in order: bytes, offsets, and a mask of documents that lost pieces and are now
-    blank, which keep no byte. A removed piece takes one separator with it."""
+    blank; these keep no byte. With a piece, one separator is removed."""
     out = np.empty(offsets[-1] - offsets[0], np.uint8)
     bounds = np.zeros(len(offsets), np.int64)
     empty = np.zeros(len(offsets) - 1, np.bool_)
@@ -233,7 +233,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
             out[size : size + stop - at] = data[at:stop]
             size += stop - at
         else:
-            ended = False  # whether the text so far ends in the last character of a kept piece
+            ended = False  # whether the document's last piece was removed
             while piece < len(documents) and documents[piece] == d:
                 # The text before the piece is empty or ends in a separator.
                 length = starts[piece] - at
@@ -243,7 +243,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
                 ended = stops[piece] >= stop
                 piece += 1
             if ended:
-                # The last piece went: the separator before it goes too, if there is one.
+                # The last piece is removed: remove the separator before it, too, if there is one.
                 size = max(size - newlines, begin)
             else:
                 out[size : size + stop - at] = data[at:stop]

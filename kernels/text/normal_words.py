@@ -22,8 +22,8 @@ SPACE = np.uint8(32)
 
 
 class Table(NamedTuple):
-    """Forms of characters. `ascii` uint8[128]: one byte each, 32 for a break between words. For code point c, at most the last one of the
-    table, `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that stand for one byte."""
+    """Table of replacements of characters. `ascii` uint8[128]: one byte per character, 32 to separate words. Code point c (larger ones: the
+    table's last) becomes `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that replace one byte."""
 
     ascii: NDArray[np.uint8]
     where: I64
@@ -34,7 +34,7 @@ class Table(NamedTuple):
     def of(cls, forms: list[bytes]) -> Table:
         """Return the table that maps code point c to the bytes `forms[c]`, one byte for ASCII; code points past the end separate words."""
         if any(len(form) != 1 for form in forms[:128]):
-            raise ValueError("an ASCII character is replaced by one byte")
+            raise ValueError("an ASCII character must be replaced by one byte")
         forms = [*forms, b" "]
         lengths = np.fromiter(map(len, forms), np.int64, len(forms))
         bytes_in_utf8 = np.repeat([1, 2, 3, 4], np.diff([0, 0x80, 0x800, 0x10000, max(0x10000, len(forms))]))[: len(forms)]
@@ -44,8 +44,8 @@ class Table(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Normal words of documents: `data` uint8, separated by single spaces; `offsets_D1` of the documents in it; `begins` int32,
-    the first byte of each word in its document; `words_D1` offsets of the documents' words."""
+    """Normalised words of documents: `data` uint8, words separated by single spaces; `offsets_D1`, the documents' offsets in `data`;
+    `begins` int32, the offset of each word in its document; `words_D1`, the documents' offsets in `begins`."""
 
     data: NDArray[np.uint8]
     offsets_D1: I64
@@ -53,13 +53,13 @@ class Words(NamedTuple):
     words_D1: I64
 
     def texts(self) -> list[str]:
-        """Return each document's normal text."""
+        """Return each document's normalised text."""
         whole = self.data.tobytes()
         return [whole[a:b].decode("utf-8", "surrogatepass") for a, b in zip(self.offsets_D1[:-1], self.offsets_D1[1:], strict=True)]
 
 
 def normal_words(data: NDArray[np.uint8], offsets_D1: NDArray[Any], table: Table) -> Words:
-    """Return the normal words of documents; document d is data[offsets_D1[d] : offsets_D1[d + 1]], UTF-8; offsets may begin after 0."""
+    """Return the documents' normalised words. Document d is data[offsets_D1[d] : offsets_D1[d + 1]] in UTF-8; offsets may begin after 0."""
     offsets_D1 = np.ascontiguousarray(offsets_D1, dtype=np.int64)
     return Words(*_normal_words(np.ascontiguousarray(data), offsets_D1, *table))
 
@@ -85,7 +85,7 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
         j: Any = zero  # bytes written of this document
         before: Any = one  # whether the last one is a space
         while i < stop:
-            # No branch: each byte is written, and stays unless it is a space after a space.
+            # No branch: every byte is written; a space after a space is then overwritten.
             while i < stop and data[i] < 128:
                 v = ascii_table[data[i]]
                 space = np.uint64(v == SPACE)
@@ -116,8 +116,8 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
 
 
 def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
-    """Return XXH64 of every run of `width` words (separated by single spaces) of each document; hashes_S and their offsets_D1. A document
-    of fewer words has one shingle, all of it; one without words has none."""
+    """Return hashes_S, XXH64 of every n-gram of `width` words (separated by single spaces) of the documents, and the documents' offsets_D1
+    in them. A document of fewer words has one shingle, the whole text; a document without words has none."""
     return _shingle_hashes(words.data, words.offsets_D1, words.begins, words.words_D1, width)  # type: ignore[no-any-return]
 
 
@@ -140,7 +140,7 @@ def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, widt
 
 @njit(cache=True, nogil=True)
 def widened(hashes_S: Any, words: Any) -> Any:
-    """Return hashes of the shingles of twice `words` words, from those of `words` words in text order; [S - words]."""
+    """Return hashes of shingles of 2 * `words` words, from hashes of shingles of `words` words in text order; [S - words] if S > words."""
     if len(hashes_S) <= words:
         return hashes_S.copy()
     out = np.empty(len(hashes_S) - words, dtype=np.uint64)

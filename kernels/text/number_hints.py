@@ -1,4 +1,4 @@
-"""Hints at personal data in texts, from one pass over their bytes: a search without its hint is skipped."""
+"""Hints of personal data in texts, from one pass over their bytes: a search is skipped if the text lacks its hint."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ U8 = NDArray[np.uint8]
 
 
 class Hint(IntFlag):
-    """Signs of personal data in a text: without a sign, the text has no data of its kind."""
+    """Signs of personal data in a text: without a kind's signs, the text has no personal data of this kind."""
 
     AT = 1  # an @ in a word, a dot later in that word
     HIDDEN_AT = 2  # [at], (at), {at}
     STREET = 4  # a number beside a word of addresses
-    NUMBERS = 8  # seven characters that are digits or stand between groups of digits
+    NUMBERS = 8  # at least seven characters from a first to a last digit, of groups of digits with separators
     IBAN = 16  # two letters of a country and two digits at the beginning of a word
     IPV4 = 32  # four groups of digits with a dot between
-    IPV6 = 64  # a 2 or 3 and three hexadecimal digits, then one to four, a colon after both
-    TEN = 128  # ten digits in such numbers
-    TWELVE = 256  # twelve, with nothing or single spaces or dashes between
-    SSN = 512  # groups of three, two and four digits, dashes between
+    IPV6 = 64  # a 2 or 3 and three hexadecimal digits, a colon, one to four hexadecimal digits, a colon
+    TEN = 128  # ten digits in the groups of NUMBERS
+    TWELVE = 256  # twelve digits, with at most a single space or dash between two
+    SSN = 512  # groups of three, two and four digits, separated by dashes
     ABROAD = 1024  # a plus before a digit, or two zeros and another digit
-    PHONE = 2048  # seven digits in a stretch of characters of phone numbers
+    PHONE = 2048  # seven digits in a run of characters of phone numbers
 
 
 AT, HIDDEN_AT, STREET, NUMBERS, IBAN, IPV4, IPV6, TEN, TWELVE, SSN, ABROAD, PHONE = (int(hint) for hint in Hint)
 # Digits beyond ASCII are rare: any number may consist of them.
 OTHER_DIGITS = STREET | NUMBERS | IPV4 | TEN | TWELVE | SSN | ABROAD | PHONE
 IS_DIGIT, IS_BETWEEN, IS_IN_PHONES, IS_SIGN, IS_WIDE, IS_WORD, IS_HEX = 1, 2, 4, 8, 16, 32, 64
-"""Roles of a byte: a digit; between groups of digits; in phone numbers; a sign that is examined; the first byte of a character that may be
-a digit; in a word (of ASCII, or beyond ASCII); a hexadecimal digit."""
+"""Roles of a byte: a digit; a separator of groups of digits; a non-digit in phone numbers; a sign to examine; the first byte of a non-ASCII
+character that may be a digit; in a word (ASCII, or any non-ASCII byte); a hexadecimal digit."""
 FIRST_WIDE = 0xD9  # in UTF-8: beyond ASCII, no character before U+0640 is a digit
 CODES_OF_DIGITS = 0x20000
 LONG = 6  # characters between the first and the last digit of NUMBERS
 BETWEEN_PHONES = " .()/-"
 IN_PHONES = "+ext"  # further characters of phone numbers: a plus, the letters of an extension
-PHONE_DIGITS = 7  # of a phone number, at least
-IN_PHONE, OF_PHONE = 1, 2  # a character of phone numbers; a digit of them
+PHONE_DIGITS = 7  # least digits of a phone number
+IN_PHONE, OF_PHONE = 1, 2  # a character of phone numbers; a digit
 # ISO 13616
 IBAN_LENGTHS = {
     "AD": 24, "AE": 23, "AL": 28, "AT": 20, "AZ": 28, "BA": 20, "BE": 16, "BG": 22, "BH": 22, "BR": 29, "BY": 28, "CH": 21,
@@ -77,7 +77,7 @@ def hints_of(text: str) -> int:
 
 
 def phone_stretches(text: str) -> list[tuple[int, int]]:
-    """Return start and stop of each longest run of phone number characters that has enough digits for a phone number."""
+    """Return start and stop of every maximal run of phone number characters with at least `PHONE_DIGITS` digits."""
     result: list[tuple[int, int]] = list(map(tuple, _stretches(code_points(text), _in_phones()).tolist()))
     return result
 
@@ -108,7 +108,7 @@ def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[n
 
 @functools.cache
 def _digits() -> NDArray[np.bool_]:
-    """Return a mask of the code points that are decimal digits; no code point beyond the mask is one."""
+    """Return a mask of the code points that are decimal digits (`\\d`); code points beyond the mask count as no digits."""
     every = np.arange(CODES_OF_DIGITS, dtype=np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
     result = np.zeros(CODES_OF_DIGITS, np.bool_)
     result[[match.start() for match in re.finditer(r"\d", every)]] = True
@@ -133,8 +133,8 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
     code: Any
     for d in range(len(out)):
         first, last = offsets[d], offsets[d + 1]
-        # The end of the last number; of the numbers joined to it: the first digit, the digits, the digits of a possible card, of a possible
-        # phone number, and the groups with dots between.
+        # `ended`: end of the last number. In the numbers joined to it: `begun`, the first digit; the counts of digits, of a possible card's
+        # digits, of a possible phone number's digits, and of groups separated by dots.
         ended, begun, count, of_card, of_phone, groups = first - 1, first, 0, 0, 0, 0
         results, at = 0, first
         while at < last:
@@ -178,7 +178,7 @@ def _all(data: U8, start: int, stop: int, roles: U8, role: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _of_number(data: U8, first: int, start: int, stop: int, roles: U8) -> int:
-    """Return the hints that the digits data[start:stop] give, by the bytes before them."""
+    """Return the hints that the digits data[start:stop] give together with the bytes before them."""
     result = 0
     if start > first and data[start - 1] == ord("+"):
         result |= ABROAD

@@ -1,7 +1,7 @@
 """Personal data in text: e-mail and postal addresses, phone, card, account and social security numbers, IP addresses.
 
-Built for precision: a number counts only with its checksum, its grouping, or a word before it that names its kind. Manuals, tables and code
-are full of other numbers.
+Precision comes first: a number counts only with its checksum, its grouping, or a word beside it that names its kind. Manuals, tables and
+code are full of other numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from puna.kernels.text.postal import postal_addresses
 
 
 class Span(NamedTuple):
-    """A piece of personal data: where it begins and ends in the text, and what it is."""
+    """A piece of personal data: its start and stop in the text, and its kind (`entity`)."""
 
     start: int
     stop: int
@@ -40,7 +40,7 @@ EMAIL = re.compile(
 HIDDEN_EMAIL = re.compile(
     r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
 )
-BEFORE, AFTER = 112, 448  # most characters of an address before and after its @, with the context that is examined
+BEFORE, AFTER = 112, 448  # characters before and after an @ that are searched for an address
 NOT_MAIL = frozenset(
     ("png", "jpg", "jpeg", "gif", "svg", "webp", "css", "js", "py", "html", "htm", "json", "xml", "map", "txt", "local", "localhost",
      "invalid", "test", "example")
@@ -51,7 +51,7 @@ EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
 def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield addresses, in links too; not those of documentation (example.com), of repositories (git@…) or with a password (x:y@host)."""
+    """Yield e-mail addresses, also in links; not of documentation (example.com), of repositories (git@…) or users in links (x:y@host)."""
     if seen & Hint.AT:
         for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
@@ -66,8 +66,8 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern.finditer` that hold a sign with at most `BEFORE` characters before and `AFTER` after it. The search
-    never passes a neighbouring sign, so many signs cost little."""
+    """Yield the matches of a pattern that contain `sign`, within `BEFORE` characters before and `AFTER` after the sign. A search never
+    passes the next sign, so many signs cost little."""
     stop, place = 0, text.find(sign)
     while place >= 0:
         after = text.find(sign, place + 1)
@@ -79,12 +79,12 @@ def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 
 # --- account and card numbers ----------------------------------------------------------------------------
 
-# A pattern that begins with something rare, here a digit, is found several times as fast.
+# A search for a pattern that begins with a rare character, here a digit, is several times as fast.
 IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(?= ?[A-Za-z0-9]{4})")
 
 
 def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield account numbers of a known country's length with a right checksum (ISO 13616), solid or in groups of four."""
+    """Yield IBANs with their country's length and a right checksum (ISO 13616), without spaces or in groups of four."""
     for match in IBAN_DIGITS.finditer(text):
         start = match.start() - 2
         length = IBAN_LENGTHS.get(text[start : start + 2].upper())
@@ -98,7 +98,7 @@ def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
 
 
 def _compact(text: str, start: int, length: int) -> tuple[int, str]:
-    """Return the first `length` letters and digits from `start`, with single spaces between groups of four left out."""
+    """Return (end, first `length` letters and digits from `start` in upper case), skipping single spaces between groups of four."""
     results: list[str] = []
     at = start
     while at < len(text) and len(results) < length:
@@ -127,7 +127,7 @@ SAYS_CARD = re.compile(r"\b(?:card|cc|visa|mastercard|maestro|carte|tarjeta|kart
 
 
 def cards(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield payment cards: the usual grouping, a right checksum (Luhn), and an issuer's prefix and length or the word before it."""
+    """Yield card numbers: usual grouping, right checksum (Luhn), and an issuer's prefix and length or a word such as `card` before."""
     for match in CARD.finditer(text):
         digits = re.sub(r"\D", "", match[0])
         if len(set(digits)) == 1 or not luhn(digits):
@@ -166,7 +166,7 @@ VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware
 
 
 def ip_addresses(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield addresses that are routed in the Internet; not version numbers (small parts, or a word before that says so)."""
+    """Yield globally routed IP addresses; not version numbers (small parts without a word such as `ip`, or a word such as `version`)."""
     for match in IPV4.finditer(text) if seen & Hint.IPV4 else ():
         parts = [int(part) for part in match[0].split(".")]
         before = text[max(0, match.start() - 24) : match.start()]
@@ -195,7 +195,7 @@ WORDS = (
 )
 SAYS_PHONE = re.compile(rf"(?:\b(?:{WORDS})\b|☎|☏|📞)(?:[^\n\d+]{{0,20}}|[:.]?\s{{0,3}})$", re.IGNORECASE)
 SAID_PHONE = re.compile(r"[ \-,]{1,3}\(?(?:phone|fax|mobile|cell|office|tel)\b", re.IGNORECASE)
-# Groups of digits are taken whole (`+`): a long row of them can be cut into groups of two to five in thousands of ways.
+# Groups of digits are possessive (`+`): otherwise a long row of digits could be cut into groups in thousands of ways.
 INTERNATIONAL = re.compile(
     r"(?<![\w./=+-])(?:\+[1-9]\d{0,2}[ .\-/]?|00[1-9]\d{0,2}[ \-/])(?:\(\d{1,4}\)[ .\-/]?)?(?=\d(?:[ .\-/]?\d){2})"
     r"\d{1,25}+(?:[ .\-/]\d{2,25}+){0,5}" + EXTENSION + END
@@ -206,7 +206,7 @@ NORTH_AMERICAN = re.compile(
 FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
 NATIONAL = re.compile(EDGE + r"(?<!\w\()(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
 PHONE_FORMS = ((INTERNATIONAL, Hint.ABROAD, 9, 20), (NORTH_AMERICAN, Hint.TEN, 10, 16), (FRENCH, Hint.TEN, 10, 10))  # digits
-BEHIND = 2  # characters behind a number that its forms look at
+BEHIND = 2  # characters after a number that its patterns look at
 FICTION = re.compile(r"555\D?01\d\d$")
 
 
@@ -214,7 +214,7 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 
 def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield phone numbers: international ones, the fixed North American and French groupings, others beside a word like `tel`."""
+    """Yield phone numbers: international numbers, fixed North American and French groupings, and others beside a word such as `tel`."""
     stretches = phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
@@ -245,13 +245,13 @@ def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: st
 # --- postal addresses ------------------------------------------------------------------------------------
 
 
-# Every e-mail address and phone number has one of these: an @, the sign of an international number, digits in groups, a word for it.
+# Every e-mail address and phone number has one of these: an @, an international prefix, digits in groups, or a word such as `phone`.
 SAYS_CONTACT = re.compile(
     rf"@|[\[({{]at[\])}}]|\+[1-9]|00[1-9]|\d[-. ]\d{{4}}|\d\d[ .-]\d\d|\b(?:{WORDS}|cell|office)\b|[☎☏📞]", re.IGNORECASE
 )
 
 
-@lru_cache(maxsize=256)  # repetitive texts are hostile, or forms
+@lru_cache(maxsize=256)  # for repetitive texts, such as forms or attacks
 def _has_contact(block: str) -> bool:
     """True if there is an e-mail address or a phone number in a short text."""
     seen = hints_of(block)
@@ -277,7 +277,7 @@ def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
 FINDERS: dict[str, Callable[..., Iterator[Span]]] = {
     "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "address": addresses, "phone": phones,
 }  # fmt: skip
-"""In order of certainty: of overlapping spans the first one counts. Arguments: a text and, if they are known, its hints."""
+"""Finders in order of certainty: of overlapping spans, the first finder's counts. Arguments: a text and, if they are known, its hints."""
 
 NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
 
@@ -286,7 +286,7 @@ NEEDED = {
     "email": int(Hint.AT | Hint.HIDDEN_AT), "iban": int(Hint.IBAN), "card": int(Hint.TWELVE), "ssn": int(Hint.SSN),
     "ip_address": int(Hint.IPV4 | Hint.IPV6), "address": int(Hint.STREET), "phone": int(Hint.PHONE),
 }  # fmt: skip
-"""Hints by entity: a text without any of these has no such data."""
+"""Entity → hints: a text with none of these hints has no such data."""
 
 
 def needed(entities: Iterable[str]) -> int:

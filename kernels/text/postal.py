@@ -1,7 +1,7 @@
 """Postal addresses in contact blocks: a street with its number beside a postal code, a label or other contact data.
 
-A street name alone is no personal data (`Wall Street`, `10 Downing Street` in the news). An address counts only if something beside it
-shows that it receives post. Forms of English-, German-, Dutch-, Swedish-, French-, Spanish-, Italian- and Portuguese-speaking countries.
+A street alone is not personal data (`Wall Street`, `10 Downing Street` in the news). An address counts only if the text beside it
+shows that it receives post. The patterns cover English, German, Dutch, Swedish, French, Spanish, Italian and Portuguese addresses.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
         (ENGLISH, Words(*(f" {kind}" for kind in ENGLISH_KINDS))),
         (BOX, Words(*(f"{box} " for box in BOXES))),
         (ROMANCE, None),
-        (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # alone, it would be tried at every number
+        (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # without these words, the pattern would be tried at every number
     )
 )
-"""Forms of addresses, and words of which each text with such an address has one."""
+"""(Pattern of addresses, words); a text with such an address has at least one of the words. None: no such words."""
 SPACE_DIGIT = re.compile(r" \d")
 
 STATE = r"(?:A[KLRZ]|C[AOT]|D[CE]|FL|GA|HI|I[ADLN]|K[SY]|LA|M[ADEINOST]|N[CDEHJMVY]|O[HKR]|PA|PR|RI|S[CD]|T[NX]|UT|V[AT]|W[AIVY])"
@@ -94,8 +94,8 @@ BEFORE, AROUND, OWN_LINE = 64, 160, 40
 def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
     """Yield start and stop of each address: a street with its number, and the postal code and town if they follow.
 
-    It counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own it counts in a block with other
-    contact data, which `contacts` tests.
+    An address counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own, it also counts in a
+    block with other contact data; contacts(start, stop) tells whether that range has any.
     """
     encoded = text.encode("utf-8", "surrogatepass")
     forms = (form for form, words in FORMS if words is None or words.any_in(encoded))
@@ -114,11 +114,11 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
 
 
 def _germanic(text: str) -> Iterator[tuple[int, int]]:
-    """Yield streets whose names begin anywhere and end in a word like Straße: searched only before numbers, which is much cheaper."""
+    """Yield start and stop of streets like `Hauptstraße 12` or `Am Markt 3`. Only text before numbers is searched, to save time."""
     before = 0
     for match in SPACE_DIGIT.finditer(text):
         at = match.start()
-        # No street has another number in its name: each stretch between two numbers is looked through once.
+        # No street has another number in its name: the text between two numbers is searched once.
         head = text[max(before, at - BEFORE) : at].rpartition("\n")[2]
         before = at + 1
         if head.lower().endswith(GERMANIC_ENDS) or any(f"{start} " in head for start in GERMANIC_STARTS):
@@ -127,7 +127,7 @@ def _germanic(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _in_contact_block(text: str, start: int, stop: int, contacts: Callable[[int, int], bool]) -> bool:
-    """True if the street has a line to itself, or nearly, between blank lines with other contact data."""
+    """True if the street is nearly alone on its line, and the block between blank lines has other contact data."""
     # Read no further than necessary: a text may be one line, or have no blank line.
     low, high = max(0, start - OWN_LINE - 1), stop + OWN_LINE + 1
     before, after = text[low:start].rpartition("\n")[2], text[stop:high].partition("\n")[0]

@@ -8,16 +8,16 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.bytes import LANES, equal, lowest
 from puna.kernels.cpu.numba_cache import njit
 
-COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # in HTML and in text, the most frequent first
+COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # frequent bytes of HTML and text, the most frequent first
 
 
 class Words:
-    """Words that are searched together. A word is compared only where its two rarest bytes have their distance in the word."""
+    """Words that are searched together. A word is compared only where its two rarest bytes occur at their distance in the word."""
 
     def __init__(self, *words: str) -> None:
         encoded = [word.encode() for word in words]
         if min(map(len, encoded), default=0) < 2:
-            raise ValueError(f"words of two bytes and more can be looked for, not {words}")
+            raise ValueError(f"words must have at least two bytes, not {words}")
         self._lengths = np.array([len(word) for word in encoded], np.int64)
         self._words = np.zeros((len(words), self._lengths.max()), np.uint8)
         self._rare = np.empty((len(words), 2), np.int64)
@@ -26,7 +26,7 @@ class Words:
             rare[:] = sorted(range(len(word)), key=lambda place, word=word: -(COMMON.find(word[place]) % 256))[:2]  # type: ignore[misc]
 
     def any_in(self, text: bytes) -> bool:
-        """True if one of the words occurs."""
+        """True if one of the words occurs in `text`."""
         return bool(_any_in(np.frombuffer(text, np.uint8), self._words, self._lengths, self._rare))
 
 

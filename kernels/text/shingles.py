@@ -1,4 +1,4 @@
-"""The normal form in which near-duplicate detection compares texts."""
+"""Normalisation of texts for near-duplicate detection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
 
 
 def character(c: str) -> str:
-    """Return the form of a character in a normal text: letters and digits in lower case, marks, or spaces."""
+    """Return what replaces a character in a normalised text: letters and digits in lower case, marks, a space, or nothing."""
     return "".join(map(_part, unicodedata.normalize("NFD", c.casefold())))
 
 
@@ -34,14 +34,14 @@ def _part(c: str) -> str:
 def normalized(text: str) -> str:
     """Return lower-case words without punctuation and Latin accents, separated by single spaces; numbers stay as they are.
 
-    Each character is mapped alone; then scripts without spaces are parted into words. Numbers tell apart what templates make alike
-    (statistics, product pages), so they are not mapped to one digit.
+    Characters are mapped one by one; then scripts without spaces are split into words. Digits stay, because only numbers distinguish pages
+    of one template (statistics, product pages).
     """
     return " ".join(split("".join(map(character, text))))
 
 
 def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
-    """Return the normal form (`normalized`) of documents, given as their concatenated UTF-8 bytes."""
+    """Return the normalised words (see `normalized`) of documents, given as concatenated UTF-8 bytes."""
     words = normal_words(data, offsets_D1, table())
     # No letter of a script without spaces has fewer than three bytes.
     places = np.flatnonzero(words.data >= FIRST_OF_THREE)
@@ -111,12 +111,12 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
 
 @lru_cache(maxsize=1)
 def table() -> Table:
-    """Return `character` of every character as a table for the kernel, built once per process in a sixth of a second."""
+    """Return the table of `character` for all code points, built once per process in a sixth of a second."""
     return Table.of([_form(chr(point)) for point in range(LIMIT)])
 
 
 def _form(c: str) -> bytes:
-    """Return `character` as bytes; the category alone decides most: unassigned ones (spaces) and ideographs (themselves)."""
+    """Return `character` as bytes. For most characters the category decides: unassigned ones become spaces, ideographs stay."""
     category = unicodedata.category(c)
     if category in _OPEN:
         return b" "
@@ -126,7 +126,7 @@ def _form(c: str) -> bytes:
 
 
 def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
-    """Return the words of texts that are already normal: concatenated bytes, whose words are separated by single spaces."""
+    """Return the words of texts that are already normalised: concatenated bytes, with words separated by single spaces."""
     begin = np.zeros(len(data) + 1, bool)
     begin[np.flatnonzero(data == SPACE) + 1] = True
     begin[offsets[:-1][np.diff(offsets) > 0]] = True

@@ -1,4 +1,4 @@
-"""Hints, from neighbouring words alone, that a number may belong to a street or a box of `postal`."""
+"""Hints, from neighbouring words alone, that a number may belong to a street or post office box that `postal` finds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from puna.kernels.text.postal import BOXES, ENGLISH_KINDS, FRENCH_KINDS, GERMANI
 U8 = NDArray[np.uint8]
 BACK, AHEAD = 12, 7
 """Most words of an address before and after its number: `Calle de la … de … 5`, `5 A N. … … … … Street`."""
-LONGEST = 160  # most bytes of a name with what is attached to it
-SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the latter of º and ° in UTF-8
+LONGEST = 160  # most bytes of a name, with signs attached to it
+SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the last bytes of º and ° in UTF-8
 
 
 def _table(*words: str) -> U8:
@@ -32,15 +32,15 @@ ENGLISH, FRENCH, SMALL = _table(*ENGLISH_KINDS), _table(*FRENCH_KINDS), _table("
 
 @njit(cache=True, borrows=True)
 def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> bool:
-    """True if words of addresses stand before or after the number data[start:stop] of the text data[first:last]: true of every number in an
-    address, false of most others."""
+    """True if words of addresses are before or after the number data[start:stop] in the text data[first:last]: true for every number of an
+    address, false for most other numbers."""
     return bool(_before(data, first, start) or _behind(data, stop, last))
 
 
 @njit(cache=True, borrows=True)
 def _before(data: U8, first: int, start: int) -> bool:
-    """True if a street's name stands before the number (`Via Garibaldi 7`, `Am Alten Markt 3`), a word that ends in a word for a street, or
-    a word for a box."""
+    """True if the number follows a street's name (`Via Garibaldi 7`, `Am Alten Markt 3`), a word that ends in a word for a street, or a
+    word for a post office box."""
     at = start
     if at > first and (data[at - 1] == ORDINAL_END or data[at - 1] == DEGREE_END):  # n.º5
         at += 1
@@ -96,7 +96,7 @@ def _is_letter(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _in_name(byte: int) -> bool:
-    """True if a byte may belong to a street's name: to a letter, a digit, or a sign; the slash as in `C/`."""
+    """True if a byte may be part of a street's name: a letter, a digit, or a sign (also the slash of `C/`)."""
     return _is_letter(byte) or byte >= 0x80 or ord("-") <= byte <= ord("9") or byte == ord("_") or byte == ord("'")
 
 

@@ -1,6 +1,6 @@
-"""Shares of code and of reasoning in a text, measured on the text alone.
+"""Counts of code lines, formula marks and reasoning words in a text.
 
-Only certain lines of code count here; `puna.kernels.text.code_lines` explains the other definition, by which a doubtful line is code.
+Only clear lines of code count here; `puna.kernels.text.code_lines` explains the other definition, by which a doubtful line is code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from puna.kernels.text.words import words_listed
 
 SEEDS = Path(__file__).parent / "data" / "reasoning.txt"
 NEWLINE, BACKSLASH = 10, 92
-MARKS = "{}[]()=<>;_\\*&|#+@^~`"  # what code has many of and prose has few
+MARKS = "{}[]()=<>;_\\*&|#+@^~`"  # characters that are frequent in code and rare in prose
 ENDS = "{}"
 OPEN, CLOSE, BULLET = 0x28, 0x29, 0x2022
 # Operators and relations, letters of formulas, raised and lowered digits.
@@ -32,7 +32,7 @@ SMALL = 128
 
 
 class Technical(NamedTuple):
-    """`code_lines` of the `lines` are code; `formulas`: marks of formulas; `reasoning_words`: different words of deduction."""
+    """Counts in a text: non-blank `lines`, `code_lines` among them, marks of `formulas`, and distinct words of deduction."""
 
     lines: int
     code_lines: int
@@ -43,7 +43,7 @@ class Technical(NamedTuple):
 IS_MARK, IS_END, IS_LETTER, IS_SPACE, IS_DIGIT = 1, 2, 4, 8, 16
 SETS = ((IS_MARK, MARKS), (IS_END, ENDS), (IS_LETTER, ascii_letters), (IS_SPACE, whitespace), (IS_DIGIT, digits))
 IS = np.array([sum(bit for bit, characters in SETS if chr(code) in characters) for code in range(SMALL)] + [0], np.uint8)
-"""The bits above of each ASCII character; the last entry has those of all others."""
+"""Bits (see above) of each ASCII character; the last entry, 0, is for all other characters."""
 FORMULA_CODES = np.array(sorted(map(ord, FORMULA)), np.uint32)
 FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 
@@ -56,7 +56,7 @@ def reasoning_words() -> Listed:
 
 
 def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
-    """Return code and reasoning in the first `characters` characters of each text."""
+    """Return the counts in the first `characters` characters of each text."""
     words = reasoning_words()
     kinds = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
     return [Technical(*row) for row in np.hstack([_counted(*buffers(texts), characters), kinds]).tolist()]
@@ -64,7 +64,7 @@ def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technic
 
 @njit(cache=True)
 def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
-    """Return the first three numbers of `Technical` of each text, int64[texts, 3]."""
+    """Return the first three fields of each text's `Technical`, int64[texts, 3]."""
     texts = len(offsets) - 1
     codes, result = np.empty(min(longest(offsets), characters), np.uint32), np.zeros((texts, 3), np.int64)
     for n in range(texts):
@@ -79,8 +79,8 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Return the number of non-blank lines and the number of code lines among them.
 
     A code line ends in a brace, or has at least two marks (brackets, operators and the like; its first pair of parentheses counts once)
-    that are at least an eighth of its visible characters. At most a third of these are digits, and it has a letter or nothing but marks:
-    tables of numbers are not code, nor are the items of a list.
+    that are at least an eighth of its visible characters. In both cases at most a third of its visible characters are digits, it has a
+    letter or nothing but marks, and it begins with no bullet: tables of numbers and items of lists are not code.
     """
     lines = code = visible = marks = digits = letters = last = opened = closed = item = 0
     for at in range(len(codes) + 1):
@@ -92,7 +92,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
                     code += 1
             visible = marks = digits = letters = last = opened = closed = item = 0
             continue
-        # No branch on the kind, which would be mispredicted at the end of each word.
+        # No branch on `kind`: it would be mispredicted at the end of each word.
         kind = IS[min(codes[at], np.uint32(SMALL))]
         item |= visible == 0 and codes[at] == BULLET
         opened += codes[at] == OPEN
@@ -107,7 +107,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
-    """Return the number of TeX commands (a backslash and a letter) and of characters that only formulas have."""
+    """Return the number of TeX commands (a backslash and a letter) plus the number of characters of formulas."""
     result = 0
     for at in range(len(codes)):
         code = codes[at]

@@ -1,9 +1,9 @@
-"""Beginnings of words in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
+"""Word boundaries in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
 
-A boundary between two letters is decided by the six letters around it: the sum of the weights of runs of one, two and three letters around
-it, by their place. This is the model of BudouX (Google 2021) and of Sassano's boosting of word boundaries (2014). The weights were learned
-from where ICU's dictionaries part words (`tests/benchmarks/word_breaks.py`, which tells how well they agree). A letter of another script
-stands for any letter of its kind. Features end at white space and punctuation, so a line alone has the same words as in its text.
+The six letters around a place decide if a word begins there: their unigrams, bigrams and trigrams have weights by place, whose sum must be
+positive. This is the model of BudouX (Google 2021) and of Sassano's boosting of word boundaries (2014). The weights were learned from the
+word boundaries of ICU's dictionaries (`tests/benchmarks/word_breaks.py` measures the agreement). All letters of other scripts count as
+one letter, all digits as one digit. Features end at white space and punctuation, so a line alone has the same words as in its text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = Path(__file__).parent / "data" / "word_breaks.npz"
 BITS = 18
 AROUND = 3
 BLANK, LETTER, DIGIT = np.uint64(0x20), np.uint64(0x61), np.uint64(0x30)
-# First place and length of each feature among the six letters, the boundary lying before place 3.
+# First place and length of each feature among the six letters; the boundary is before place 3.
 FEATURES = np.array([(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (3, 2), (0, 3), (1, 3), (2, 3), (3, 3)], np.int64)
 ROOM = len(FEATURES)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -30,7 +30,7 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 
 @lru_cache(maxsize=1)
 def weights() -> NDArray[np.int8]:
-    """Return the weight of each bin of features, int8[2^BITS]; the first is the bias."""
+    """Return the weights of the hash bins of features, int8[2^BITS]; the first weight is the bias."""
     with np.load(FILE, allow_pickle=False) as stored:
         result: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
         result[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]
@@ -49,7 +49,7 @@ def _kind(code: np.uint32, flags: np.uint16) -> np.uint64:
 
 @njit(cache=True)
 def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out: NDArray[np.int64]) -> None:
-    """Write the bins of the features of the boundary before `at` to `out`, int64[ROOM]."""
+    """Write the hash bins of the features of the place before letter `at` to `out`, int64[ROOM]."""
     around = np.full(2 * AROUND, BLANK)
     for step in range(AROUND):
         back = at - 1 - step
@@ -72,8 +72,8 @@ def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out:
 
 @njit(cache=True)
 def begins_word(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], at: int, room: NDArray[np.int64]) -> bool:
-    """True if a word begins with the letter `at`; it and the letter before are of scripts without spaces. `breaks`: `weights`; if empty,
-    each letter is a word. `room`: int64[ROOM]."""
+    """True if a word begins with letter `at`; this letter and the one before are of scripts without spaces. `breaks`: `weights()`; if
+    empty, every letter is a word. `room` int64[ROOM]: scratch memory."""
     if not len(breaks):
         return True
     features(codes, flags, at, room)

@@ -1,7 +1,7 @@
-"""Hashes of all windows of a number of words of texts, and their positions, to find exact repeated passages.
+"""Hashes and positions of all windows of k words in texts, to find exact repeated passages.
 
-Marking windows of k words that occur twice equals a suffix array with a minimum match of k words, in one pass and within any memory; two
-windows with one 64-bit hash are taken as equal. Words are separated by ASCII white space; in scripts without spaces they begin where
+Marking windows of k words that occur twice gives the result of a suffix array with a minimum match of k words, in one pass and any memory.
+Two windows with one 64-bit hash are taken as equal. ASCII white space separates words; in scripts without spaces, words begin where
 `unspaced` says. Punctuation stays with its word.
 """
 
@@ -21,15 +21,15 @@ BASE = np.uint64(0x9E3779B97F4A7C15)  # odd
 
 
 def window_hashes(data: NDArray[np.uint8], offsets_D1: I64, width: int) -> tuple[U64, I64, I64, I64, I64]:
-    """Return the hashes_N of all windows of `width` words in documents given as concatenated UTF-8 bytes, and the documents' offsets_D1 in
-    them; then the words' first bytes and ends in `data`, and the documents' offsets_D1 in these."""
+    """Return hashes_N of all windows of `width` words in documents (concatenated UTF-8 bytes), the documents' offsets_D1 in hashes_N, the
+    words' starts and ends in `data`, and the documents' offsets_D1 in these."""
     data, offsets_D1 = np.ascontiguousarray(data), np.ascontiguousarray(offsets_D1, dtype=np.int64)
     return _window_hashes(data, offsets_D1, width, tables().flags, weights())  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
 def _ends(data: Any, first: Any, last: Any, flags: Any, breaks: Any, ends: Any) -> Any:
-    """Write where the words of data[first:last], a run without white space, end to `ends`; return their number."""
+    """Write the ends of the words in data[first:last], a run without white space, to `ends`; return the number of words."""
     wide = False
     for at in range(first, last):
         wide = wide or data[at] >= 0xE0

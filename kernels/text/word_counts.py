@@ -17,8 +17,8 @@ from puna.kernels.text.words import folded_hash, split_ranges
 
 
 class Listed(NamedTuple):
-    """A list of words: `bits`, `keys` uint64: their folded hashes as `bits_of` and as a table (`hash_table`); `numbers` int32 at the same
-    places: each word's number; `size`: the count of words."""
+    """A list of words for fast lookup. `bits`, `keys` uint64: their folded hashes as a bitmap (`bits_of`) and as a table (`table_of`);
+    `numbers` int32: the words' indices, at the places of their keys; `size`: the number of words."""
 
     bits: NDArray[np.uint64]
     keys: NDArray[np.uint64]
@@ -27,7 +27,7 @@ class Listed(NamedTuple):
 
 
 def listed(folded: NDArray[np.uint64]) -> Listed:
-    """Return the list of the words with these distinct hashes, see `words.Words.folded`."""
+    """Return the list of words with these distinct hashes (`words.Words.folded`)."""
     keys = table_of(folded.tolist())
     numbers = np.zeros(len(keys), np.int32)
     for number, value in enumerate(folded):
@@ -38,7 +38,7 @@ def listed(folded: NDArray[np.uint64]) -> Listed:
 def kinds_held(
     texts: pa.Array | pa.ChunkedArray, characters: int, words: Listed, kinds: NDArray[np.int64], count: int
 ) -> NDArray[np.int64]:
-    """Return the number of different words of each kind in each text's first `characters` characters, in any case, int64[texts, count]."""
+    """Return int64[texts, count]: how many distinct listed words of a kind, ignoring case, a text's first `characters` characters have."""
     data, offsets = buffers(texts)
     result: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
     return result
@@ -51,7 +51,7 @@ def _kinds_held(
 ) -> NDArray[np.int64]:  # fmt: skip
     texts, room = len(offsets) - 1, min(longest(offsets), characters)
     codes, start, stop = np.empty(room, np.uint32), np.empty(room, np.int32), np.empty(room, np.int32)
-    result, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # in which text a word was seen last
+    result, seen = np.zeros((texts, count), np.int64), np.full(words.size, -1, np.int64)  # the last text in which a word was seen
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
         for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):

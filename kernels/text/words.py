@@ -1,4 +1,4 @@
-"""Words of a text: a fast splitter for any script, close to spaCy's blank English tokeniser.
+"""Splitter of texts into words, fast and for any script, close to spaCy's blank English tokeniser.
 
 A word is a run of letters, marks and digits. Inside a run without white space, ASCII symbols hold letters and digits together ("U.S.",
 "3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a capital ("end.Next"), a comma or a hyphen between
@@ -7,7 +7,7 @@ Every other character that is not white space is a word of its own, except that 
 spaces (Han, kana, Thai, …) words begin where `unspaced` says. Joiners belong to the word around them; zero width spaces and the mark
 between Tibetan syllables separate words and belong to no word.
 
-Signals, shingles of near-duplicates, repeated passages, contamination and seed words all split words here or by `unspaced`.
+Quality signals, near-duplicates, repeated passages, contamination and seed words all split words by this module or by `unspaced`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Words(NamedTuple):
 
 @njit(cache=True)
 def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return the polynomial hash of every prefix, uint64[n + 1]: that of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
+    """Return the polynomial hashes of all prefixes, uint64[n + 1]; the hash of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
     out = np.empty(len(codes) + 1, np.uint64)
     value = np.uint64(0)
     for at in range(len(codes)):
@@ -149,7 +149,7 @@ def _word_end(codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: int, 
 def split_ranges(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], start_of: NDArray[np.int32], stop_of: NDArray[np.int32]
 ) -> int:
-    """Fill the ranges of all words; return their number. `breaks`: `unspaced.weights`."""
+    """Write the words' starts and ends to `start_of` and `stop_of`; return the number of words. `breaks`: `unspaced.weights()`."""
     count, at, stop = 0, 0, len(codes)
     room = np.empty(ROOM, np.int64)
     while at < stop:
@@ -246,7 +246,7 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
 
 
 def spaced(texts: pa.Array | pa.ChunkedArray, characters: int) -> pa.Array:
-    """Return the words of each text's first `characters` characters in lower case, joined by spaces."""
+    """Return, per text, the words of its first `characters` characters in lower case, joined by spaces."""
     data, offsets = buffers(texts)
     out, bounds, alone = _spaced(data, offsets, characters, *tables(), weights())
     lines = strings(out, bounds)
@@ -262,12 +262,12 @@ def _spaced(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
     breaks: NDArray[np.int8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Return the texts' words as lines of bytes, the lines' bounds, and a mask of the texts that `characters.lowered` gets right."""
+    """Return the texts' words as UTF-8 joined by spaces, the texts' offsets, and a mask of texts that `characters.lowered` gets right."""
     texts = len(offsets) - 1
     longest = size = 0
     for n in range(texts):
         here = offsets[n + 1] - offsets[n]
-        # Lower case has at most half as many bytes more (U+023A: three instead of two).
+        # Lower case has at most 1.5 times as many bytes (U+023A: three instead of two).
         longest, size = max(longest, min(here, characters)), size + min(4 * characters, here + here // 2) + min(here, characters)
     codes, start, stop = np.empty(longest, np.uint32), np.empty(longest, np.int32), np.empty(longest, np.int32)
     out, bounds, alone = np.empty(size, np.uint8), np.zeros(texts + 1, np.int64), np.empty(texts, np.bool_)
@@ -291,7 +291,7 @@ def split(text: str) -> list[str]:
 
 
 def words_listed(vocabulary: list[str]) -> Words:
-    """Return the words of a list, one for each entry; raise ValueError if an entry is not one word."""
+    """Return the words of a list, one per entry; raise ValueError if an entry is not exactly one word."""
     words = split_codes(code_points("\n".join(vocabulary)))
     ends = np.cumsum([len(entry) + 1 for entry in vocabulary], dtype=np.int64)
     counts = np.bincount(np.searchsorted(ends, words.start, side="right"), minlength=len(vocabulary))

@@ -1,4 +1,4 @@
-"""Settings of training: one class for each thing, shared by every training stage and its form."""
+"""Settings of training (optimizer, schedule, compute, adapters, rollouts), shared by the training stages and their forms."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class OptimizerSettings(Settings):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
     embedding_scale: float = Field(
-        1.0, gt=0, le=100, description="Factor of the learning rate of the token embeddings, of which a step moves few rows"
+        1.0, gt=0, le=100, description="Factor on the learning rate of the token embeddings; a step changes few of their rows"
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
     spike_window: int = Field(
-        0, ge=0, le=10_000, description="Accepted steps that a loss and gradient norm are compared with, at least 8; 0: no spike detection"
+        0, ge=0, le=10_000, description="Number of last accepted steps that a step is compared with, at least 8; 0: no spike detection"
     )
     spike_limit: float = Field(
-        10.0, gt=0, description="A step this far above the window's median is a spike, in robust standard deviations of the window"
+        10.0, gt=0, description="A loss or gradient norm this many robust standard deviations above the window's median is a spike"
     )
-    max_skipped: int = Field(5, ge=1, description="Refused steps in a row that stop the run")
+    max_skipped: int = Field(5, ge=1, description="Number of skipped steps in a row that stops the run")
 
     state_in: Literal["memory", "file"] = Field(
-        "memory", description="Place of the optimizer's state: the device's memory; or unnamed files in TMPDIR, mapped into the host's "
-        "memory, where the CPU updates the weights: free memory is used first, and the disk for the rest",
+        "memory", description="Place of the optimizer's state. memory: the device's memory. file: unnamed, memory-mapped files in TMPDIR; "
+        "the CPU then updates the weights, and state that does not fit into free memory is on disk",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
 
@@ -68,31 +68,31 @@ class OptimizerSettings(Settings):
         return own_parameters(OPTIMIZERS[self.name].__init__, self.parameters, f"optimizer {self.name}")
 
     def reached(self) -> list[Callable[..., Any]]:
-        """Return the optimizers that update weights."""
+        """Return the classes of the optimizers in use: the chosen one and AdamW."""
         return [OPTIMIZERS[name] for name in sorted({self.name, "adamw"})]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state per parameter in the device's memory, at least."""
+        """Return the least number of bytes of optimizer state per parameter in the device's memory."""
         return OPTIMIZERS[self.name].state_bytes if self.state_in == "memory" else 0
 
 
 class ScheduleSettings(Settings):
-    """The learning rate over a run, and the weights that it ends with. Steps below 1 are a share of all steps."""
+    """Learning-rate schedule of a run, and the averaging of its final weights. Numbers of steps below 1 are shares of all steps."""
 
     learning_rate: float | None = Field(None, gt=0, le=1, description="Learning rate at the peak; null: the optimizer's own")
     warmup_steps: Steps = Field(0.05, ge=0, description="Steps in which the rate rises from 0; below 1: share of all steps")
     shape: Schedule = Field(
-        "cosine", description="After the warm-up: half a cosine, a line, constant, or constant with a decay at the end (wsd)"
+        "cosine", description="After the warm-up: half a cosine, a linear decay, constant, or constant with a decay at the end (wsd)"
     )
     final_ratio: float = Field(0.0, ge=0, le=1, description="Rate at the end, as a share of the peak")
     decay_steps: Steps = Field(0, ge=0, description="Steps of wsd's decay; below 1: share of all steps")
     anneal_steps: Steps = Field(
-        0, ge=0, description="Last steps, in which the rate falls in a line to 0 (Llama 3, section 3.4.3); below 1: share of all steps"
+        0, ge=0, description="Last steps, in which the rate falls linearly to 0 (Llama 3, section 3.4.3); below 1: share of all steps"
     )
-    average: int = Field(0, ge=0, description="Checkpoints of the annealing that are averaged into the model; 0: the last one is the model")
+    average: int = Field(0, ge=0, description="Number of steps of the annealing whose weights are averaged; 0: no average")
     ema: float = Field(
-        0.0, ge=0, lt=1, description="Decay per step of a moving average of the weights that becomes the model; 0: none; not with average"
+        0.0, ge=0, lt=1, description="Decay per step of the weights' moving average, which becomes the model; 0: none; not with average"
     )
 
     @model_validator(mode="after")
@@ -113,7 +113,7 @@ class ScheduleSettings(Settings):
         return self.learning_rate or OPTIMIZERS[optimizer.name].learning_rate
 
     def warmup(self, steps: int) -> int:
-        """Return the steps of warm-up in a run of `steps`."""
+        """Return the number of warm-up steps in a run of `steps` steps."""
         return _resolved(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
@@ -125,27 +125,27 @@ class ScheduleSettings(Settings):
 
 
 def _resolved(value: Steps, steps: int, most: int) -> int:
-    """Resolve a number of steps, or a share of `steps`, to steps, at most `most`."""
+    """Return `value` if it is at least 1; below 1, return this share of `steps`, rounded, at most `most`."""
     return min(round(value * steps), most) if value < 1 else int(value)
 
 
 class ComputeSettings(Settings):
-    """Settings of how a step is computed: time and memory. They change results only by rounding."""
+    """Settings of a step's computation: precision, memory, processes and saving. They change results only by rounding."""
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
         "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "
         "auto: bf16 on a GPU, fp32 on a CPU; fastest: bf16 on a CPU too if a measurement at start finds it faster",
     )  # fmt: skip
     activation_checkpointing: bool = Field(
-        False, description="Keep each layer's input only and compute the layer again in the backward pass: less memory, more time"
+        False, description="Keep only each layer's input and recompute the layer in the backward pass: less memory, more time"
     )
     deterministic: bool = Field(
         False,
-        description="Add on a GPU in the same order in every run, so that a resumed run ends with the same bits; torch's operators are "
-        "then slower. A CPU always does so",
+        description="On a GPU, sum in the same order in every run, so that a resumed run gives the same bits; torch's operators are then "
+        "slower. On a CPU, the order is always the same",
     )
     micro_batch_tokens: int = Field(
-        8192, ge=16, description="Tokens of one forward and backward pass; a larger step is split, and its gradients are added up"
+        8192, ge=16, description="Tokens of a forward and backward pass; a step with more tokens is split, and its gradients are summed"
     )
     layout: Layout = Field(
         Layout(), description="Processes that train together, along each axis: one, or as many as torchrun or --processes starts",
@@ -166,7 +166,7 @@ class ComputeSettings(Settings):
 
 
 class TrainConfig(Settings):
-    """Settings of the training loop: the number of steps, and how each is computed."""
+    """Settings of the training loop: number of steps, schedule, optimizer and computation."""
 
     steps: int = Field(ge=1, description="Optimization steps")
     schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")
@@ -201,23 +201,23 @@ class TrainConfig(Settings):
         )  # fmt: skip
 
     def averaged_steps(self) -> frozenset[int]:
-        """Return the steps after which the weights enter the average: evenly spread over the annealing, its last step among them."""
+        """Return the steps whose resulting weights are averaged: evenly spaced over the annealing, the last step included."""
         count, anneal = self.schedule.average, self.anneal_steps
         return frozenset(self.steps - anneal + math.ceil(anneal * k / count) for k in range(1, count + 1))
 
 
 class TrainingSettings(Settings):
-    """The training of a model on a set of examples."""
+    """Settings for training a model on a set of examples."""
 
     epochs: float = Field(1.0, gt=0, le=1000, description="Passes over the examples")
-    steps: int | None = Field(None, ge=1, description="Optimization steps, whatever the number of examples; null: those of `epochs`")
+    steps: int | None = Field(None, ge=1, description="Number of optimization steps; null: computed from `epochs`")
     batch_size: int = Field(32, ge=1, description="Examples per step")
     schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")
     optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.98), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
 
     def train_config(self, examples: int) -> TrainConfig:
-        """Return the loop's settings for a number of examples; the last step is full."""
+        """Return the training loop's settings for `examples` examples. Epochs are rounded up to whole steps."""
         steps = self.steps or max(1, math.ceil(self.epochs * examples / self.batch_size))
         return TrainConfig(steps=steps, schedule=self.schedule, optimizer=self.optimizer, compute=self.compute)
 
@@ -231,19 +231,19 @@ class LoraSettings(Settings):
     """Low-rank adapters: a matrix W becomes W + scale * B A (Hu et al. 2021), merged into W at the end."""
 
     rank: int = Field(16, ge=1, description="Rank of the adapters")
-    alpha: float = Field(32.0, gt=0, description="Scale of the adapters' product, over the rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the adapters, as a fraction")
-    targets: tuple[Projection, ...] = Field((), description="Projections that get an adapter; none named: all of the model's layers")
+    alpha: float = Field(32.0, gt=0, description="Numerator of the adapters' scale, alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapters' input")
+    targets: tuple[Projection, ...] = Field((), description="Projections that get an adapter; empty: all in the model's layers")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) in place of alpha / rank (rsLoRA, Kalajdzievski 2023)")
-    dora: bool = Field(False, description="Train each row's length apart from its direction (DoRA, Liu et al. 2024)")
+    dora: bool = Field(False, description="Train each row's norm separately from its direction (DoRA, Liu et al. 2024)")
     initialization: Literal["zero", "pissa"] = Field(
         "zero", description="zero: B starts at 0; pissa: A and B start as W's largest singular directions (Meng et al. 2024)"
     )
     loraplus_ratio: float = Field(1.0, ge=1, description="Learning rate of B over that of A (LoRA+, Hayou et al. 2024)")
     quantization: Literal["none", "nf4"] = Field(
         "none",
-        description="Format of the layers' matrices beside the adapters: as stored, or 4 bits, NF4 with double quantization (QLoRA, "
-        "Dettmers et al. 2023; needs bitsandbytes). The trained model then has their 4-bit values",
+        description="Format of the layers' frozen matrices: as stored, or 4-bit NF4 with double quantization (QLoRA, Dettmers et al. 2023; "
+        "needs bitsandbytes). The adapters are then merged into the 4-bit values",
     )
     keep: bool = Field(
         True, description="Keep the adapters beside the merged model, in PEFT's layout (`puna export --format adapter`); not with pissa"
@@ -263,7 +263,7 @@ class LoraSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    """Common settings of reinforcement learning of a policy on its own samples."""
+    """Settings that PPO and GRPO share: reinforcement learning of a policy on its own samples."""
 
     rollouts: int = Field(8, ge=1, description="Number of rollouts")
     prompts: int = Field(64, ge=1, description="Prompts per rollout")
@@ -278,28 +278,28 @@ class RolloutSettings(Settings):
     clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     kl_coefficient: float = Field(0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, and that of every log-probability")
-    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
-    unfinished_penalty: float = Field(1.0, ge=0, description="Taken off the reward of an answer that was cut off")
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of all log-probabilities")
+    max_tokens: int = Field(64, ge=1, description="Most tokens of an answer, its end token included")
+    unfinished_penalty: float = Field(1.0, ge=0, description="Penalty subtracted from the reward of a truncated answer")
     generate: int = Field(
-        0, ge=0, le=1024, description="Processes, the last ones, that only sample the answers, while the others train; 0: all do both",
+        0, ge=0, le=1024, description="Number of last ranks that only sample answers, while the other ranks train; 0: all do both",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
     generate_tensor: int = Field(
-        1, ge=1, le=64, description="With `generate`: number of these processes that share one policy and its reference, each with some "
-        "heads and columns of every matrix; 1: each has them whole", json_schema_extra=NO_RESULT,
+        1, ge=1, le=64, description="With `generate`: number of sampling processes that share one policy and its reference by tensor "
+        "parallelism; 1: each process has both models whole", json_schema_extra=NO_RESULT,
     )  # fmt: skip
     max_stale: int = Field(
-        0, ge=0, le=1, description="1: sample a rollout before the updates of the previous one (with `generate`, during them), with "
-        "weights one rollout older, to which its ratios refer. 0: after them"
+        0, ge=0, le=1, description="1: sample a rollout before the previous rollout's updates (with `generate`, during them), with weights "
+        "that are one rollout older; its probability ratios refer to these weights. 0: sample it after these updates"
     )  # fmt: skip
 
-    engine: Literal["puna", "vllm"] = Field("puna", description="Whose engine draws answers: Puna's own, or vLLM's, where it is installed")
+    engine: Literal["puna", "vllm"] = Field("puna", description="Engine that samples answers: Puna's own, or vLLM if it is installed")
     importance_cap: float = Field(
-        2.0, ge=1, description="vllm: largest factor of a token's loss, its probability by the policy over that by vLLM (truncated "
+        2.0, ge=1, description="vllm: cap on the factor of a token's loss, which is the policy's probability over vLLM's (truncated "
         "importance sampling, Yao et al. 2025)"
     )  # fmt: skip
-    gpu_memory: float = Field(0.4, gt=0, lt=1, description="vllm: share of the GPU's memory that it takes")
+    gpu_memory: float = Field(0.4, gt=0, lt=1, description="vllm: share of the GPU's memory that vLLM takes")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -323,11 +323,11 @@ class RolloutSettings(Settings):
 
     @property
     def updates(self) -> int:
-        """Updates per rollout."""
+        """Return the number of updates per rollout."""
         return self.epochs * self.minibatches
 
     def training(self, rate: float | None) -> TrainConfig:
-        """Return the loop's settings for a model with this peak learning rate."""
+        """Return the training loop's settings with the peak learning rate `rate` (None: the optimizer's default)."""
         return TrainConfig(
             steps=self.rollouts * self.updates, schedule=self.schedule.replace(learning_rate=rate), optimizer=self.optimizer,
             compute=self.compute,
@@ -335,50 +335,50 @@ class RolloutSettings(Settings):
 
 
 class PpoSettings(RolloutSettings):
-    """Proximal policy optimization of a policy and its critic (Schulman et al. 2017)."""
+    """Settings of proximal policy optimization (PPO) of a policy and its critic (Schulman et al. 2017)."""
 
     critic_learning_rate: float = Field(3e-4, gt=0, le=1, description="Peak learning rate of the critic, on the policy's schedule")
-    value_clip: float = Field(0.2, gt=0, description="Clip range of a step of the critic")
+    value_clip: float = Field(0.2, gt=0, description="Clip range of the critic's values around the values at sampling")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda")
-    normalize_rewards: bool = Field(True, description="Shift and scale rewards to mean 0 and variance 1 of the first rollout")
+    normalize_rewards: bool = Field(True, description="Shift and scale rewards by the mean and deviation of the first rollout's")
 
 
 class GrpoSettings(RolloutSettings):
-    """Policy optimization without a critic: an answer is compared with the others to its prompt."""
+    """Settings of policy optimization without a critic (GRPO and its variants): the answers to a prompt are compared with each other."""
 
     answers: int = Field(8, ge=2, description="Answers to each prompt of a rollout, which are compared with each other")
     epochs: int = Field(1, ge=1, description="Passes over a rollout")
     baseline: Baseline = Field(
-        "grpo", description="An answer's advantage: its reward less the group's mean, over the group's deviation (grpo) or not divided "
-        "(mean, Dr. GRPO); or less the mean of the others (rloo)"
+        "grpo", description="An answer's advantage. grpo: its reward minus the group's mean, divided by the group's standard deviation; "
+        "mean (Dr. GRPO): the same, not divided; rloo: its reward minus the mean of the other answers"
     )  # fmt: skip
     credit: Credit = Field(
-        "answer", description="Reward of a token: its answer's; or steps: those of the steps that end after it and of its answer, each "
-        "compared with all of the group (process supervision, Shao et al. 2024); the verifier must reward steps, as chain does"
+        "answer", description="Advantage of a token. answer: from its answer's reward; steps: the sum over its own and later steps and its "
+        "answer (process supervision, Shao et al. 2024); the verifier must reward steps, as chain does"
     )  # fmt: skip
     surrogate: Surrogate = Field(
-        "clipped", description="A token's loss: PPO's, without a gradient once the ratio leaves its range; or cispo (MiniMax 2025): the "
-        "log-probability, times a ratio that is bounded at 1 + clip_high and passes no gradient, so that every token has one"
+        "clipped", description="A token's loss. clipped: PPO's, without a gradient once the ratio leaves its range; cispo (MiniMax 2025): "
+        "the log-probability times the detached ratio, capped at 1 + clip_high, so that every token has a gradient"
     )  # fmt: skip
     ratio: Ratio = Field(
-        "token", description="Probability ratio to the policy that sampled: of each token; or sequence (GSPO, Zheng et al. 2025): the "
-        "geometric mean over the answer, far nearer to 1, for which its authors take clip 0.0003 and clip_high 0.0004"
+        "token", description="Probability ratio to the sampling policy. token: of each token; sequence (GSPO, Zheng et al. 2025): the "
+        "geometric mean over the answer, which is far nearer to 1; the authors set clip 0.0003 and clip_high 0.0004"
     )  # fmt: skip
     normalizer: Normalizer = Field(
-        "tokens", description="Divisor of the loss: the update's tokens (DAPO); each answer's tokens, then the answers (GRPO, Shao "
-        "et al. 2024); or constant, the answers times max_tokens, which favours no length (Dr. GRPO, Liu et al. 2025)"
+        "tokens", description="Divisor of the loss. tokens: the update's tokens (DAPO); answers: each answer's tokens, then the number of "
+        "answers (GRPO, Shao et al. 2024); constant: answers times max_tokens, which favours no length (Dr. GRPO, Liu et al. 2025)"
     )  # fmt: skip
     clip_high: float | None = Field(
         None, gt=0, description="Clip range of the probability ratio above 1, if it differs (DAPO: 0.28); null: clip"
     )
     turns: int = Field(
-        1, ge=1, le=64, description="Most turns of the policy in an answer. Between them the prompt's verifier replies, if it is an "
-        "environment, and tools do; only the policy's tokens are trained, and max_tokens is for all turns and replies together"
+        1, ge=1, le=64, description="Most turns of the policy in an answer. Between turns, tools reply, and the prompt's verifier if it is "
+        "an environment. Only the policy's tokens are trained; max_tokens limits all turns and replies together"
     )  # fmt: skip
     resample: int = Field(
-        0, ge=0, le=20, description="Most times that a rollout draws as many further prompts, until enough have answers of different "
-        "rewards: only these are trained (DAPO's dynamic sampling); 0: never"
+        0, ge=0, le=20, description="Most extra draws of prompts in a rollout, until enough prompts have answers with different rewards; "
+        "only these prompts are trained (DAPO's dynamic sampling); 0: none"
     )  # fmt: skip
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Loss spikes: which loss and gradient norm a step may have, as a pure function of the log before it."""
+"""Detection of loss spikes: limits on a step's loss and gradient norm, computed from the training log before the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite numbe
 def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) -> Limits:
     """Return the loss and gradient norm above which the next step is a spike.
 
-    Each is the median over the last `window` steps that were not skipped, plus `limit` standard deviations, estimated from the median
-    absolute deviation, which an accepted spike hardly widens. A deviation counts as at least 1 % of the median. Before there are `window`
-    such steps, no finite value is a spike.
+    A limit is the median over the last `window` steps that were not skipped, plus `limit` standard deviations. The deviation is estimated
+    from the median absolute deviation, which an accepted spike hardly widens; it is at least 1 % of the median. Until there are `window`
+    such steps, or if `window` is 0, no finite value is a spike.
     """
     recent: list[Mapping[str, float]] = []
     for row in reversed(log if window else ()):
@@ -30,6 +30,6 @@ def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) 
 
 def _bound(values: list[float], limit: float) -> float:
     middle = median(values)
-    # The factor makes the median absolute deviation of a normal distribution its standard deviation.
+    # For a normal distribution, this factor turns the median absolute deviation into the standard deviation.
     deviation = 1.4826 * median(abs(value - middle) for value in values)
     return middle + limit * max(deviation, 0.01 * abs(middle))

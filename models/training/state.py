@@ -1,4 +1,4 @@
-"""Training state on disk, one folder per checkpoint, complete or absent; and the signals that end a training with its state saved."""
+"""Checkpoints of a training on disk, one folder each, complete or absent; and handling of signals, which saves the state before the end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ announce: Callable[[], object] | None = None
 
 
 class Stop:
-    """Handling of Ctrl-C and SIGTERM during a training: the first of each waits for `act`, a second one acts at once. Outside the main
-    thread, which alone receives signals, it does nothing."""
+    """Handling of SIGINT and SIGTERM during a training: the first signal of a kind waits for `act`, the second acts at once. Outside the
+    main thread, which alone receives signals, this class does nothing."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -40,7 +40,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            # None: set by other code than Python's, which cannot be put back.
+            # None: a handler that was not set by Python code and cannot be restored.
             self._before = {number: one for number in SIGNALS if (one := signal.getsignal(number)) not in (signal.SIG_IGN, None)}
             for number in self._before:
                 signal.signal(number, self._note)
@@ -56,7 +56,7 @@ class Stop:
         return bool(self._asked)
 
     def act(self) -> None:
-        """Raise the waiting signal, if any: as KeyboardInterrupt, as an error of Prefect's, or by ending the process."""
+        """Raise the first waiting signal, if any, for its previous handler, which may raise an error or end the process."""
         if self._asked:
             self._put_back()
             signal.raise_signal(self._asked.pop(0))
@@ -90,19 +90,19 @@ def interruptible(call: Callable[[], Result]) -> Result:
 
 RECORD = "state.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Errors of reading a damaged checkpoint."""
+"""Errors that reading a damaged checkpoint may raise."""
 
 SAVE_SHARE = 0.02
 """Largest share of a training's time that periodic saving may take (0 to 1)."""
 
 
 class Saver:
-    """The saving of a training's state: when a step asks for it, periodically, and before a signal ends the training.
+    """Saver of a training's state: when a step asks for it, periodically, and before a signal ends the training.
 
-    seconds: time after which the state is saved. Where the last save was slow, the wait grows until saving takes at most `SAVE_SHARE`
-    of the time. write: writes the state, or returns a job that writes a copy of it while the training goes on; None: it is not saved. One
-    job runs at a time; its error is raised by the next save or at the end, which wait for it. agree: true if any of the ranks that train
-    together wants to save.
+    seconds: time between periodic saves; longer if saving would take more than `SAVE_SHARE` of the time. write: writes the state, or
+    returns a job that writes a copy of it while the training goes on; None: nothing is saved. One job runs at a time: the next save, or
+    the end, waits for the job and raises its error. agree: takes this rank's wish (to save, to end); returns true if any rank of the
+    training has it.
     """
 
     def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
@@ -126,20 +126,20 @@ class Saver:
             self._stop.__exit__(kind, *error)
 
     def stepped(self, now: bool = False) -> None:
-        """Save the state after a step if that is due, or if the step wants it (`now`)."""
+        """Save the state after a step if any rank has a reason: `now`, a waiting signal, or a periodic save that is due."""
         self._saved = False
         due = time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE) and (self._job is None or self._job.ready())
         if self._agree(now or self._stop.asked or due):
             self._save()
 
     def leave_if_asked(self) -> None:
-        """If a signal is waiting, save the state before the current step and end the training within the step."""
+        """If a signal is waiting, save the state after the last complete step, and end the training in the middle of the current one."""
         if self._stop.asked:
             self.stepped()
             self.end_if_asked()
 
     def end_if_asked(self) -> None:
-        """Save the state and end the training if a signal is waiting."""
+        """Save the state and end the training if a signal is waiting on any rank; raise SystemExit if only other ranks have one."""
         if self._agree(self._stop.asked):
             self._save()
             self.wait()
@@ -167,9 +167,9 @@ class Saver:
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, then remove the older ones. `tensors`: all of torch, or all of numpy.
+    """Write the checkpoint of `step` under `folder`, remove older ones, and return its folder. `tensors`: only torch's, or only numpy's.
 
-    It is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
+    The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
     """
     return write_state(folder, step, tensors, json.dumps({"step": step, **record}))
 
@@ -205,15 +205,15 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the newest complete checkpoint under `folder`: its tensors and its record; None if there is none. A checkpoint with wrong
-    checksums is removed with a warning: training restarts rather than continue from damaged weights."""
+    """Return the tensors and the record of the newest undamaged checkpoint under `folder`; None if there is none. Remove damaged
+    checkpoints with a warning, so that no training continues from damaged weights."""
     from safetensors.torch import load
 
     return _newest(folder, load)
 
 
 def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
-    """Return `load_state` of a checkpoint of numpy arrays."""
+    """Return the newest checkpoint like `load_state`, but with numpy arrays."""
     from safetensors.numpy import load
 
     return _newest(folder, load)
@@ -266,7 +266,7 @@ def remembered(file: Path, make: Callable[[], Any]) -> Any:
 
 
 def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise ValueError when a checkpoint's record is of another run."""
+    """Raise ValueError if `record` (of a checkpoint) differs from `identity`, because the checkpoint belongs to another run."""
     for key, value in json.loads(json.dumps(identity)).items():
         if record.get(key) != value:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A model, its objective and its optimisers, one optimisation step at a time."""
+"""Trainer that runs optimisation steps on a model, with an objective and optimisers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` between the layers of these models, forward and backward; it may end the pass by an exception."""
+    """Within the context, call `act` between the models' layers, in forward and backward passes; `act` may end a pass by an exception."""
 
     def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         act()
@@ -70,10 +70,10 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 
 
 class Trainer:
-    """A model, its objective and its optimisers, one optimisation step at a time.
+    """A model with its objective and optimisers, trained one optimisation step at a time.
 
-    `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser works on while
-    the model holds rounded copies. Leaving its context restores a bf16 model's fp32 weights.
+    `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
+    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Trainer:
 
     @contextmanager
     def whole_weights(self, wanted: bool) -> Iterator[None]:
-        """Give the model its whole weights inside, if they are wanted; then free them again where this rank has pieces."""
+        """Within the context, give the model its whole weights if `wanted`; then free them if this rank trains only pieces of them."""
         if wanted:
             self.parallel.publish(self.weights)
         yield
@@ -135,8 +135,8 @@ class Trainer:
             self.parallel.release()
 
     def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
-        """Run a step on a batch or a list of micro-batches, and return its row. A step that is not finite, or whose loss or gradient
-        norm exceeds `limits`, changes nothing."""
+        """Run a step on a batch or a list of micro-batches; return its row of the training log. A step changes no weight if its loss or
+        gradient norm is not finite or exceeds `limits`."""
         start = time.perf_counter()
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
@@ -145,7 +145,7 @@ class Trainer:
         norm = self.parallel.norm(self.weights).to(self.device)
         # One transfer for everything that is logged.
         values = torch.stack([loss, norm, *metrics.values()]).tolist()
-        # A value that is not a number is within no limit.
+        # NaN is within no limit.
         skipped = not (values[0] <= limits[0] and 0 <= values[1] <= limits[1])
         if not skipped:
             limit = self.config.optimizer.max_grad_norm
@@ -184,7 +184,7 @@ class Trainer:
         return part.to(self.device) if hasattr(part, "to") else part
 
     def _totals(self, parts: Sequence[Part], count: int) -> dict[str, dict[str, float]]:
-        """Return the objective's argument `totals`: its counts, summed over the step's `count` parts on all ranks."""
+        """Return the objective's keyword argument `totals`: its counts summed over the step's `count` micro-batches on all ranks."""
         if not hasattr(self.objective, "totals"):
             if count > 1 or self.parallel.processes > 1:
                 raise TypeError("only an objective with totals() can split a step into micro-batches")
@@ -208,8 +208,8 @@ class Trainer:
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
     def _utilization(self, seconds: float) -> dict[str, float]:
-        """Return the share of the device's peak that the model FLOPs of this rank's step reach, if both are known: for a `Transformer`
-        whose weights are all trained, on a device in `accounting.peak_flops`."""
+        """Return the metric model FLOPs utilization, the step's model FLOPs over the devices' peak, estimated from this rank's part. Empty
+        unless all weights of a `Transformer` are trained and `accounting.peak_flops` knows the device."""
         config = getattr(self.model, "config", None)
         parts, readers = [part for part, counted in self._parts if counted], self.parallel.mesh.layout.readers
         forests = [one for part in parts if isinstance(one := getattr(getattr(part, "targets", part), "forest", None), Forest)]
@@ -248,7 +248,7 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite weights and optimiser state with the result of `tensors`; raise ValueError if a tensor is missing or left over."""
+        """Overwrite weights and optimiser state with a result of `self.tensors`; raise ValueError if names or shapes differ."""
         own = self.tensors()
         shapes, saved_shapes = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
         if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != saved_shapes.get(name)):
@@ -260,11 +260,11 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with another training's: its `tensors` named `state.…`, for whole weights; this rank takes its
-        pieces. Raise ValueError if optimiser or weights differ."""
+        """Overwrite the optimisers' state from another training's tensors named `state.…`, which belong to whole weights; this rank takes
+        its pieces of them. Raise ValueError if the optimisers or the weights' shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
-        # The state of a pipeline's other stages, and of matrices that other ranks own, is theirs.
+        # Other ranks restore the state of other pipeline stages and of the matrices that they own.
         apart = self.parallel.mesh.layout.pipeline > 1 or self.parallel.owned
         rest = {} if apart else {name: value for name, value in state.items() if name not in own}
         cut = {
@@ -320,7 +320,7 @@ def inner_matrices(model: nn.Module) -> set[str]:
 
 
 def embeddings(model: nn.Module) -> set[str]:
-    """Return the names of the embeddings, an output layer that shares their matrix among them."""
+    """Return the names of the embedding matrices; a tied output layer shares the embedding's name."""
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return {name for name, p in model.named_parameters() if id(p) in matrices}
 
@@ -336,7 +336,7 @@ def _step_seed(seed: int, step: int) -> int:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators inside, and restore them (dropout of adapters uses them)."""
+    """Within the context, seed torch's default generators, which the adapters' dropout uses; then restore them."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
