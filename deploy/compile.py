@@ -24,7 +24,7 @@ from puna.flows.cli.clean import clean
 from puna.flows.engine.session import session
 from puna.kernels.cpu import numba_cache
 from puna.kernels.text.characters import letters_and_capitals
-from puna.kernels.text.technical import measured
+from puna.kernels.text.technical import measure
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.training.loop import TrainConfig, Trainer
@@ -119,7 +119,7 @@ def curation() -> None:
         trained = made(train_classifier, examples, documents=documents)
         made(quality, QualityConfig(), documents=lines, classifier=trained)
         made(decontaminate, DecontaminateConfig(), documents=lines, prompts=[asked])
-        measured(pa.array([TEXT]), 2000)
+        measure(pa.array([TEXT]), 2000)
         letters_and_capitals(TEXT)
 
 

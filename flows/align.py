@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from puna.flows.engine.declare import Output, flow, publish, setting, step, switch, tell, together
-from puna.flows.rounds import State, controls, development_prompts, distilled, learned_from, new_prompts, one_round, stopped
+from puna.flows.rounds import State, controls, development_prompts, distil_policy, learned_from, new_prompts, one_round, stop_reason
 from puna.stages.align.instructions import instructions
 from puna.stages.align.sft import sft
 from puna.stages.contract import Kind
@@ -32,7 +32,7 @@ def align(
     tasks = step(prompts)
     gold = [step(instructions, prompts=tasks), *(demonstrations or [])]
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)
-    policy = distilled(policy, teacher, tasks, gold, compared=compared)
+    policy = distil_policy(policy, teacher, tasks, gold, compared=compared)
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
     evaluation = step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
     state = State(policy, other, tuple(gold), tuple(judged or []), evaluation)
@@ -41,7 +41,7 @@ def align(
     for number in range(1, rounds + 1):
         questions, before = new_prompts(number), state
         state = one_round(number, before, questions, tasks, development=development)
-        if number > 1 and (reason := stopped(number, before, state, tasks)):
+        if number > 1 and (reason := stop_reason(number, before, state, tasks)):
             tell(f"stop: round {number} {reason}; the policy stays that of round {number - 1}")
             state = before
             break

@@ -93,10 +93,10 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
     if len(outputs) == 1 and not names[0]:
         return outputs[0]
 
-    def named(config: GatherConfig) -> GatherConfig:
+    def name_sources(config: GatherConfig) -> GatherConfig:
         return config.model_copy(update={"sources": names}) if any(names) else config
 
-    return step(gather, documents=outputs, adapt=named)
+    return step(gather, documents=outputs, adapt=name_sources)
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:

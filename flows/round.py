@@ -9,7 +9,7 @@ from typing import Annotated
 
 from puna.flows.engine.declare import Files, Output, current_walk, flow, setting, step, tell
 from puna.flows.engine.recipe import Step
-from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled
+from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled_round
 from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
@@ -52,7 +52,7 @@ def _round(
     """Make the next round, or finish an interrupted round; return True if another round may follow."""
     store = current_walk().store()
     history = History.of(store, model.items[0]) if store and model.items and isinstance(model.items[0], Artifact) else History()
-    if store and (open_ := unsettled(store, history.rounds)):
+    if store and (open_ := unsettled_round(store, history.rounds)):
         _carry_out(store, open_)
         return False
     number = history.number

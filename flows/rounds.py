@@ -71,7 +71,7 @@ def learned_from(judged: Sequence[Output]) -> None:
         )
 
 
-def distilled(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
+def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
     """Return the student after on-policy distillation, if the recipe has it. `compared`: also evaluate SFT on the teacher's samples."""
     if teacher is None:
         return student
@@ -112,10 +112,10 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     tuned = step(sft, number=number, through="model", model=start, instructions=data)
     preferred = step(dpo, number=number, through="model", model=tuned, preferences=last_pairs)
     again = current_walk().configs(AGAIN)
-    lessons = _taught("again", number, preferred, gold, tasks, reward, ranked=bool(reward)) if again else preferred
+    lessons = _finetune_on_own("again", number, preferred, gold, tasks, reward, ranked=bool(reward)) if again else preferred
     trained = step(grpo, number=number, off=True, through="policy", policy=lessons, reward_model=reward, prompts=tasks)
     trained = step(ppo, number=number, off=True, through="policy", policy=trained, reward_model=reward, prompts=tasks)
-    policy = _averaged("average", number, before, trained, reward, development)
+    policy = _average_policy("average", number, before, trained, reward, development)
     evaluation = step(evaluate, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
     outputs = {
         "sample": answers, "reward_model": reward, "chosen": better, "synthesize": synthetic, "sft": tuned, "dpo": preferred,
@@ -125,7 +125,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     return State(policy, other, before.instructions, pairs, evaluation, before.start, outputs)
 
 
-def stopped(number: int, before: State, after: State, heldout: Output) -> str:
+def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
     """Return the reason why a round's gate holds its candidate back; empty if it passes, or if the walk has no verdict yet."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
@@ -139,7 +139,7 @@ def stopped(number: int, before: State, after: State, heldout: Output) -> str:
     return {"passed": "", "refused": f"gains nothing: {reason}"}.get(outcome, "waits for an approval")
 
 
-def _averaged(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
+def _average_policy(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
     """Return the average of the policy at the start of the round and the trained policy."""
     return step(
         average, f"{label}_{number}", field="average", number=number, through="models", models=[before.policy, trained],
@@ -158,27 +158,27 @@ def controls(
     of the finetuned model's own answers, and another arm is finetuned on those accepted by verifiers. One arm omits the last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
-    updates = replaced("more_steps", _last_updates())
+    updates = replace_field("more_steps", _last_updates())
     base = [*gold, made["chosen"]] if made["chosen"] else gold
 
     def arm(name: str, trained: Output) -> Output:
-        model = _averaged(f"average_{name}", number, before, trained, made["reward_model"], development)
+        model = _average_policy(f"average_{name}", number, before, trained, made["reward_model"], development)
         step(evaluate, f"control_{name}_{number}", field="evaluate", model=model, prompts=heldout)
         return model
 
-    def tuned(name: str, data: list[Output]) -> None:
+    def tune_arm(name: str, data: list[Output]) -> None:
         label = f"sft_{name}_{number}"
         arm(name, step(sft, label, field="sft", number=number, through="model", adapt=updates, model=start, instructions=data))
 
     def chosen_by(pick: Pick, answers: Output, label: str) -> Output:
         return step(
-            rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replaced("pick", pick), answers=answers,
+            rejection_sample, f"{label}_{number}", field="pick", number=number, adapt=replace_field("pick", pick), answers=answers,
             reward_model=made["reward_model"] if pick == "reward_model" else None, prompts=tasks,
         )  # fmt: skip
 
-    def picked(pick: Pick) -> None:
+    def pick_arm(pick: Pick) -> None:
         if one := checked if pick == "verifier" else chosen_by(pick, made["sample"], f"pick_{pick}"):
-            tuned(f"pick_{pick}", [*base, one])
+            tune_arm(f"pick_{pick}", [*base, one])
 
     def instead() -> None:
         label, pairs = f"dpo_instead_{number}", list(after.preferences)
@@ -193,7 +193,7 @@ def controls(
         if policy:
             arm("dpo_instead", policy)
         if answers and checked and (more := chosen_by("verifier", answers, "pick_instead")):
-            tuned("pick_instead", [*base, checked, more])
+            tune_arm("pick_instead", [*base, checked, more])
 
     trains = made["policy"].labels != made["dpo"].labels
     arms = _equal(number, made, gold, tasks, heldout, arm) if trains else []
@@ -201,9 +201,9 @@ def controls(
         return arms
     # Computed now, since two arms that may run in parallel learn from this output.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
-    arms += [partial(tuned, "gold", gold), *([partial(tuned, "chosen", base)] if made["chosen"] else [])]
-    arms += [partial(tuned, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
-    arms += [partial(picked, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [instead]
+    arms += [partial(tune_arm, "gold", gold), *([partial(tune_arm, "chosen", base)] if made["chosen"] else [])]
+    arms += [partial(tune_arm, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
+    arms += [partial(pick_arm, pick) for pick in get_args(Pick) if pick != "reward_model" or made["reward_model"]] + [instead]
     arms += [partial(arm, "untaught", made["dpo"])] if trains else []
     return arms
 
@@ -220,17 +220,17 @@ def _equal(
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
     start, reward, own = made["dpo"], made["reward_model"], current_walk().configs(AGAIN) and _of_rl()
-    lessons = partial(_taught, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
+    lessons = partial(_finetune_on_own, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
 
-    def reinforced(name: str, policy: Output, share: float = 1) -> None:
+    def rl_arm(name: str, policy: Output, share: float = 1) -> None:
         trained = step(
             grpo, f"grpo_{name}_{number}", field="grpo_equal", number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
-            adapt=partial(_shared, "rollouts", share),
+            adapt=partial(_part, "rollouts", share),
         )  # fmt: skip
         if trained:
             arm(name, trained)
 
-    def finetuned() -> None:
+    def sft_arm() -> None:
         # One after the other, since both arms learn from the same samples.
         if reward:
             arm("ranked", lessons("ranked", model=start, ranked=True, samples="equal"))
@@ -242,20 +242,20 @@ def _equal(
                 judges=[reward] if reward else [],
             )  # fmt: skip
 
-    def iterated() -> None:
+    def iterated_arm() -> None:
         model = start
         for part in range(1, ITERATIONS + 1):
             model = lessons(f"iterated_{part}", model=model, ranked=bool(reward), share=1 / ITERATIONS)
         arm("iterated", model)
 
     def half() -> None:
-        reinforced("half", lessons("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
+        rl_arm("half", lessons("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
 
     more = switch("more_controls", True, description="Also the control arms `checked`, `iterated`, `half` and `best_of_n`")
-    return [finetuned, partial(reinforced, "rl", start), *([iterated] if more else []), *([half] if more and not own else [])]
+    return [sft_arm, partial(rl_arm, "rl", start), *([iterated_arm] if more else []), *([half] if more and not own else [])]
 
 
-def _taught(
+def _finetune_on_own(
     name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
     field: str = "again", share: float = 1, samples: str = "",
 ) -> Output:  # fmt: skip
@@ -266,7 +266,7 @@ def _taught(
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
-        adapt=partial(_shared, "answers", share),
+        adapt=partial(_part, "answers", share),
     )  # fmt: skip
     ways = {"pick": "reward_model", "correct": True} if ranked else {"pick": "verifier", "most": 1000}
     picked = step(
@@ -274,12 +274,12 @@ def _taught(
         default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
     )  # fmt: skip
     return step(
-        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_shared, "steps", share),
+        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_part, "steps", share),
         model=model, instructions=[*gold, picked],
     )  # fmt: skip
 
 
-def _shared(name: str, share: float, config: Any) -> Any:
+def _part(name: str, share: float, config: Any) -> Any:
     """Return a configuration with a share of its answers, steps or rollouts, rounded up."""
     if name == "steps":
         training = config.training
@@ -302,7 +302,7 @@ def _last_updates() -> int:
     return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
 
 
-def replaced(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
+def replace_field(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
     """Return a function that replaces one field's value in a configuration."""
     return lambda config: config.model_copy(update={name: value})
 

@@ -91,7 +91,7 @@ def _by_loop(x_TD: Tensor, w_ND: Tensor) -> Tensor:
     return y
 
 
-def looped(x_TD: Tensor, w_ND: Tensor) -> bool:
+def uses_loop(x_TD: Tensor, w_ND: Tensor) -> bool:
     """True if the loop computes this product: fp32 on CPU, contiguous weights, and few rows without autograd or an exact pass."""
     wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD, w_ND))
     return wanted and x_TD.dtype == w_ND.dtype == torch.float32 and w_ND.is_cpu and w_ND.is_contiguous() and has_numba()
@@ -99,7 +99,7 @@ def looped(x_TD: Tensor, w_ND: Tensor) -> bool:
 
 def product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
     """Return [T, D] times [N, D] transposed, without autograd: by the loop in exact passes, else by the fastest routine."""
-    if looped(x_TD, w_ND):
+    if uses_loop(x_TD, w_ND):
         return _by_loop(x_TD, w_ND)
     large = x_TD.shape[0] * w_ND.shape[0] >= ONEDNN_OUTPUTS
     if large and x_TD.dtype == torch.float32 and x_TD.device.type == "cpu" and (onednn := _onednn()) is not None:

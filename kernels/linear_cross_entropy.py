@@ -115,7 +115,7 @@ def _cross_entropy_rows_triton(logits_CV: Tensor, targets: Tensor, weights: Tens
 # --- all chunks ------------------------------------------------------------------------------------------
 
 
-def _kept(dtype: torch.dtype) -> torch.dtype:
+def _waiting_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which dW is saved for the backward pass: fp16 could not hold dW before it is scaled."""
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -140,7 +140,7 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
             del logits_CV, d_CV  # else they would be in memory beside the next chunk's
-        return (nll * weights).sum(), nll, dx_ND, dw_VD.to(_kept(w_VD.dtype)), scale
+        return (nll * weights).sum(), nll, dx_ND, dw_VD.to(_waiting_dtype(w_VD.dtype)), scale
 
     return cross_entropy
 
@@ -151,7 +151,7 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
 def _fake_cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, ...]:
     dx_ND, dw_VD = fake_gradients(x_ND, w_VD, want_x, want_w)
     scalar = x_ND.new_empty((), dtype=wide(x_ND.dtype))
-    return scalar, *fake_rows(x_ND, 1), dx_ND, dw_VD.to(_kept(w_VD.dtype)), torch.empty_like(scalar)
+    return scalar, *fake_rows(x_ND, 1), dx_ND, dw_VD.to(_waiting_dtype(w_VD.dtype)), torch.empty_like(scalar)
 
 
 _cross_entropy = operator(

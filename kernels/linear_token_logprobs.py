@@ -16,7 +16,7 @@ from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.linear import product
 from puna.kernels.operators import differentiable, operator, wide
 from puna.kernels.output_layer import LOWEST, accumulate, block_size, chunks, fake_gradients, fake_rows, gradients
-from puna.kernels.token_draw import log_sum_exp, looped
+from puna.kernels.token_draw import log_sum_exp, uses_loop
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,7 +38,7 @@ def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor,
 
 def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return ([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps of logits / temperature)."""
-    if looped(logits_CV):  # by the loop that draws tokens
+    if uses_loop(logits_CV):  # by the loop that draws tokens
         scale = torch.full((len(logits_CV),), 1.0 / temperature)
         lse, z_CV = log_sum_exp(logits_CV, scale)[0], logits_CV.mul_(scale[:, None])
     else:

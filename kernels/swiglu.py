@@ -76,14 +76,14 @@ def _flat(x_TF: Tensor) -> Tensor:
     return x_TF.as_strided(((T - 1) * x_TF.stride(0) + width,), (1,))
 
 
-def _fused(*tensors: Tensor) -> bool:
+def _can_fuse(*tensors: Tensor) -> bool:
     if not all(x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.numel() for x in tensors):
         return False
     return fused_on_cpu(*(x if x.is_contiguous() else _flat(x) for x in tensors))
 
 
 def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    if _fused(gate_TF, up_TF):
+    if _can_fuse(gate_TF, up_TF):
         y_TF = torch.empty(gate_TF.shape, dtype=gate_TF.dtype)
         arguments = [number for x in (gate_TF, up_TF) for number in (x.data_ptr(), 4 * x.stride(0))]
         run_rows(_forward_loop, *y_TF.shape, y_TF.shape[1], *arguments, y_TF.data_ptr())
@@ -93,7 +93,7 @@ def _forward(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
 
 def _backward(dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
     dy_TF = dy_TF.contiguous()
-    if _fused(dy_TF, gate_TF, up_TF):
+    if _can_fuse(dy_TF, gate_TF, up_TF):
         dgate_TF, dup_TF = torch.empty_like(dy_TF), torch.empty_like(dy_TF)
         strides = torch.tensor([gate_TF.stride(0), up_TF.stride(0)])
         by_rows(_backward_loop, *dy_TF.shape, dy_TF, _flat(gate_TF), _flat(up_TF), strides, dgate_TF, dup_TF)

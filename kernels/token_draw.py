@@ -116,7 +116,7 @@ def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Ten
     return lse, peaks, blocks
 
 
-def looped(logits_CV: Tensor) -> bool:
+def uses_loop(logits_CV: Tensor) -> bool:
     """True if the loops can take these logits: contiguous, fp32, on CPU, with numba installed."""
     whole = logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous()
     return whole and has_numba() and not uses_triton(logits_CV)
@@ -160,7 +160,7 @@ def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[
     `scale` [C] fp32 on CPU is one over the temperature, `uniforms` [C] fp64 on CPU in [0, 1); LIKELIEST in its place takes the
     likeliest token. If a row's log-sum-exp is not finite, its token is arbitrary.
     """
-    if not looped(logits_CV):
+    if not uses_loop(logits_CV):
         return _portable(logits_CV, scale_C, uniforms_C)
     C, V = logits_CV.shape
     tokens, lse = torch.zeros(C, dtype=torch.int64), torch.empty(C)

@@ -47,17 +47,17 @@ class RopeScaling(Settings):
         """Return the factor by which rotated queries and keys are multiplied."""
         return 0.1 * math.log(self.factor) + 1 if self.rope_type == "yarn" else 1.0
 
-    def stretched(self, frequencies: list[float], theta: float) -> list[float]:
+    def stretch(self, frequencies: list[float], theta: float) -> list[float]:
         """Return the stretched frequencies of all pairs of elements, in radians per token. `theta`: their base."""
         if self.rope_type != "yarn":
-            return [self._scaled(frequency) for frequency in frequencies]
+            return [self._stretch_one(frequency) for frequency in frequencies]
         pairs, context = len(frequencies), self.original_max_position_embeddings
         low, high = (pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (self.beta_fast, self.beta_slow))
         first, last = max(math.floor(low), 0), min(math.ceil(high), 2 * pairs - 1)
         shares = [min(max((i - first) / (last - first or 0.001), 0.0), 1.0) for i in range(pairs)]
         return [f * (1 - share + share / self.factor) for f, share in zip(frequencies, shares, strict=True)]
 
-    def _scaled(self, frequency: float) -> float:
+    def _stretch_one(self, frequency: float) -> float:
         """Return the stretched frequency of one pair (linear or llama3)."""
         if self.rope_type == "linear":
             return frequency / self.factor
@@ -242,7 +242,7 @@ class ModelConfig(ModelShape):
         """Return the angle of each rotated pair of elements from one token to the next, in radians."""
         width = self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
         plain = [self.rope_theta ** (-2 * i / width) for i in range(width // 2)]
-        return plain if self.rope_scaling is None else self.rope_scaling.stretched(plain, self.rope_theta)
+        return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain, self.rope_theta)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary for JSON; `ModelConfig(**d)` is the inverse."""

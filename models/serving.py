@@ -94,7 +94,7 @@ def guesses(speculate: int, draft: object) -> int:
     return speculate or (AHEAD if draft is not None else 0)
 
 
-def prepared(model: Transformer, weights: Weights) -> Transformer:
+def quantise_for(model: Transformer, weights: Weights) -> Transformer:
     """Return the model, quantised in place to `weights`; raise ValueError if that is not possible."""
     from puna.models.formats.quantised import quantise
 
@@ -113,13 +113,13 @@ def engine_of(
 
     if held is not None and held.mesh.size("pipeline") > 1:
         return held_engine(held, tokenizer, **limits)
-    prepared(model, weights)
+    quantise_for(model, weights)
     if draft is None:
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
     if tokenizer is None or other.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
-    return DraftedEngine(model, prepared(smaller, draft_weights), tokenizer, **limits)
+    return DraftedEngine(model, quantise_for(smaller, draft_weights), tokenizer, **limits)
 
 
 class Offloaded(NamedTuple):
@@ -138,7 +138,7 @@ def offloaded_model(
     """Return the model in a folder, offloaded by the fastest plan for this work. `memory`: limit in GB, the draft included (None: most of
     the free memory). `step_tokens`: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits."""
     from puna.models.machine import free_memory
-    from puna.models.memory.offload import Source, offloaded
+    from puna.models.memory.offload import Source, offload_layers
     from puna.models.memory.planner import Rates, Shape, choose, measure
 
     device, dtype = place
@@ -150,7 +150,7 @@ def offloaded_model(
     shape = Shape.of(source, device, None if draft is None else draft.config)
     choose(shape, room - smaller, Rates(1.0, 1.0, 1.0), work, step_tokens)  # raises before the measurement if nothing fits
     plan = choose(shape, room - smaller, measure(source, offload, device), work, step_tokens)
-    model, shelf = offloaded(source, offload, plan.streamed, device)
+    model, shelf = offload_layers(source, offload, plan.streamed, device)
     limits = {"sequences": plan.sequences, "step_tokens": plan.step_tokens, "memory": plan.pages}
     return Offloaded(model, limits, plan.line(offload), shelf)
 

@@ -316,7 +316,7 @@ def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
 ROWS = 512  # positions whose logits over the vocabulary are in memory at one time
 
 
-def softcapped(logits_NV: Tensor, cap: float | None) -> Tensor:
+def softcap(logits_NV: Tensor, cap: float | None) -> Tensor:
     return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
 
 
@@ -406,7 +406,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return the next-token logits [N, V]."""
-        return softcapped(self.lm_head(hidden_ND), self.config.final_logit_softcapping)
+        return softcap(self.lm_head(hidden_ND), self.config.final_logit_softcapping)
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
         """Return the scalar head's number for each hidden state, [N]."""

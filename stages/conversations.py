@@ -54,25 +54,25 @@ def answering(text: str, finished: bool = True) -> str:
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a row of prompts, preferences or instructions."""
-    return _parsed(row, "messages", list)
+    return _parse(row, "messages", list)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
     """Return the tools of a row's conversation, or None if it has none."""
-    return None if row["tools"] is None else _parsed(row, "tools", list)
+    return None if row["tools"] is None else _parse(row, "tools", list)
 
 
 def message_of(row: Mapping[str, Any], column: str) -> Message | None:
     """Return the answer in a column (chosen, rejected, edited), or None if the column is null."""
-    return None if row[column] is None else _parsed(row, column, dict)[0]
+    return None if row[column] is None else _parse(row, column, dict)[0]
 
 
 def others_of(row: Mapping[str, Any]) -> list[Message]:
     """Return the further answers of a ranking, each with its `rank`; see the column `others` of preferences."""
-    return [] if row["others"] is None else _parsed(row, "others", list)
+    return [] if row["others"] is None else _parse(row, "others", list)
 
 
-def _parsed(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
+def _parse(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
     """Return the messages in a column, which holds a list, or one message if `kind` is dict. Raise BadRow for anything else."""
     try:
         value = json.loads(row[column])
@@ -93,7 +93,7 @@ def content_of(message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
-def shown(messages: Sequence[Message]) -> str:
+def as_text(messages: Sequence[Message]) -> str:
     """Return messages as readable text: a single user message unchanged, else all turns, with their roles."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return content_of(messages[0])

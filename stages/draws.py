@@ -26,14 +26,14 @@ def identifier(*parts: object) -> str:
     return _sha256(parts).hex()[:32]
 
 
-def hashed(*parts: object) -> int:
+def hash_of(*parts: object) -> int:
     """Return a 64-bit hash of the parts."""
     return int.from_bytes(_sha256(parts)[:8], "big")
 
 
 def fraction(*parts: object) -> float:
     """Return a hash of the parts as a number in [0, 1)."""
-    return hashed(*parts) / 2**64
+    return hash_of(*parts) / 2**64
 
 
 def place(*parts: object) -> int:

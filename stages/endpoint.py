@@ -98,7 +98,7 @@ class Endpoint:
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
         pool = ThreadPoolExecutor(self.config.at_once, thread_name_prefix="puna-endpoint")
         try:
-            futures = {pool.submit(self._kept, id_, request): id_ for id_, request in missing.items()}
+            futures = {pool.submit(self._stored_reply, id_, request): id_ for id_, request in missing.items()}
             for number, future in enumerate(as_completed(futures), 1):
                 id_ = futures[future]
                 replies[id_] = future.result()
@@ -152,7 +152,7 @@ class Endpoint:
         """Return a message without the key."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
-    def _kept(self, id_: str, request: dict[str, Any]) -> Reply:
+    def _stored_reply(self, id_: str, request: dict[str, Any]) -> Reply:
         """Return the answer to a request, after appending both to the file."""
         reply = self._answer(request)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),

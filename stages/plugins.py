@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from puna.stages.identity import sources
-from puna.stages.identity.modules import GROUPS, installed
+from puna.stages.identity.modules import GROUPS, entry_points_on
 from puna.storage import PunaError
 
 T = TypeVar("T")
@@ -44,12 +44,12 @@ def offers(group: str) -> dict[str, object]:
         raise PunaError(f"{group}: no group of plugins; there are {', '.join(GROUPS)}")
     if group not in _offers:
         _offers[group] = {}
-        for entry in sorted(installed(tuple(sys.path)).select(group=group), key=lambda e: (e.name, e.value)):
+        for entry in sorted(entry_points_on(tuple(sys.path)).select(group=group), key=lambda e: (e.name, e.value)):
             _load(entry)
     return _offers[group]
 
 
-def broken() -> list[str]:
+def broken_plugins() -> list[str]:
     """Return one sentence for each plugin that could not be loaded: name, package, reason."""
     return list(_broken.values())
 
@@ -78,7 +78,7 @@ def add(text: str) -> ModuleType:
     """
     name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
     if file:
-        sources.seen(Path(file))
+        sources.source_digest(Path(file))
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -88,7 +88,7 @@ def add(text: str) -> ModuleType:
     return module
 
 
-def added() -> dict[str, str]:
+def added_modules() -> dict[str, str]:
     """Return the modules that `add` imported, in order: name → file ("" for a dotted module). Workers import them, too."""
     return dict(_modules)
 
@@ -105,7 +105,7 @@ def is_allowed(module: str) -> bool:
 
 def is_offered(module: str) -> bool:
     """True if an installed package offers plugins from a module."""
-    offered = {entry.value.partition(":")[0] for group in GROUPS for entry in installed(tuple(sys.path)).select(group=group)}
+    offered = {entry.value.partition(":")[0] for group in GROUPS for entry in entry_points_on(tuple(sys.path)).select(group=group)}
     return any(module == name or module.startswith(f"{name}.") for name in offered)
 
 

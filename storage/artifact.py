@@ -167,7 +167,7 @@ class Artifact:
             damage.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
         present = {n: s for n, s in self.files.stats(self.place).items() if not any(p.startswith(".") for p in n.split("/"))}
         damage += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
-        before = self._checked()
+        before = self._checked_versions()
         unchanged = before if quick else {}
         good: dict[str, str] = {}
         for name, record in manifest.files.items():
@@ -183,12 +183,12 @@ class Artifact:
                     good[name] = present[name].version
         seen = set() if seen is None else seen
         for source in () if own else manifest.sources:
-            damage += self._lost(source.kind, source.key, source.digest, read, quick, seen)
+            damage += self._damage_of_sources(source.kind, source.key, source.digest, read, quick, seen)
         if not damage and before | good != before:
             self.remember(before | good)
         return damage
 
-    def _lost(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool, seen: set[str]) -> list[str]:
+    def _damage_of_sources(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool, seen: set[str]) -> list[str]:
         source = Artifact(kind, key, self.files)
         if self.files.stat(f"{source.place}/{NAME}") is None:
             return [f"it keeps rows of {source.id}, which is not in the store"]
@@ -202,7 +202,7 @@ class Artifact:
         seen.add(source.place)
         return [f"it keeps rows of {source.id}: {what}" for what in source.damage(read, quick=quick, seen=seen)]
 
-    def _checked(self) -> dict[str, str]:
+    def _checked_versions(self) -> dict[str, str]:
         try:
             versions = json.loads(self.files.read(f"{self.place}/{CHECKED}"))
             return {str(n): str(v) for n, v in versions.items()}

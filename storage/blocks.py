@@ -43,7 +43,7 @@ def _text(file: BinaryIO, size: int) -> str:
     return base64.b64encode(np.array(sums, dtype="<u4").tobytes()).decode()
 
 
-def widened(start: int, stop: int, size: int) -> tuple[int, int]:
+def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
     """Return the smallest range of whole blocks that contains the bytes start .. stop of a file of `size` bytes."""
     step = block_bytes(size)
     return start // step * step, min(size, -(-stop // step) * step)
@@ -90,7 +90,7 @@ class Reader(io.RawIOBase):
         if not self._start <= self._at <= self._at + count <= end:
             follows = len(self._window) > 0 and self._start <= self._at <= end
             self._ahead = min(LARGEST, 2 * self._ahead) if follows else FIRST
-            self._start, stop = widened(self._at, min(self._size, self._at + max(count, self._ahead)), self._size)
+            self._start, stop = whole_blocks(self._at, min(self._size, self._at + max(count, self._ahead)), self._size)
             self._window = memoryview(self._fetch(self._start, stop))
         begin = self._at - self._start
         self._at += count

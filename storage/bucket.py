@@ -43,9 +43,9 @@ class Bucket:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def _client(self) -> S3Store:
-        return _connected(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
+        return _connect(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
-    def _tried(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
+    def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
         """Return the answer to a request, with retries beyond the client's own. `written`: the request writes, so a 404 means no bucket."""
         for attempt in range(TRIES):
             try:
@@ -58,14 +58,14 @@ class Bucket:
                 raise
             except obstore.exceptions.BaseError as error:
                 if attempt == TRIES - 1 or not passing(error):
-                    raise self._unanswered(name, error) from None
+                    raise self._failure(name, error) from None
                 pause(attempt)
         raise AssertionError
 
     def _no_bucket(self) -> PunaError:
         return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
 
-    def _unanswered(self, name: str, error: Exception) -> PunaError:
+    def _failure(self, name: str, error: Exception) -> PunaError:
         """Return the error for a failed request, with what to do and without secrets."""
         text = " ".join(str(error).split())[:300]
         for variable in SECRET:
@@ -81,7 +81,7 @@ class Bucket:
 
 
 @lru_cache(maxsize=8)
-def _connected(bucket: str, prefix: str, endpoint: str) -> S3Store:
+def _connect(bucket: str, prefix: str, endpoint: str) -> S3Store:
     if not any(os.environ.get(name) for name in CREDENTIALS):
         raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
     # The server compares uploads with this checksum and refuses those with flipped bits.

@@ -101,7 +101,7 @@ class Catalog:
             return str(keys[-1])
         return self._store.resolve(name).key
 
-    def _resolved(self, text: str) -> str:
+    def _resolve(self, text: str) -> str:
         """Return a statement with the names of artifacts in calls of macros replaced by keys."""
 
         def keys(call: re.Match[str]) -> str:
@@ -125,7 +125,7 @@ class Catalog:
                 raise PunaError(f"give one SQL statement, not {len(statements)}")
             if not _reads(self.connection, statements[0]):
                 raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
-            text = self._resolved(text)
+            text = self._resolve(text)
             self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.named(text)))
             self._compare([])
             return self.connection.sql(text)

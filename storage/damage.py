@@ -34,7 +34,7 @@ _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 """(URI, name) of a file → the version that was compared, and when."""
 
 
-def checked(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
+def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
     """Return `artifact` after a check (of `read`, see `Artifact.damage`). If damaged, move it to `quarantine/` and raise DamagedArtifact.
 
     A quick check detects changed, truncated or removed files. `whole`: compare every byte, unless the store's reads do so anyway; only this
@@ -115,7 +115,7 @@ def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
         for (name, version), whole in zip(todo, threads.map(lambda one: _whole(files, one[0]), todo), strict=True):
             if not whole:
                 kind, _, key = name.split("/")[1:4]
-                checked(files, Artifact(kind, key, files), whole=True)
+                check(files, Artifact(kind, key, files), whole=True)
             _COMPARED[files.uri, name] = version, time.monotonic()
     return beyond
 

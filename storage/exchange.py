@@ -236,7 +236,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 def found_before(how: Scatter) -> Scattered | None:
     """Return the job's result from an earlier attempt, or None. Raise `Damaged` if a file is damaged."""
-    if (record := how.staging.noted(how.job)) is None:
+    if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
     if any(len(ends) != len(how.runs) for _, ends in files):
@@ -257,7 +257,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
         return False
 
 
-def gathered(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
+def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
     """Return the exchange of all jobs' results; its parts are partitions, or groups of them at the first level. `runs`: see `Scatter`."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:

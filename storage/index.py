@@ -33,7 +33,7 @@ def entries(files: Files) -> list[Entry]:
     """Return the entries of all artifacts whose manifests can be read, oldest first."""
     versions = manifests(files)
     lines = _lines(files)
-    on_file = {(entry_read["kind"], entry_read["key"]): entry_read for one in lines if (entry_read := parsed(one)) is not None}
+    on_file = {(entry_read["kind"], entry_read["key"]): entry_read for one in lines if (entry_read := parse(one)) is not None}
     current = {place: on_file[place] for place, version in versions.items() if place in on_file and on_file[place]["version"] == version}
     new = []
     for place in versions.keys() - current.keys():
@@ -77,7 +77,7 @@ def journal(files: Files, name: str, fields: set[str]) -> tuple[list[Entry], lis
     """Return the entries of a journal, and the line numbers, from 1, of its damaged lines: truncated, changed, or lacking a field."""
     entries, damaged = [], []
     for number, text in enumerate(files.read(name).splitlines() if files.stat(name) else (), 1):
-        if (one := parsed(text)) is not None and fields <= one.keys():
+        if (one := parse(text)) is not None and fields <= one.keys():
             entries.append(one)
         else:
             damaged.append(number)
@@ -90,7 +90,7 @@ def line(entry: Entry) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(data), data)
 
 
-def parsed(line: bytes) -> Entry | None:
+def parse(line: bytes) -> Entry | None:
     """Return the entry in a line of a journal, or None if it is damaged. Journals of aliases once had lines without a checksum."""
     data = line if line.startswith(b"{") else line[9:]
     try:

@@ -89,7 +89,7 @@ def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]
         if _threads[place, name].acquire(blocking=wait):
             stack.callback(_threads[place, name].release)
             pause = FIRST_POLL
-            while (mine := _taken(place, name, term)) is None and wait:
+            while (mine := _take(place, name, term)) is None and wait:
                 time.sleep(pause)
                 pause = min(POLL, 2 * pause)
         if mine is not None:
@@ -106,12 +106,12 @@ def check(place: Place, name: str) -> None:
         raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
 
 
-def held(place: Place, name: str, term: float) -> bool:
+def is_held(place: Place, name: str, term: float) -> bool:
     """True if a process holds the name. The call takes up to two terms if the holder is on another machine and does not renew."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 
-def _taken(place: Place, name: str, term: float) -> Held | None:
+def _take(place: Place, name: str, term: float) -> Held | None:
     state = _takeable(place, name, term)
     if state is None:
         return None
@@ -139,7 +139,7 @@ def _takeable(place: Place, name: str, term: float) -> State | None:
 
 
 def _state(place: Place, name: str) -> State:
-    content = place.versioned(name)
+    content = place.read_version(name)
     if content is None:
         return State("", None)
     data, version = content

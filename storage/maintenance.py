@@ -59,7 +59,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     works = files.folders("work")
     abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.held(key)]
     in_use, dead = held(files, store.holding.name)
-    needed = _needed(store, keep_runs, in_use, [key for key in works if key not in abandoned])
+    needed = _needed_files(store, keep_runs, in_use, [key for key in works if key not in abandoned])
     unneeded = (place_of(one["kind"], one["key"]) for one in store.entries() if one["key"] not in needed)
     reasons = dict.fromkeys(unneeded, "no alias and no recent run needs it")
     reasons |= {f"work/{key}": "abandoned work" for key in abandoned}
@@ -86,7 +86,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     return list(removed.values())
 
 
-def _needed(store: Store, keep_runs: int, in_use: set[str], works: list[str]) -> set[str]:
+def _needed_files(store: Store, keep_runs: int, in_use: set[str], works: list[str]) -> set[str]:
     by_key = {one["key"]: one for one in store.entries()}
     todo = [*in_use, *store.aliases().values(), *store.acceptances().values()]
     # A run without an artifact does not count among the last `keep_runs`.

@@ -124,13 +124,13 @@ class Manifest:
         """Return the manifest in a file of the store. Raise PunaError if it cannot be read, was changed or has another format."""
         try:
             data = files.read(name)
-            return _parsed(data) if len(data) <= SMALL else _parsed.__wrapped__(data)
+            return _parse(data) if len(data) <= SMALL else _parse.__wrapped__(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PunaError(f"{files.uri}/{name}: not a readable manifest ({error}); `puna verify` lists damaged artifacts") from error
 
 
 @lru_cache(maxsize=256)
-def _parsed(data: bytes) -> Manifest:
+def _parse(data: bytes) -> Manifest:
     """Return the manifest in a JSON text, cached, because a process often asks for the same one. Raise ValueError if it was changed."""
     value = json.loads(data)
     if value.get("format") != FORMAT:

@@ -42,13 +42,13 @@ class Stored:
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None) -> pa.Table:
         with self.files.table(self.name) as handle:
-            return self._opened(handle).read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
+            return self._open(handle).read_row_groups(list(groups), columns=list(columns) if columns is not None else None)
 
     def schema(self) -> pa.Schema:
         with self.files.table(self.name) as handle:
-            return self._opened(handle).schema_arrow
+            return self._open(handle).schema_arrow
 
-    def _opened(self, handle: BinaryIO) -> pq.ParquetFile:
+    def _open(self, handle: BinaryIO) -> pq.ParquetFile:
         # With pre-buffering, Arrow keeps all row groups that it has read until the file is closed.
         return pq.ParquetFile(handle, metadata=_footer(self.files, self.name, self.version), pre_buffer=False)
 
@@ -141,21 +141,21 @@ class ShardRows:
         if self.order is None:
             assert own is not None
             return own.range(start, stop, columns)
-        return self._collected(*self.place(start, stop), columns)
+        return self._collect(*self.place(start, stop), columns)
 
     def take(self, rows: Ints, columns: Sequence[str] | None = None) -> pa.Table:
         if self.order is None:
-            return self._collected(np.zeros(len(rows), np.int64), rows, columns)
+            return self._collect(np.zeros(len(rows), np.int64), rows, columns)
         source, row = self.place(0, self.rows)
-        return self._collected(source[rows], row[rows], columns)
+        return self._collect(source[rows], row[rows], columns)
 
-    def _collected(self, source: Ints, row: Ints, columns: Sequence[str] | None) -> pa.Table:
+    def _collect(self, source: Ints, row: Ints, columns: Sequence[str] | None) -> pa.Table:
         def take(number: int, rows: Ints) -> pa.Table:
             file = self.stored[number]
             assert file is not None
             return file.take(rows, columns)
 
-        return collected(source, row, take)
+        return collect(source, row, take)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
         """Yield the row numbers `rows` by row group of the file that has them, because `take` reads whole groups."""
@@ -187,7 +187,7 @@ class ShardRows:
             at = stop
 
 
-def collected(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> pa.Table:
+def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> pa.Table:
     """Return rows of several sources in this order; `take` reads the rows of one source, given by its number."""
     numbers = np.unique(source).tolist()
     places = [np.flatnonzero(source == number) for number in numbers]

@@ -68,20 +68,20 @@ class S3Files(Bucket, Files):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if start or stop is not None:
-            return b"" if stop is not None and stop <= start else self._got(name, start, stop)[0]
-        return self._compared(name, 0, None)[0]
+            return b"" if stop is not None and stop <= start else self._get(name, start, stop)[0]
+        return self._read_blocks(name, 0, None)[0]
 
-    def versioned(self, name: str) -> tuple[bytes, str] | None:
+    def read_version(self, name: str) -> tuple[bytes, str] | None:
         """Return the content of a whole file, compared with its checksums, and its version; None if there is no file."""
         try:
-            return self._compared(name, 0, None)
+            return self._read_blocks(name, 0, None)
         except FileNotFoundError:
             return None
 
-    def _compared(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
+    def _read_blocks(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
         """Return whole blocks of a file, compared with their checksums, and its version. Raise PunaError if its size is not `size`."""
         for attempt in range(TRIES):
-            data, now, sums, version = self._got(name, start, stop)
+            data, now, sums, version = self._get(name, start, stop)
             if size not in (None, now):
                 _size.cache_clear()
                 raise PunaError(f"{self.uri}/{name}: another process wrote it anew while it was read; run again")
@@ -92,9 +92,9 @@ class S3Files(Bucket, Files):
 
     def open(self, name: str) -> BinaryIO:
         size = _size(self, name)
-        return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._compared(name, start, stop, size)[0]))
+        return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._read_blocks(name, start, stop, size)[0]))
 
-    def _got(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
+    def _get(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
         """Return (bytes of the range, size of the whole file, its blocks' checksums as text, its version)."""
         options = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
 
@@ -102,29 +102,29 @@ class S3Files(Bucket, Files):
             answer = obstore.get(self._client(), name, options=options)  # type: ignore[arg-type]
             return bytes(answer.bytes()), answer.meta["size"], answer.attributes.get(SUMS, ""), answer.meta["e_tag"] or ""
 
-        return self._tried(name, get)
+        return self._request(name, get)
 
     def stat(self, name: str) -> Stat | None:
         try:
-            return _stat(self._tried(name, lambda: obstore.head(self._client(), name)))
+            return _stat(self._request(name, lambda: obstore.head(self._client(), name)))
         except FileNotFoundError:
             return None
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        return {name[len(folder) + 1 :]: stat for name, stat in self._listed(folder, "")}
+        return {name[len(folder) + 1 :]: stat for name, stat in self._list(folder, "")}
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
-        return (name for name, _ in self._listed(folder, after))
+        return (name for name, _ in self._list(folder, after))
 
     def folders(self, folder: str) -> Sequence[str]:
-        listing = self._tried(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
+        listing = self._request(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listing["common_prefixes"])
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._listed(folder, ""))
+        split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._list(folder, ""))
         return {place: stat.version for (place, _, last), stat in split if last == name and place.count("/") == depth - 1}
 
-    def _listed(self, folder: str, after: str) -> Iterator[tuple[str, Stat]]:
+    def _list(self, folder: str, after: str) -> Iterator[tuple[str, Stat]]:
         for attempt in range(TRIES):
             try:
                 for chunk in obstore.list(self._client(), prefix=folder, offset=after or None):
@@ -134,7 +134,7 @@ class S3Files(Bucket, Files):
                 return
             except obstore.exceptions.BaseError as error:
                 if attempt == TRIES - 1 or not passing(error):
-                    raise self._unanswered(folder, error) from None
+                    raise self._failure(folder, error) from None
                 pause(attempt)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
@@ -159,7 +159,7 @@ class S3Files(Bucket, Files):
 
     def _writer(self, name: str) -> tuple[str, str] | None:
         try:
-            answer = self._tried(name, lambda: obstore.get(self._client(), name, options={"head": True}))
+            answer = self._request(name, lambda: obstore.get(self._client(), name, options={"head": True}))
         except FileNotFoundError:
             return None
         return answer.attributes.get(NONCE, ""), answer.meta["e_tag"] or ""
@@ -170,12 +170,12 @@ class S3Files(Bucket, Files):
     def _put(self, name: str, data: bytes, mode: PutMode, nonce: str) -> str:
         about = {SUMS: blocks.of_bytes(data)} | ({NONCE: nonce} if nonce else {})
         put = partial(obstore.put, self._client(), name, data, attributes=about, mode=mode, use_multipart=False)
-        return self._tried(name, put, written=True)["e_tag"] or ""
+        return self._request(name, put, written=True)["e_tag"] or ""
 
     def append(self, name: str, line: bytes) -> None:
         content = None
         for attempt in range(10 * TRIES):
-            data, version = self.versioned(name) or (b"", None)
+            data, version = self.read_version(name) or (b"", None)
             # The put may have been done although its answer was lost; lines of other writers may follow by now.
             if content is not None and data.startswith(content):
                 return
@@ -192,14 +192,14 @@ class S3Files(Bucket, Files):
         else:
             about, piece = {SUMS: blocks.of_file(file)}, max(MULTIPART, -(-size // 9_000))
             put = partial(obstore.put, self._client(), name, file, attributes=about, chunk_size=piece, max_concurrency=4)
-            self._tried(name, put, written=True)
+            self._request(name, put, written=True)
         file.unlink()
 
     def remove(self, name: str) -> None:
         names = sorted(self.list(name), key=lambda one: one.rpartition("/")[2] != "manifest.json")  # the manifest first
         for some in ([name], names[:1], names[1:]):
             if some:
-                self._tried(name, partial(obstore.delete, self._client(), some))
+                self._request(name, partial(obstore.delete, self._client(), some))
         self._cache().forget(name)
         self._cache().forget_scratch(name)
 
@@ -229,7 +229,7 @@ class S3Files(Bucket, Files):
         if stat is None:
             raise FileNotFoundError(f"{self.uri}/{source}")
         if stat.bytes <= COPIED:
-            self._tried(source, lambda: obstore.copy(client, source, target))
+            self._request(source, lambda: obstore.copy(client, source, target))
             return
 
         def through() -> None:
@@ -238,13 +238,13 @@ class S3Files(Bucket, Files):
             piece = max(MULTIPART, -(-stat.bytes // 9_000))
             obstore.put(client, target, whole.stream(piece), attributes=about, chunk_size=piece, max_concurrency=4)
 
-        self._tried(source, through, written=True)
+        self._request(source, through, written=True)
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         return lease.lease(self, f"{LOCKS}/{name}", self.term, wait=wait)
 
     def held(self, name: str) -> bool:
-        return lease.held(self, f"{LOCKS}/{name}", self.term)
+        return lease.is_held(self, f"{LOCKS}/{name}", self.term)
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
         connection.register_filesystem(StoreFileSystem(self))

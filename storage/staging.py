@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from puna.storage import digest
 from puna.storage.files import Files
-from puna.storage.parts import Ints, ShardRows, Stored, collected
+from puna.storage.parts import Ints, ShardRows, Stored, collect
 from puna.storage.schemas import table_schema
 from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, facts_of, in_order
 
@@ -102,7 +102,7 @@ class Staging:
         text = json.dumps(value, default=vars)
         self.files.write(f"{self.folder}/{job}.json", f'{{"made": {text}, "checksum": "{_checksum(text)}"}}'.encode(), lasting=False)
 
-    def noted(self, job: str) -> Any:
+    def job_record(self, job: str) -> Any:
         """Return the record of a job, or None. Remove a damaged record and raise `Damaged`."""
         try:
             data = json.loads(self.files.read(f"{self.folder}/{job}.json"))
@@ -117,9 +117,9 @@ class Staging:
 
     def earlier(self, job: str) -> list[Staged] | None:
         """Return the tables that an earlier attempt of a job wrote, or None. Raise `Damaged` if one of their files is damaged."""
-        if (tables := self.noted(job)) is None:
+        if (tables := self.job_record(job)) is None:
             return None
-        staged = [_staged(one) for one in tables]
+        staged = [_staged_of(one) for one in tables]
         for name, record in (file for one in staged for file in one.files.values()):
             if not self.whole(name, record):
                 self.files.remove(f"{self.folder}/{job}.json")
@@ -140,7 +140,7 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _staged(data: dict[str, Any]) -> Staged:
+def _staged_of(data: dict[str, Any]) -> Staged:
     files = {what: (name, FileRecord(**record)) for what, (name, record) in data["files"].items()}
     return Staged(**data | {"shard": Shard.of(data["shard"]), "files": files})
 
@@ -218,7 +218,7 @@ class Outputs:
             self._known[number] = file.whole()
         if not len(source):
             return FACTS.empty_table()
-        return collected(source, row, lambda number, rows: self._known[number].take(pa.array(rows)))
+        return collect(source, row, lambda number, rows: self._known[number].take(pa.array(rows)))
 
     def finish(self, *, number: int | None = None, cut: int = 0, info: Any = None) -> list[Staged]:
         """Finish all tables and move them to the staging folder."""
@@ -243,15 +243,15 @@ class Outputs:
 def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
     """Write the rows of in-memory pieces, sorted by their key; a column that a piece lacks is null there."""
     schema = table_schema(table)
-    whole = schema.schema_for(united(piece.schema for piece in pieces))
-    rows = in_order(pa.concat_tables([filled(piece, whole) for piece in pieces]), schema.key)
+    whole = schema.schema_for(unite(piece.schema for piece in pieces))
+    rows = in_order(pa.concat_tables([fill(piece, whole) for piece in pieces]), schema.key)
     with ShardWriter(table, path) as writer:
         writer.open(whole)
         writer.add(rows)
         return writer.close()
 
 
-def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
+def unite(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """Return a schema with the columns of all schemas; a column has the type of its first occurrence."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
@@ -260,7 +260,7 @@ def united(schemas: Iterable[pa.Schema]) -> pa.Schema:
     return pa.schema(fields.values())
 
 
-def filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
+def fill(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return `table` with this schema; a column that it lacks is null."""
     for one in schema:
         if one.name not in table.schema.names:

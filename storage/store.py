@@ -149,8 +149,8 @@ class Store:
         return artifacts[0]
 
     def checked(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-        """Check an artifact for damage and return it; see `damage.checked`."""
-        return damage.checked(self.files, artifact, read, whole=whole)
+        """Check an artifact for damage and return it; see `damage.check`."""
+        return damage.check(self.files, artifact, read, whole=whole)
 
     def quarantine(self, artifact: Artifact) -> str | None:
         """Move a damaged artifact to `quarantine/`; see `damage.quarantine`."""
@@ -190,7 +190,7 @@ class Store:
                 work.add(name, rows, "import")
             return work.commit(kind, key, Identity(IMPORT))
 
-    def accepted(self, key: str) -> str:
+    def accepted_key(self, key: str) -> str:
         """Return the key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
         fields = read_pointer(self.files, _acceptance(key))
         return key if fields is None else fields["stands_for"]
@@ -350,10 +350,10 @@ def files_of(uri: str | Path) -> Files:
         except ImportError as error:
             raise PunaError("a store on S3 needs the package obstore; install puna[s3]") from error
         return S3Files.at(str(uri))
-    return LocalFiles(located(uri))
+    return LocalFiles(folder_of(uri))
 
 
-def located(uri: str | Path) -> Path:
+def folder_of(uri: str | Path) -> Path:
     """Return the absolute path of the folder at a path or `file://` URI; the folder need not exist."""
     text = str(uri)
     parsed = urlsplit(text) if "://" in text else None

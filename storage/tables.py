@@ -26,7 +26,7 @@ from puna.storage.manifest import Source, TableRecord, table_digest
 from puna.storage.parts import ShardRows, Stored, Stream, between, near, span
 from puna.storage.schemas import TableSchema, table_schema
 from puna.storage.shards import NOTHING, FileRecord, ShardWriter
-from puna.storage.staging import Outputs, Staged, Staging, filled, united
+from puna.storage.staging import Outputs, Staged, Staging, fill, unite
 
 Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
 """Function that calls a function for all jobs, in workers, and returns the results in order."""
@@ -61,7 +61,7 @@ class Made(NamedTuple):
     staged: dict[int | None, Staged]
 
 
-def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
+def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
     """Return the table of some pieces: as unchanged shards, with references copied, or merged. `mapper` runs the jobs for this."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
@@ -84,7 +84,7 @@ def finished(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
         return _record(schema, [replace(one, number=n) for n, one in enumerate(sequence)], 0, ())
     by_id = schema.key[0] == "id"
     cut = 1 if small or not by_id else pieces.cut or shards.count(schema, raw)
-    (merged,) = mapper(_merged, [(pieces.table, staged, cut, staging)])
+    (merged,) = mapper(_merge, [(pieces.table, staged, cut, staging)])
     return _record(schema, merged, cut, ())
 
 
@@ -131,29 +131,29 @@ def _written_anew(job: tuple[str, Staged, tuple[Stored | None, ...], Staging]) -
     return new
 
 
-def _merged(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
+def _merge(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
     """Write the rows of all pieces, sorted by the primary key, as `cut` shards; return the shards that have rows."""
     table, staged, cut, staging = job
     schema = table_schema(table)
     files = [file for one in staged if (file := one.stored(staging.files)) is not None]
-    whole = schema.schema_for(united(file.schema() for file in files))
+    whole = schema.schema_for(unite(file.schema() for file in files))
     merged: list[Staged] = []
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(staging.temporary())
-        batches = _sorted(stack, staged, schema, staging.files, temporary)
+        batches = _sort(stack, staged, schema, staging.files, temporary)
         edges = [*shards.bounds(cut), None]
         for number, edge in enumerate(edges):
             with ShardWriter(table, temporary / f"{table}.parquet") as writer:
                 writer.open(whole)
                 for rows in batches.below(edge):
-                    writer.add(filled(rows, whole))
+                    writer.add(fill(rows, whole))
                 shard = writer.close()
             if shard.shard.rows:
                 merged += staging.keep(f"{table}-merged-{number:05d}", {table: shard}, temporary, number=number, cut=cut)
     return merged
 
 
-def _sorted(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
+def _sort(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
     """Return the rows of all pieces in order of the key: one after another if they do not overlap, else sorted by DuckDB."""
     sequence = _in_order(staged)
     if sequence is not None:

@@ -117,7 +117,7 @@ class Views:
 
     def names(self) -> list[str]:
         """Return the names of all views, quoted for SQL; the views of tables come first."""
-        newest, aliased = (f"{NEWEST}.{name}" for name in TABLES), (f'"{alias}"' for alias in self._aliased())
+        newest, aliased = (f"{NEWEST}.{name}" for name in TABLES), (f'"{alias}"' for alias in self._by_alias())
         return [*TABLES, ADDRESSES, *newest, *aliased, *DERIVED]
 
     def query(self, name: str) -> str:
@@ -131,7 +131,7 @@ class Views:
         if table != name:
             having = [one for one in self.entries if table in one["tables"] and (table == one["kind"] or table not in KINDS)]
             return self._rows(table, having[-1:])
-        one = self._aliased()[name.strip('"')]
+        one = self._by_alias()[name.strip('"')]
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
@@ -141,7 +141,7 @@ class Views:
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
         return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
-    def _aliased(self) -> dict[str, Entry]:
+    def _by_alias(self) -> dict[str, Entry]:
         artifacts = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
         return {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
 

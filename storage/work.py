@@ -140,7 +140,7 @@ class Work:
             self._made = {}
             for name in sorted({*self._claimed, *({kind} - WITHOUT_TABLE)}):
                 pieces = self._pieces(name, kind)
-                table = tables.finished(pieces, self.staging, self.mapper)
+                table = tables.finish(pieces, self.staging, self.mapper)
                 self._made[name] = table if table.record.rows else self._empty(name, table)
         return self._made
 

@@ -15,7 +15,7 @@ import typer
 from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError
-from puna.storage.store import located
+from puna.storage.store import folder_of
 
 app = typer.Typer()
 TEMPLATES = Path(__file__).with_name("new_project")
@@ -25,12 +25,12 @@ TEMPLATES = Path(__file__).with_name("new_project")
 @app.command()
 def stages(modules: ModuleOption = None) -> None:
     """List the flows with their inputs, and the stages with their inputs and output."""
-    from puna.flows.engine.declare import described, first_sentence
+    from puna.flows.engine.declare import first_sentence, input_kind
     from puna.flows.engine.trace import load_flows, load_stages
 
     import_modules(modules)
     for flow in load_flows().values():
-        inputs = ", ".join(f"{described(s)}{'?' if s.optional else ''}" for s in flow.inputs)
+        inputs = ", ".join(f"{input_kind(s)}{'?' if s.optional else ''}" for s in flow.inputs)
         typer.echo(f"{'flow:' + flow.name:20s} {inputs}\n    {first_sentence(flow.doc)}")
     for stage in load_stages().values():
         kinds = ", ".join(f"{'list of ' if s.many else ''}{s.kind}{'?' if s.optional else ''}" for s in stage.inputs)
@@ -41,11 +41,11 @@ def stages(modules: ModuleOption = None) -> None:
 def fields(name: NameArgument, modules: ModuleOption = None) -> None:
     """Print the configuration of a stage or the recipe of a flow as a JSON schema: every field with its default and meaning."""
     from puna.flows.engine.declare import Flow
-    from puna.flows.engine.launch import chosen
+    from puna.flows.engine.launch import target_named
     from puna.flows.engine.trace import schema
 
     import_modules(modules)
-    target = chosen(name)
+    target = target_named(name)
     typer.echo(json.dumps(schema(target) if isinstance(target, Flow) else target.config.model_json_schema(), indent=1))
 
 
@@ -58,7 +58,7 @@ def demo_pages(
     from puna.flows.engine.inputs import sample_folder
     from puna.flows.engine.launch import make_sample
 
-    sample = make_sample(folder or sample_folder(located(store)), quiet=as_json)
+    sample = make_sample(folder or sample_folder(folder_of(store)), quiet=as_json)
     if as_json:
         typer.echo(json.dumps(asdict(sample), default=str))
     else:

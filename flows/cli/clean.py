@@ -97,7 +97,7 @@ def clean(
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, lambda file: _write(_rows(documents, now), file, kind))
     dropped = target.with_name(f"{target.stem}.dropped.jsonl")
-    _replace(dropped, lambda file: _write(_dropped(now, sources), file, "jsonl"))
+    _replace(dropped, lambda file: _write(_dropped_rows(now, sources), file, "jsonl"))
     page = target.with_name(f"{target.stem}.report.html")
     _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
     now.refresh()
@@ -204,7 +204,7 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
         yield from table.to_batches()
 
 
-def _dropped(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
+def _dropped_rows(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
     """Yield every dropped row with its step, rule, detail, source and URL; source and URL are null if no page has the row's id."""
     tables = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in tables], pa.string())

@@ -185,11 +185,11 @@ def compare(
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Compare two models question by question on their common tasks: B minus A, with 95 % intervals and Holm's correction."""
-    from puna.stages.evaluation.comparison import differences, evaluations_of, measured
+    from puna.stages.evaluation.comparison import differences, evaluations_of, scores_of
 
     opened = Store.existing(store, project)
     artifacts = [Artifact(entry["kind"], entry["key"], opened.files) for entry in opened.entries() if entry["kind"] == "evaluation"]
-    first, second = (measured(evaluations_of(opened.checked(opened.resolve(name)), artifacts)) for name in (one, other))
+    first, second = (scores_of(evaluations_of(opened.checked(opened.resolve(name)), artifacts)) for name in (one, other))
     rows, remarks = differences(first, second, every)
     for remark in remarks:
         typer.echo(f"not compared: {remark}", err=True)

@@ -52,7 +52,7 @@ def import_(
     from puna.flows.engine import launch
     from puna.flows.engine.trace import load_stages
 
-    fields = [f"columns={json.dumps(mapped(columns))}"] if columns else []
+    fields = [f"columns={json.dumps(column_map(columns))}"] if columns else []
     if modules and kind == "prompts":
         fields.append(f"code_from={json.dumps([module.__name__ for module in plugins])}")
     if verifier is not None:
@@ -72,7 +72,7 @@ def import_(
         typer.echo(warning, err=True)
 
 
-def mapped(texts: list[str]) -> dict[str, str]:
+def column_map(texts: list[str]) -> dict[str, str]:
     """Return field → column, parsed from texts `FIELD=COLUMN[,FIELD=COLUMN]`. Raise PunaError for any other text."""
     columns: dict[str, str] = {}
     for text in texts:

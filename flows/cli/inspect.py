@@ -280,11 +280,11 @@ def near(
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """List the documents that resemble a text, with the share of common word runs in both together, in the text, and in the document."""
-    from puna.stages.curate.minhash.index import described, resembling
+    from puna.stages.curate.minhash.index import describe, resembling
 
     opened = Store.existing(store, project)
     artifact = _documents(opened, documents)
-    rows = described(resembling(_text_of(file), artifact, least)[:most], artifact)
+    rows = describe(resembling(_text_of(file), artifact, least)[:most], artifact)
     if as_json:
         typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
         return
@@ -308,14 +308,14 @@ def _documents(store: Store, name: str | None) -> Artifact:
 
 def _text_of(file: str) -> str:
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.ingest import sniffed
+    from puna.stages.curate.ingest import sniff
 
     path = Path(file)
     try:
         body = sys.stdin.buffer.read() if file == "-" else path.read_bytes()
     except OSError as error:
         raise PunaError(f"{file} cannot be read: {error.strerror}") from error
-    media = sniffed(body) if file == "-" else "text/html" if path.suffix.lower() in HTML else ""
+    media = sniff(body) if file == "-" else "text/html" if path.suffix.lower() in HTML else ""
     try:
         return page_text(body, media or "text/plain", None, ExtractConfig()).text
     except Unreadable as why:

@@ -35,18 +35,18 @@ def load_engine(
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
     try:
-        smaller = None if draft is None else _loaded(draft, store)
+        smaller = None if draft is None else _load_model(draft, store)
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
-            network, tokenizer = _loaded(model, store)
+            network, tokenizer = _load_model(model, store)
             engine_limits = {"memory": memory, **serving.kept, **limits}
             return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **engine_limits)
-        return _offloaded(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
+        return _engine_in_part(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
     except (ValueError, FileNotFoundError) as error:
         raise PunaError(f"{model}: {error}") from error
 
 
-def _offloaded(
+def _engine_in_part(
     model: str, store: Callable[[], Store], serving: ServingSettings, draft: tuple[Transformer, Tokenizer] | None,
     work: Callable[[Tokenizer, int], Work] | None, step_tokens: int | None, draft_weights: Weights,
 ) -> Engine:  # fmt: skip
@@ -91,7 +91,7 @@ def serving_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _loaded(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokenizer]:
+def _load_model(model: str, store: Callable[[], Store]) -> tuple[Transformer, Tokenizer]:
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
     from puna.stages.training.train import device, frozen_dtype, load_model
 

@@ -116,7 +116,7 @@ def plan(
         typer.echo(json.dumps({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
         return
     for step in steps:
-        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_expected(step.expected)}")
+        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_estimate_text(step.expected)}")
     counts = Counter(step.state for step in steps)
     typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
     typer.echo(f"{Total.of(steps)}\n")
@@ -130,7 +130,7 @@ def plan(
             typer.echo(f"  {name:26s} {_readable(name, value)}")
 
 
-def _expected(expected: Expected | None) -> str:
+def _estimate_text(expected: Expected | None) -> str:
     return "" if expected is None else f" · about {duration(expected.seconds)}, {size(expected.bytes)}, {size(expected.memory)} of memory"
 
 

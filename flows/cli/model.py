@@ -18,7 +18,7 @@ from puna.flows.server.client import end_with
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, Weights, guesses
 from puna.stages.contract import parse
-from puna.stages.conversations import shown
+from puna.stages.conversations import as_text
 from puna.stages.retrieve import passages as retrieved
 from puna.stages.search import SearchConfig, Values
 from puna.stages.search import search as searched
@@ -149,7 +149,7 @@ def generate(
     """Answer prompts, many at once. A line of standard input is a JSON string, a list of messages, or an object with `prompt`
     or `messages`."""
     requests: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
-    requests = requests or [_parsed(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
+    requests = requests or [_parse_prompt(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     if not requests:
         raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
     searching = _searching(search, n, verifier, temperature)
@@ -235,7 +235,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
     if config.verifier is None:
         return None
     verifier = from_text(json.dumps(config.verifier))
-    questions = [Question(f"prompt {i}", "", shown(_messages(one)), None, tuple(_messages(one))) for i, one in enumerate(requests)]
+    questions = [Question(f"prompt {i}", "", as_text(_messages(one)), None, tuple(_messages(one))) for i, one in enumerate(requests)]
     for question in questions:
         verifier.check(question)
     return lambda answers: [attempt(Item(verifier, questions[number], text)).value for number, text in answers]
@@ -267,7 +267,7 @@ def _mask(engine: Engine, file: Path) -> Mask:
         raise PunaError(f"{file}: {error}") from error
 
 
-def _parsed(number: int, line: bytes) -> Any:
+def _parse_prompt(number: int, line: bytes) -> Any:
     """Return the prompt in a line of standard input: a text, or a list of messages. Raise PunaError for any other line."""
     try:
         prompt = json.loads(line)

@@ -42,10 +42,10 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     `stage`: a function declared with `@stage`, or its name. `inputs`: artifacts, ids, aliases or files, assigned by kind; `NAME=ID` assigns
     to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if a name, an input or a setting is wrong.
     """
-    target = launch.chosen(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
+    target = launch.target_named(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(target, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)
-    parsed = _parsed(inputs, target, opened, target.name)
+    parsed = _parse_inputs(inputs, target, opened, target.name)
     values = launch.stage_inputs(target, parsed.items, parsed.named)
     return perform(target, parse(target.config, settings, target.name), values, opened).artifact
 
@@ -54,14 +54,14 @@ def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
     """Run a flow; return step → artifact. `recipe`: a name or a YAML file. `changes`: texts `step.field=value`, see `--set`."""
-    target = launch.chosen(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
+    target = launch.target_named(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
     assert isinstance(target, Flow)
     if FLOWS.get(target.name) is not target:
         raise PunaError(f"flow {target.name}: another flow of that name was declared later; rename one")
     opened = store if isinstance(store, Store) else Store.open(store)
     loaded = load(recipe, list(changes), target.name)
     opened = opened.within(loaded.project) if opened.project == DEFAULT else opened
-    values = launch.flow_inputs(target, loaded, _parsed(inputs, target, opened, f"flow {target.name}"), opened, quiet=True)
+    values = launch.flow_inputs(target, loaded, _parse_inputs(inputs, target, opened, f"flow {target.name}"), opened, quiet=True)
     request = {"recipe": recipe, "changes": list(changes), "inputs": [getattr(item, "id", None) or str(item) for item in inputs]}
     with session(opened, flow=target.name, parameters=request) as now:
         Performer(loaded).walk(target, values)
@@ -69,6 +69,6 @@ def run_flow(
     return {label: outcome.artifact for label, outcome in now.outcomes}
 
 
-def _parsed(inputs: Sequence[Input], target: Flow | Stage, store: Store, where: str) -> RunInputs:
+def _parse_inputs(inputs: Sequence[Input], target: Flow | Stage, store: Store, where: str) -> RunInputs:
     parsed = parse_inputs([str(item) for item in inputs if isinstance(item, str | Path)], target.inputs, store, where)
     return replace(parsed, items=[*(item for item in inputs if isinstance(item, Artifact | External)), *parsed.items])

@@ -68,7 +68,7 @@ class Answerer:
         prompts = [await asyncio.to_thread(self._prompt, one) if isinstance(one, str) else one for one in body.prompt]
         if n > 1 and sum(map(len, prompts)) > max(PROMPT_TOKENS, self.config.max_position_embeddings):
             raise _refusal("prompt", f"the prompts have {sum(map(len, prompts))} tokens together, more than {PROMPT_TOKENS}")
-        return await self._answered(body, request, prompts, body.max_tokens, "text_completion", top)
+        return await self._answer(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _alternatives(self, body: CompletionRequest | ChatRequest, field: str, echo: bool = False) -> int | None:
         """Return the number of likeliest tokens to report at each position, None without log-probs. Raise ApiError if unsupported."""
@@ -96,13 +96,13 @@ class Answerer:
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
-        return await self._answered(body, request, [ids], longest, "chat.completion", top)
+        return await self._answer(body, request, [ids], longest, "chat.completion", top)
 
-    async def _answered(
+    async def _answer(
         self, body: Sampled, request: Request, prompts: list[list[int]], longest: int, kind: str, top: int | None
     ) -> Response:
         for ids in prompts:
-            texts = self._checked(body, ids, longest)
+            texts = self._check(body, ids, longest)
         params = await self._params(body, max(1, longest), texts)
         scored = None if top is None else self.tokenizer
         replies = [Reply(kind, self.name, ids, {i: TextStream(self.tokenizer, texts) for i in range(body.n)}, scored) for ids in prompts]
@@ -160,7 +160,7 @@ class Answerer:
         if model != self.name:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 
-    def _checked(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
+    def _check(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
         """Return the request's stop texts; raise ApiError if the request does not fit the model."""
         if body.model is not None:
             self.check(body.model)
@@ -231,7 +231,7 @@ def _tell_errors(app: FastAPI) -> None:
     """Register handlers that return every error in OpenAI's format."""
 
     @app.exception_handler(ApiError)
-    async def told(_: Request, error: ApiError) -> Response:
+    async def on_api_error(_: Request, error: ApiError) -> Response:
         return _error_response(error)
 
     @app.exception_handler(RequestValidationError)
@@ -241,16 +241,16 @@ def _tell_errors(app: FastAPI) -> None:
         return _error_response(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return _error_response(ApiError(error.status_code, "invalid_request_error", message), error.headers)
 
     @app.exception_handler(RecursionError)
-    async def nested(_: Request, error: Exception) -> Response:
+    async def on_deep_body(_: Request, error: Exception) -> Response:
         return _error_response(ApiError(400, "invalid_request_error", "the body is nested too deeply"))
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
+    async def on_failure(_: Request, error: Exception) -> Response:
         return _error_response(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
 
 

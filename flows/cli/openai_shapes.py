@@ -85,7 +85,7 @@ class Sampled(BaseModel):
         return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
 
-def _listed(prompt: Any) -> Any:
+def _as_list(prompt: Any) -> Any:
     """Return prompts as a list; a single text or list of token ids becomes a list of one."""
     alone = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt))
     return [prompt] if alone else prompt
@@ -94,7 +94,7 @@ def _listed(prompt: Any) -> Any:
 class CompletionRequest(Sampled):
     """A request to continue texts, or to score them."""
 
-    prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_listed)]
+    prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_as_list)]
     max_tokens: int = Field(16, ge=0, description="0: generate nothing, only echo the prompts")
     echo: bool = Field(False, description="Whether each answer repeats its prompt first")
     logprobs: bool | int | None = Field(
@@ -202,7 +202,7 @@ class Reply:
         tokens, scores = self.drawn[number], self.scores[number]
         if self.kind.startswith("chat"):
             content = [
-                {**self._spelled(token, score.logprob), "top_logprobs": [self._spelled(*top) for top in score.top]}
+                {**self._token_row(token, score.logprob), "top_logprobs": [self._token_row(*top) for top in score.top]}
                 for token, score in zip(tokens[start:], scores[start:], strict=True)
             ]
             return {"content": content, "refusal": None}
@@ -216,7 +216,7 @@ class Reply:
             "text_offset": self.offsets[number].places[-len(tokens) :],
         }
 
-    def _spelled(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _token_row(self, token: int, logprob: float | None) -> dict[str, Any]:
         """Return a chat token's text, log-prob and bytes; a special token has no bytes."""
         assert self.scored is not None
         spelling = self.scored.token_bytes(token)

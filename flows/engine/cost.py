@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.inputs import parse_inputs
-from puna.flows.engine.launch import Request, chosen, stage_config, stage_inputs
+from puna.flows.engine.launch import Request, stage_config, stage_inputs, target_named
 from puna.flows.engine.plan import PlannedStep, plan_flow, plan_stage
 from puna.flows.engine.recipe import Recipe
 from puna.flows.html.markup import duration, size
@@ -39,7 +39,7 @@ LOOKED_AT = 256
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
     """Return the flow or stage of a request, and its planned steps. Raise PunaError if the request is invalid."""
-    target = chosen(request.what)
+    target = target_named(request.what)
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
     config, inputs, store = _alone(target, request, place)
@@ -170,7 +170,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
             why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
             return {**planned, "device": f"{planned['device']} ({why})"}
     training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
-    training = training.sized(size) if size else training
+    training = training.with_size(size) if size else training
     vocab_size = recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size
     context = packing.sequence_length
 
@@ -247,7 +247,7 @@ def _phase(
     seconds, layouts = time.total / gpus, {}
     if gpu:
         ranked = best_layouts(config, Work(phase.full_rows, row, at_once, precision, moments=moments), gpus, data_sheet(gpu))
-        seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _described(ranked, gpu, gpus)}
+        seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _describe_layouts(ranked, gpu, gpus)}
     return {
         "name": phase.name, "steps": phase.steps, "tokens_per_step": sum(step), "tokens": round(sum(step) * steps), "flops": flops * steps,
         "flops_per_token": flops / sum(step), "arithmetic_intensity": accounting.intensity(config, step, precision),
@@ -258,7 +258,7 @@ def _phase(
     }  # fmt: skip
 
 
-def _described(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
+def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
     """Return a line for each layout that fits; if none fits, one line that names the layout with the least memory."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB of a device ({one.reason})" for one in ranked]
     if not ranked:

@@ -86,11 +86,11 @@ class Flow:
         `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing.
         """
         inputs: dict[str, Given] = {}
-        fitting = assigned(f"flow {self.name}", self.inputs, items, named or {})
+        fitting = assign(f"flow {self.name}", self.inputs, items, named or {})
         for spec in self.inputs:
             outputs = [given_as(item, sources or {}) for item in fitting[spec.name]]
             if not outputs and not spec.optional:
-                raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({described(spec)}): --input {example(spec)}")
+                raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({input_kind(spec)}): --input {example(spec)}")
             inputs[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)
         return inputs
 
@@ -105,7 +105,7 @@ class Flow:
         return inputs
 
 
-def assigned(
+def assign(
     what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]
 ) -> dict[str, list[Item]]:
     """Return each input's items: from `named`, else the items of its kind, in order. Raise PunaError for an item that fits no input."""
@@ -120,7 +120,7 @@ def assigned(
         if not spec.many and len(result[spec.name]) > 1:
             raise PunaError(f"{what}: input {spec.name!r} takes one artifact, {len(result[spec.name])} were given")
     if left:
-        inputs = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "none"
+        inputs = ", ".join(f"{spec.name} ({input_kind(spec)})" for spec in specs) or "none"
         raise PunaError(f"{what} has no place for {name_of(left[0])}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
     return result
 
@@ -140,7 +140,7 @@ def name_of(item: Item) -> str:
     return item.id if isinstance(item, Artifact) else item.uri
 
 
-def described(spec: InputSpec) -> str:
+def input_kind(spec: InputSpec) -> str:
     """Return the kind of an input in words, for messages."""
     return "files or folders" if spec.kind == "external" else spec.kind
 
@@ -285,10 +285,10 @@ class Walk(ABC):
             if before != labels:
                 raise PunaError(f"flow: two steps are called {step.label!r}; give one of them a label of its own")
             return output
-        for label, extra in self.recipe.added("into", step):
+        for label, extra in self.recipe.added_steps("into", step):
             self._join(step, by_input, self._add(label, extra, list(by_input.values()), None), label)
         output = self._repeat(step, by_input)
-        for label, extra in self.recipe.added("after", step):
+        for label, extra in self.recipe.added_steps("after", step):
             outcome = self._add(label, extra, list(by_input.values()), output)
             output = outcome if outcome.kind == output.kind else output
         if output or not step.off:  # a step that is off here may be on elsewhere
@@ -305,12 +305,12 @@ class Walk(ABC):
             label = step.label if count == 1 else f"{step.label}.{count}"
             seeded = config if config is None or step.number is None else in_round(config, step.number)
             final = step.adapt(seeded) if step.adapt and seeded is not None else seeded
-            results.append(self.make(step, label, final, self._checked(step, label, given)))
+            results.append(self.make(step, label, final, self._check_inputs(step, label, given)))
             if step.through:
                 given = {**given, step.through: [*given[step.through][:-1], results[-1]]}
-        return results[-1] if step.through else joined(results)
+        return results[-1] if step.through else join(results)
 
-    def _checked(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
+    def _check_inputs(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
         """Return the inputs that exist; report missing and repeated inputs. Raise PunaError for an unknown input or a wrong kind."""
         stage = step.stage
         accepted: dict[str, list[Output]] = {}
@@ -325,7 +325,7 @@ class Walk(ABC):
                 if omissions:
                     why = f", which comes from {omissions[0]}, and the recipe leaves that out"
                     remedy = f"keep {omissions[0]}, or leave out {step.field} too: --set {step.field}=null"
-                self.wrong(f"{label} needs {spec.name} ({described(spec)}){why}; {remedy}")
+                self.wrong(f"{label} needs {spec.name} ({input_kind(spec)}){why}; {remedy}")
             if not spec.many and sum(len(output.labels) for output in there) > 1:
                 self.wrong(f"{label}: takes one {spec.name}, but {there[0].labels[0]} is repeated; give it one configuration")
             if wrong := next((output for output in there if output.kind != spec.kind), None):
@@ -372,7 +372,7 @@ def outputs(value: Given) -> list[Output]:
     return [] if value is None else [value] if isinstance(value, Output) else list(value)
 
 
-def joined(made: list[Output]) -> Output:
+def join(made: list[Output]) -> Output:
     return Output(made[0].kind, tuple(n for m in made for n in m.labels), tuple(i for m in made for i in m.items))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from puna.flows.engine.declare import Flow, Item, described, name_of
+from puna.flows.engine.declare import Flow, Item, input_kind, name_of
 from puna.flows.engine.defaults import ADDRESSES, REFUSED
 from puna.stages.contract import External
 from puna.stages.contract.declaration import InputSpec
@@ -71,7 +71,7 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
             artifact = store.checked(store.resolve(reference))
             taker = next((spec for spec in specs if spec.sources and spec.kind == artifact.kind), None)
             if taker is None:
-                there = ", ".join(f"{spec.name} ({described(spec)})" for spec in by_name.values()) or "none"
+                there = ", ".join(f"{spec.name} ({input_kind(spec)})" for spec in by_name.values()) or "none"
                 raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; there are {there}")
             sources[artifact.key] = name
             items.append(artifact)
@@ -141,7 +141,7 @@ def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
     if len(kinds) > 1 and Path(text).suffix in ROWS:
         kinds = [kind for kind in kinds if kind != "model"]
     if not kinds:
-        accepted = ", ".join(f"{spec.name} ({described(spec)})" for spec in specs) or "nothing"
+        accepted = ", ".join(f"{spec.name} ({input_kind(spec)})" for spec in specs) or "nothing"
         return f"so --input {text} must be an artifact: kind/key, or an alias NAME@VERSION; it takes {accepted}"
     name = re.sub(r"\W+", "_", Path(text).stem).strip("_") or "mine"
     commands = " or ".join(f"`puna import {kind} {text} --as {name}`" for kind in dict.fromkeys(kinds))

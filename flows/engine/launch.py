@@ -13,7 +13,7 @@ from typing import Any
 from puna.flows.demo import SampleReport, build_sample
 from puna.flows.engine import preflight
 from puna.flows.engine.console import Console, closing_table
-from puna.flows.engine.declare import Flow, Given, Item, assigned
+from puna.flows.engine.declare import Flow, Given, Item, assign
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, sample_folder
 from puna.flows.engine.perform import Performer
@@ -87,7 +87,7 @@ class Request:
         return shlex.join(["puna", "run", self.what.removeprefix("flow:"), *words])
 
 
-def chosen(what: str) -> Flow | Stage:
+def target_named(what: str) -> Flow | Stage:
     """Return the flow or stage of that name. If both exist, a prefix `flow:` or `stage:` chooses; the default is the flow."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
@@ -108,7 +108,7 @@ def run(request: Request, store: Store) -> None:
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
     try:
-        target = chosen(request.what)
+        target = target_named(request.what)
         gc.freeze()
         gc.set_threshold(YOUNG)
         gc.enable()
@@ -193,7 +193,7 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
     """Return the inputs of a stage: an input in `named` gets those artifacts, every other input the items of its kind."""
-    inputs: dict[str, Any] = assigned(f"stage {stage.name}", stage.inputs, items, named or {})
+    inputs: dict[str, Any] = assign(f"stage {stage.name}", stage.inputs, items, named or {})
     return {spec.name: (inputs[spec.name] or None) if spec.many else next(iter(inputs[spec.name]), None) for spec in stage.inputs}
 
 

@@ -13,7 +13,7 @@ from puna.flows.engine.declare import Flow, Item, Output, Walk, given_as, name_o
 from puna.flows.engine.inputs import given_items, parse_inputs, sample_folder
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import load_stages
-from puna.flows.html.markup import stored
+from puna.flows.html.markup import disk_size
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
@@ -38,7 +38,7 @@ class Size:
     def of(cls, item: Artifact | External) -> Size:
         if isinstance(item, External):
             return cls(0, sum(file.bytes for file in item.files))
-        return cls(item.rows() if item.kind in item.tables else 0, stored(item))
+        return cls(item.rows() if item.kind in item.tables else 0, disk_size(item))
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class Planner(Walk):
                 state, why, items = "reused", artifact.id, (artifact,)
             elif new := against(self._store, identity, label):
                 why = in_short(new)
-        expected = None if items else self._expected(step.stage, label, config, inputs)
+        expected = None if items else self._estimate(step.stage, label, config, inputs)
         begins = {name: "".join(name_of(item) for output in inputs[name] for item in output.items) for name in BEGINS if inputs.get(name)}
         self.steps.append(PlannedStep(label, step.stage.name, state, why, expected, begins))
         return Output(step.stage.kind, (label,), items)
 
-    def _expected(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
+    def _estimate(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
         """Return the estimate for a step that must run, and remember its output size for later steps."""
         if self._experience is None or inputs.get("size"):  # the cost depends on the chosen size, which is in no configuration
             return None

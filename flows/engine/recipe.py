@@ -115,7 +115,7 @@ class Recipe:
         base = step.default.model_dump(mode="json", exclude_unset=True) if step.default is not None else {}
         if issubclass(kind, SeededConfig):
             base = {"seed": self.seed, **base}
-        return parse(kind, merged(base, values), where)
+        return parse(kind, merge(base, values), where)
 
     def one(self, field: str, stage: Stage, kind: type[C]) -> C:
         """Return the configuration, of class `kind`, of a step that is neither left out nor repeated."""
@@ -135,20 +135,20 @@ class Recipe:
             raise PunaError(f"{wanted.name}: takes a whole number from {wanted.minimum} to {wanted.maximum} (got {value!r})")
         return value
 
-    def added(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
+    def added_steps(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
         """Return the steps that the recipe adds after `step`, or into it."""
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` updated by `over`, group by group. Where `over` has a list for a group, each item updates a copy of the group."""
     result = dict(base)
     for name, value in over.items():
         inner = result.get(name)
         if isinstance(inner, dict) and isinstance(value, list):
-            result[name] = [merged(inner, item) if isinstance(item, dict) else item for item in value]
+            result[name] = [merge(inner, item) if isinstance(item, dict) else item for item in value]
         else:
-            result[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+            result[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return result
 
 
@@ -172,7 +172,7 @@ class Layer:
         return len(path)
 
 
-def blamed(complaint: str, layers: list[Layer]) -> str:
+def with_file(complaint: str, layers: list[Layer]) -> str:
     """Return the complaint `step.field: …` with the name of the file that sets the field before it."""
     path = complaint.partition(":")[0].split(".")
     return max(layers, key=lambda layer: layer.depth(path)).where + complaint
@@ -189,7 +189,7 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
         for step, value in layer.values.items():
             if isinstance(value, dict) and isinstance(several := values.get(step), list):
                 raise PunaError(f"{layer.where}{step}: the base repeats this step {len(several)} times; write a list of its groups")
-        values = merged(values, {key: value for key, value in layer.values.items() if key != "base"} | {"name": None})
+        values = merge(values, {key: value for key, value in layer.values.items() if key != "base"} | {"name": None})
     values["name"] = files[0].values.get("name", Path(name).stem if name.endswith(ENDINGS) else name)
     changed: dict[str, Any] = {}
     for change in changes:
@@ -226,16 +226,16 @@ def _read(file: Path) -> dict[str, Any]:
     if file.stat().st_size > MAX_BYTES:
         raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
     try:
-        values = _parsed(file.read_text(encoding="utf-8"))
+        values = _parse(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise PunaError(f"recipe {file}: {error}") from error
     if not isinstance(values, dict):
         raise PunaError(f"recipe {file}: is not a mapping of steps")
-    return unshared(values, f"recipe {file}")
+    return unshare(values, f"recipe {file}")
 
 
 @lru_cache(maxsize=16)
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Return parsed YAML from a cache; callers must not change it."""
     return _Loader(text).get_single_data()
 
@@ -262,7 +262,7 @@ def shipped_recipes() -> list[str]:
     return sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem != BASE)
 
 
-def unshared(values: dict[str, Any], where: str) -> dict[str, Any]:
+def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a copy in which no two values are one object; raise PunaError if following the aliases gives too many values.
 
     With aliases, a few lines of YAML can stand for nested lists that exceed any memory, or for a list that holds itself.
@@ -305,7 +305,7 @@ def overridden(values: dict[str, Any], change: str) -> None:
         raise PunaError(f"--set {change}: {error}") from error
     where: Any = _place(inside, last, change) if isinstance(inside, list) else last
     before = inside[where] if isinstance(inside, list) else inside.get(where)
-    inside[where] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    inside[where] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
 
 
 def _place(items: list[Any], text: str, change: str) -> int:

@@ -82,7 +82,7 @@ class History:
                 f"{POLICY} is {policy.id}, which does not come from {model.id}: leave the input out to go on from {POLICY}, "
                 f"or begin anew with that model in a project of its own, --project NAME"
             )
-        kinds = lineage.consumed([policy.key, *behind])
+        kinds = lineage.sources_by_kind([policy.key, *behind])
         # What a model wrote was made in a round; demonstrations come from people or code.
         taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
         return cls(
@@ -129,7 +129,7 @@ class _Lineage:
             todo += [one for one in up if one not in seen]
         return roots
 
-    def consumed(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
+    def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
         """Return the data used for training, by kind: inputs of models, and prompts that neither prompts nor evaluations read."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
@@ -170,7 +170,7 @@ def rounds_of(store: Store, policy: Artifact) -> list[Round]:
     return _Lineage(store).rounds(policy)
 
 
-def unsettled(store: Store, rounds: Iterable[Round]) -> Round | None:
+def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
     """Return the last round if its verdict has not been carried out yet."""
     last = next(reversed(list(rounds)), None)
     if last is None or store.aliases().get(last.mark) == last.deciding.key:
@@ -219,14 +219,14 @@ def save_trigger(store: Store, trigger: Trigger) -> None:
     store.files.write(f"{store.own(NOTE)}.json", json.dumps(asdict(trigger)).encode())
 
 
-def judged(store: Store) -> Artifact | None:
+def human_preferences(store: Store) -> Artifact | None:
     """Return the human preferences, the artifact of `judged@latest`; None without this alias."""
     return store.alias(ALIAS) if ALIAS in store.aliases() else None
 
 
 def new_preferences(store: Store) -> int:
     """Return the number of human preferences that no round in the lineage of `policy@latest` has learned from."""
-    preferences = judged(store)
+    preferences = human_preferences(store)
     if preferences is None:
         return 0
     learned: set[str] = set()
@@ -238,7 +238,7 @@ def new_preferences(store: Store) -> int:
 
 def due(store: Store) -> tuple[str, Trigger] | None:
     """Return the name of the round that should start now, and its trigger; None if none is due. New judgements change the name."""
-    trigger, preferences = load_trigger(store), judged(store)
+    trigger, preferences = load_trigger(store), human_preferences(store)
     if not trigger.preferences or preferences is None:
         return None
     try:

@@ -30,8 +30,8 @@ from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
-from puna.stages.executors import PROCESSES, PartExecutor, connected, ranks
-from puna.stages.identity.libraries import installed
+from puna.stages.executors import PROCESSES, PartExecutor, connect, ranks
+from puna.stages.identity.libraries import library_versions
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
 
@@ -89,9 +89,9 @@ class Session:
     def _perform(
         self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
     ) -> Outcome:
-        uncompiled = _uncompiled(stage)
+        uncompiled = _compile_mark(stage)
 
-        def started(identity: Identity) -> None:
+        def on_start(identity: Identity) -> None:
             suspects = self.store.suspects()
             warnings = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
             earlier = self.store.find(stage.kind, identity.key)
@@ -113,7 +113,7 @@ class Session:
             notice = self.reporter.started(step, stage.name, inputs, task)
         how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
         try:
-            outcome = perform(stage, config, given, self.store, on_start=started, **how)
+            outcome = perform(stage, config, given, self.store, on_start=on_start, **how)
         except BaseException as error:
             with self._lock:
                 self._hear()
@@ -134,7 +134,7 @@ class Session:
 
     def _hear(self) -> None:
         """Log the lines that other ranks wrote to standard error."""
-        for line in ranks.heard():
+        for line in ranks.lines_of_ranks():
             self.reporter.log(line, logging.WARNING)
             self.store.record(self.run, runs.line(line))
 
@@ -176,7 +176,7 @@ def session(
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
     flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
     server = from_environment() if flow_run else server_of(store)
-    engine = connected(executor, workers)
+    engine = connect(executor, workers)
     with Console(json=json) as console, store.at_work(run), _ended_in_order():
         reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
         opened = Session(store, console, engine, run, reporter)
@@ -217,7 +217,7 @@ def session(
             reporter.end(*ending, report=page)
 
 
-def _uncompiled(stage: Stage) -> Path | None:
+def _compile_mark(stage: Stage) -> Path | None:
     """Return the file that marks a stage's loops as compiled for this processor; None if it exists."""
     if stage.name not in COMPILES:
         return None
@@ -236,7 +236,7 @@ def _ended_in_order() -> Iterator[None]:
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
-        signal.signal(signal.SIGTERM, _terminated)
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
@@ -245,7 +245,7 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
+def _terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
@@ -303,16 +303,16 @@ def versions() -> tuple[tuple[str, str], ...]:
         own = {"puna": importlib.metadata.version("puna")}
     except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install
         own = {}
-    return tuple({**own, "python": platform.python_version(), "system": platform.platform(terse=True), **installed()}.items())
+    return tuple({**own, "python": platform.python_version(), "system": platform.platform(terse=True), **library_versions()}.items())
 
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
     """Return the saved work of each unfinished step (label → key of its artifact), and how to resume."""
-    steps = [f"{label}: {saved(store, key)}" for label, key in keys.items()]
+    steps = [f"{label}: {saved_work(store, key)}" for label, key in keys.items()]
     return f"Stopped. {'; '.join(steps) or 'Every step that was begun is finished'}. {go_on}"
 
 
-def saved(store: Store, key: str) -> str:
+def saved_work(store: Store, key: str) -> str:
     """Return the saved work that the next attempt at an artifact reuses: training states, finished fits, small runs and parts."""
     scratch = store.files.scratch(f"work/{key}/scratch")
     fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))

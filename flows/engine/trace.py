@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from puna.flows.engine.declare import FLOWS, Flow, Given, Output, Walk, first_sentence
-from puna.flows.engine.recipe import BASE, General, Recipe, Setting, Step, blamed, read_values
+from puna.flows.engine.recipe import BASE, General, Recipe, Setting, Step, read_values, with_file
 from puna.stages import plugins
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse
 from puna.storage import PunaError
@@ -196,7 +196,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     for one in settings.values():
         complaints += complaints_of(lambda one=one: recipe.number(one))
     if complaints:
-        raise PunaError("\n".join(blamed(complaint, layers) for complaint in dict.fromkeys(complaints)))
+        raise PunaError("\n".join(with_file(complaint, layers) for complaint in dict.fromkeys(complaints)))
     return recipe
 
 

@@ -100,7 +100,7 @@ def legend(names: Mapping[str, str]) -> Html:
     return tag("ul", [tag("li", tag("i", class_=kind), words) for kind, words in names.items()], class_="legend")
 
 
-def stacked(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Html:
+def stacked_bar(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Html:
     """Return a stacked bar. `pieces`: a CSS class and a percentage of the width for each piece."""
     segments = [tag("i", class_=kind, style=f"width:{width:.2f}%") for kind, width in pieces]
     return tag("span", segments, class_=class_, aria_hidden="true")
@@ -184,7 +184,7 @@ def counted_rows(artifact: Artifact, table: str = "") -> str:
     return f"{artifact.rows(name):,}" if name in artifact.tables else ""
 
 
-def stored(artifact: Artifact) -> int:
+def disk_size(artifact: Artifact) -> int:
     return sum(record.bytes for record in artifact.manifest.files.values())
 
 

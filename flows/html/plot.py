@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from puna.flows.html.markup import Content, Html, join, number, tag
-from puna.flows.html.scale import Axis, Point, is_curve, thinned
+from puna.flows.html.scale import Axis, Point, is_curve, thin
 
 WIDTH, HEIGHT = 380, 236
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 40
@@ -118,7 +118,7 @@ def _field(plot: Plot) -> Html:
     values += [v for spans in plot.intervals.values() for _, low, high in spans for v in (low, high)]
     y = Axis.of_numbers(values, HEIGHT - BOTTOM, TOP, plot.y, zero=plot.kind == "bar")
     names = plot.names
-    left, right = LEFT, WIDTH - (_room(plot) if _labelled(plot) else RIGHT)
+    left, right = LEFT, WIDTH - (_room(plot) if _has_labels(plot) else RIGHT)
     if names:
         x = Axis(-0.5, len(names) - 0.5, left, right, names=tuple(names))
     else:
@@ -129,10 +129,10 @@ def _field(plot: Plot) -> Html:
             margin = 10 if plot.kind == "scatter" else _bar_width(places, right - left) / 2
             x = Axis.tight(places, left + margin, right - margin, plot.x)
     marks = [_series(plot, plot.order(name), name, x, y) for name in plot.series]
-    return _svg(plot, HEIGHT, _frame(plot, x, y), marks, _levels(plot, y), _ends(plot, x, y) if _labelled(plot) else None)
+    return _svg(plot, HEIGHT, _frame(plot, x, y), marks, _levels(plot, y), _ends(plot, x, y) if _has_labels(plot) else None)
 
 
-def _labelled(plot: Plot) -> bool:
+def _has_labels(plot: Plot) -> bool:
     return plot.kind == "line" and len(plot.series) - len(plot.faint) <= ENDS
 
 
@@ -174,7 +174,7 @@ def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
     ticks = x.ticks(6)
     room = int((x.stop - x.start) / max(1, len(ticks)) / LETTER) if x.names else 12
     for at, label in ticks:
-        for row, piece in enumerate(_wrapped(label, room) if x.names else [label]):
+        for row, piece in enumerate(_wrap(label, room) if x.names else [label]):
             edge = "end" if not x.names and at > WIDTH - 18 else "middle"
             parts.append(_text(min(at, WIDTH - 1), base + 15 + 12 * row, piece, "tick", edge))
         if not x.names:
@@ -185,7 +185,7 @@ def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
     return join(parts)
 
 
-def _wrapped(words: str, room: int) -> list[str]:
+def _wrap(words: str, room: int) -> list[str]:
     """Return a name in at most two lines of `room` letters."""
     lines: list[str] = [""]
     for word in words.replace("_", " ").split():
@@ -208,7 +208,7 @@ def _bar_width(places: Sequence[float], span: float) -> float:
 def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
     points = sorted(plot.series[name], key=lambda p: x.at(p[0]))
     curve = plot.kind == "line" or (plot.kind == "scatter" and len(plot.series) > 1 and is_curve(points))
-    points = thinned(points) if curve else points
+    points = thin(points) if curve else points
     shift = _shift(plot, index, x)
     placed = [(x.at(px) + shift, y.at(py), px, py) for px, py in points]
     parts: list[Content] = []

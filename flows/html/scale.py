@@ -114,7 +114,7 @@ def _format(value: float, step: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin(points: Sequence[Point]) -> list[Point]:
     """Return at most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
     if len(points) <= POINTS:
         return list(points)

@@ -37,7 +37,7 @@ from puna.flows.engine.inputs import check_address
 from puna.flows.engine.launch import Request, run_flow, run_stage
 from puna.flows.prefect import task  # noqa: F401 - importing it makes sessions run steps as tasks
 from puna.flows.prefect.deployment_sync import STOPPED, DeploymentSync
-from puna.flows.prefect.forms import Offer, changed, offers, picked
+from puna.flows.prefect.forms import Offer, changed_fields, offers, reference_in
 from puna.flows.server.client import Server
 from puna.flows.server.reporter import MADE_UP
 from puna.stages.contract import Stage
@@ -59,10 +59,10 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
         texts = tuple(text for spec in what.inputs for text in _texts(spec, values[spec.name]))
         how = {"executor": values["executor"], "project": values["project"]}
         if isinstance(what, Flow):
-            request = Request(f"flow:{what.name}", picked(values["recipe"]), tuple(values["changes"]), texts, **how)
-            return _run_work(request, lambda: run_flow(what, request, _opened(values)))
-        request = Request(f"stage:{what.name}", None, changed(offer, values["config"]), texts, **how)
-        return _run_work(request, lambda: run_stage(what, request, _opened(values), values["config"]).id)
+            request = Request(f"flow:{what.name}", reference_in(values["recipe"]), tuple(values["changes"]), texts, **how)
+            return _run_work(request, lambda: run_flow(what, request, _open_store(values)))
+        request = Request(f"stage:{what.name}", None, changed_fields(offer, values["config"]), texts, **how)
+        return _run_work(request, lambda: run_stage(what, request, _open_store(values), values["config"]).id)
 
     inputs = [_input(spec, needed=isinstance(what, Stage) and not spec.optional) for spec in what.inputs]
     if isinstance(what, Flow):
@@ -83,10 +83,10 @@ def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
     texts = [value] if isinstance(value, str) else value or []
     if spec.kind == "external":
         return [text for text in texts if text.strip()]
-    return [f"{spec.name}={picked(text)}" for text in texts]
+    return [f"{spec.name}={reference_in(text)}" for text in texts]
 
 
-def _opened(values: Mapping[str, Any]) -> Store:
+def _open_store(values: Mapping[str, Any]) -> Store:
     """Open the store that a form names. Raise PunaError for an address of a store or executor that forms may not name."""
     if values["store"] != os.environ.get(SERVED):
         check_address("store", values["store"])
@@ -139,14 +139,14 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
         _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's, else the default one", ""),
     ]
     # Prefect's forms take the parameters' descriptions from a docstring of this format.
-    lines = [f"    {p.name}: {_described(p.annotation)}" for p in parameters]
+    lines = [f"    {p.name}: {_description(p.annotation)}" for p in parameters]
     run.__doc__ = "\n".join([doc or name, "", "Args:", *lines])
     run.__signature__ = inspect.Signature(parameters, return_annotation=Any)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Any}
     return PrefectFlow(run, name=name, description=doc, persist_result=False, result_serializer="json")
 
 
-def _described(annotation: Any) -> str:
+def _description(annotation: Any) -> str:
     """Return the description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
     description = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
     return description or first_sentence(inspect.getdoc(annotation) or "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from puna.flows.engine.declare import FLOWS, Flow, described
+from puna.flows.engine.declare import FLOWS, Flow, input_kind
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.launch import stage_config
 from puna.flows.engine.recipe import read_values, shipped_recipes
@@ -81,7 +81,7 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
 def description(offer: Offer, *, linked: bool) -> str:
     """Return the description of a flow or stage with its inputs and output. `linked`: add links to the form filled from a recipe."""
     what = offer.what
-    inputs = ", ".join(f"`{spec.name}` ({described(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
+    inputs = ", ".join(f"`{spec.name}` ({input_kind(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
     if linked and isinstance(what, Stage):
         links = [
@@ -104,7 +104,7 @@ def set_by_recipes(stage: Stage) -> set[str]:
     return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
 
 
-def changed(offer: Offer, config: StageConfig) -> tuple[str, ...]:
+def changed_fields(offer: Offer, config: StageConfig) -> tuple[str, ...]:
     """Return the fields of a configuration that differ from the form's initial values, as texts for `--set`."""
     before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))
     return tuple(f"{name}={json.dumps(value)}" for name, value in now.items() if name and before.get(name) != value)
@@ -150,7 +150,7 @@ def label(artifact: Artifact) -> str:
     return " · ".join(word for word in (artifact.id, m.stage, size, made_at(artifact)) if word)
 
 
-def picked(text: str) -> str:
+def reference_in(text: str) -> str:
     """Return the artifact reference in a form's value, picked or typed."""
     return text.partition(" · ")[0].strip()
 

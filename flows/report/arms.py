@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from puna.stages.training.intervals import Interval, paired, wilson
+from puna.stages.training.intervals import Interval, paired_difference, wilson
 from puna.stages.verifiers.base import is_correct
 from puna.storage import Artifact, PunaError
 
@@ -80,7 +80,7 @@ def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
     try:
         spent = _ancestors(evaluation)
         own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - {evaluation.key}]
-        return Budget(*map(sum, zip(*map(_spent, own), strict=True)))
+        return Budget(*map(sum, zip(*map(_resources, own), strict=True)))
     except (PunaError, OSError, KeyError):
         return None
 
@@ -100,7 +100,7 @@ def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
     return every
 
 
-def _spent(artifact: Artifact) -> tuple[float, ...]:
+def _resources(artifact: Artifact) -> tuple[float, ...]:
     """Return the resources that one artifact took, in the order of `Budget`. Raise KeyError if one is not recorded."""
     manifest, metrics = artifact.manifest, artifact.manifest.metrics
     trains, samples = manifest.stage in POLICY_STAGES, manifest.stage in ("sample", "grpo", "ppo")
@@ -157,7 +157,7 @@ class Arms:
 
     def gain(self, arm: str, control: str, metric: str) -> Interval:
         """Return the gain of an arm over another on the same prompts."""
-        return paired(self.scores[arm][metric], self.scores[control][metric])
+        return paired_difference(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
         """Return the claims whose arms exist, for each metric: over controls with at least the arm's budget, else over all controls."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from puna.flows.html.markup import Content, Html, details, number, section, size, stored, table, tag
+from puna.flows.html.markup import Content, Html, details, disk_size, number, section, size, table, tag
 from puna.flows.report.run import Run, Step
 from puna.storage import Artifact
 from puna.storage.explain import changes
@@ -32,7 +32,7 @@ def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
     return Html(
         section("begun", "How they were begun", None, commands)
         + section("figures", "What they measured", "The last value of each metric of a step that both runs have.", figures_view(rows))
-        + section("steps", "Step by step", lead, table(head, [_compared(one, other, link) for one, other in rows]))
+        + section("steps", "Step by step", lead, table(head, [_comparison_row(one, other, link) for one, other in rows]))
     )
 
 
@@ -59,7 +59,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _compared(one: Step | None, other: Step | None, link: Link) -> list[Content]:
+def _comparison_row(one: Step | None, other: Step | None, link: Link) -> list[Content]:
     if one is None or other is None:
         there = one or other
         assert there is not None
@@ -77,7 +77,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
     if step is None:
         return "–"
     artifact = step.artifact
-    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(stored(artifact))
+    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(disk_size(artifact))
     theirs = {} if other is None else other.metrics
     metrics = [
         [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]

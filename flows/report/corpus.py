@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.flows.html.markup import Content, Html, join, legend, number, part, percent, stacked, table, tag
+from puna.flows.html.markup import Content, Html, join, legend, number, part, percent, stacked_bar, table, tag
 from puna.flows.report.curate import card
-from puna.flows.report.run import Run, Step, joined, measured, rows_of
+from puna.flows.report.run import Run, Step, join_rows, lengths, rows_of
 from puna.storage import Artifact
 
 KEPT_SHOWN = 6
@@ -34,8 +34,8 @@ def shares_view(run: Run, column: str, title: str) -> Html:
     characters: Counter[Any] = Counter()
     for batch in signals.batches("signals", [column]):
         _add(came, pa.Table.from_batches([batch]), column, "count")
-    for own, groups in measured(documents, signals.beside(["id", column])):
-        both = joined(own, groups)
+    for own, groups in lengths(documents, signals.beside(["id", column])):
+        both = join_rows(own, groups)
         _add(kept, both, column, "count")
         _add(characters, both, column, "sum", "characters")
     del came[None], kept[None], characters[None]
@@ -52,7 +52,7 @@ def shares_view(run: Run, column: str, title: str) -> Html:
     rows: list[list[Content]] = []
     for g in ranked:
         shares = (percent(kept[g], came[g]), percent(characters[g], total))
-        picture = stacked([("kept", 100 * kept[g] / max(1, most)), ("gone", 100 * (came[g] - kept[g]) / max(1, most))])
+        picture = stacked_bar([("kept", 100 * kept[g] / max(1, most)), ("gone", 100 * (came[g] - kept[g]) / max(1, most))])
         rows.append([NAMES.get(g, g), picture, came[g], kept[g], *shares])
     head: list[Content] = [title, "", "classified", "kept", "share kept", "of kept text"]
     return part(title.capitalize(), legend({"kept": "kept", "gone": "dropped later"}), table(head, rows, numeric=(2, 3, 4, 5)))
@@ -75,8 +75,8 @@ def mixture_view(run: Run) -> Html:
     documents = next((a for a in run.inputs(step) if a.kind == "documents"), None)
     groups: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     beside = step.artifact.beside(["id", "category", "split", "repeats", "weight"])
-    for own, signals in measured(documents, beside) if documents is not None else ():
-        signals = joined(signals, own)
+    for own, signals in lengths(documents, beside) if documents is not None else ():
+        signals = join_rows(signals, own)
         signals = signals.append_column("read", pc.multiply(signals["characters"].cast(pa.int64()), signals["repeats"]))
         sums = [("id", "count"), ("characters", "sum"), ("read", "sum"), ("weight", "max"), ("repeats", "max")]
         for row in signals.group_by(["category", "split"]).aggregate(sums).to_pylist():
@@ -101,7 +101,7 @@ def mixture_view(run: Run) -> Html:
 
 def _mixture_row(name: str, group: Mapping[str, float], natural: float, read: float, most: float) -> list[Content]:
     before, after = _share(group["characters"], natural), _share(group["read"], read)
-    bars = [stacked([(kind, 100 * share / most)], "bar thin") for kind, share in (("gone", before), ("kept", after))]
+    bars = [stacked_bar([(kind, 100 * share / most)], "bar thin") for kind, share in (("gone", before), ("kept", after))]
     counts: list[Content] = [percent(before, 1), percent(after, 1), f"{number(group['repeats'])} ×", number(group["heldout"])]
     return [name, join(bars), percent(group["weight"], 1), *counts]
 
@@ -122,7 +122,7 @@ def kept_view(run: Run) -> Html:
     words = [name for name in artifacts if name != "quality"]
     examples: dict[tuple[str | None, ...], str] = {}
     spread, at, step = [], 0, max(1, documents.rows() // KEPT_SHOWN)
-    for rows, *signals in measured(documents, *(artifacts[name].beside(["id", name]) for name in words)):
+    for rows, *signals in lengths(documents, *(artifacts[name].beside(["id", name]) for name in words)):
         spread += rows["id"].take(pa.array(range(-at % step, len(rows), step), pa.int64())).to_pylist()
         at += len(rows)
         for name, of in zip(words, signals, strict=True):

@@ -169,7 +169,7 @@ def duplicates_view(run: Run, step: Step) -> Html:
 
 
 def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, Any], *, opened: bool) -> Html:
-    left, right = compared(gone["text"], kept["text"])
+    left, right = mark_differences(gone["text"], kept["text"])
     sides = []
     for side, doc, words in (("removed", gone, left), ("kept", kept, right)):
         where = tag("p", doc.get("url") or doc.get("title") or doc["id"], class_="url")
@@ -179,7 +179,7 @@ def _pair(row: Mapping[str, Any], gone: Mapping[str, Any], kept: Mapping[str, An
     return details([name, about], tag("div", sides, class_="sides"), open_=opened)
 
 
-def compared(first: str, second: str) -> tuple[Html, Html]:
+def mark_differences(first: str, second: str) -> tuple[Html, Html]:
     """Return excerpts of two texts with differing words marked, from shortly before the first difference; equal texts from the start."""
     a, b = re.findall(r"\s*\S+", first), re.findall(r"\s*\S+", second)
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from puna.flows.report.run import Run, Step, joined, measured, rows_of
+from puna.flows.report.run import Run, Step, join_rows, lengths, rows_of
 from puna.stages.reading.pages import NO_PAGE
 from puna.storage import Artifact
 
@@ -91,13 +91,13 @@ def funnel(run: Run) -> list[Level]:
 def level(run: Run, step: Step) -> Level:
     """Return one step of the funnel: its rules by number of removed rows, with examples from the step's input."""
     sources = run.filtered(step)
-    dropped = _dropped(step)
+    dropped = _dropped_by_rule(step)
     samples = {rule: among.selection() for rule, among in dropped.items()}
     ids = {str(row["id"]) for rows in samples.values() for _, row in rows}
     row_of = {name: row for source in sources for name, row in rows_of(source, ids).items()}
     # Lengths before and after are comparable only if both are in characters.
     comparable = bool(sources) and all(source.kind == step.artifact.kind == "documents" for source in sources)
-    removed = _removed(step, sources) if comparable else {}
+    removed = _removed_characters(step, sources) if comparable else {}
     rules = []
     for name, among in dropped.items():
         examples = [Example(place, row, row_of.get(row["id"])) for place, row in samples[name]]
@@ -116,18 +116,18 @@ def _length(artifact: Artifact) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def _removed(step: Step, sources: list[Artifact]) -> dict[str, int]:
+def _removed_characters(step: Step, sources: list[Artifact]) -> dict[str, int]:
     """Return rule → number of characters in the documents that it dropped."""
     removed: dict[str, int] = defaultdict(int)
     for source in sources if step.has("dropped") else ():
-        for rows, dropped in measured(source, step.artifact.beside(["id", "rule"], "dropped")):
-            sums = joined(dropped, rows).group_by("rule").aggregate([("characters", "sum")])
+        for rows, dropped in lengths(source, step.artifact.beside(["id", "rule"], "dropped")):
+            sums = join_rows(dropped, rows).group_by("rule").aggregate([("characters", "sum")])
             for rule, characters in zip(sums["rule"].to_pylist(), sums["characters_sum"].to_pylist(), strict=True):
                 removed[rule] += characters
     return removed
 
 
-def _dropped(step: Step) -> dict[str, Among]:
+def _dropped_by_rule(step: Step) -> dict[str, Among]:
     """Return rule → number and examples of its dropped rows, the largest number first."""
     by_rule: dict[str, Among] = defaultdict(Among)
     for batch in step.artifact.batches("dropped") if step.has("dropped") else ():
@@ -150,8 +150,8 @@ def characters_per_token(run: Run) -> float | None:
     if mixture is None:
         return documents.record().characters / tokens
     characters = 0
-    for rows, parts in measured(documents, mixture.beside(["id", "split", "repeats"])):
-        read = joined(rows, parts.filter(pc.equal(parts["split"], "train")))
+    for rows, parts in lengths(documents, mixture.beside(["id", "split", "repeats"])):
+        read = join_rows(rows, parts.filter(pc.equal(parts["split"], "train")))
         characters += pc.sum(pc.multiply(read["characters"].cast(pa.int64()), read["repeats"])).as_py() or 0
     return characters / tokens if characters else None
 

@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from statistics import fmean
 
-from puna.flows.html.markup import Content, Html, duration, join, legend, number, short, size, stacked, stored, table, tag
+from puna.flows.html.markup import Content, Html, disk_size, duration, join, legend, number, short, size, stacked_bar, table, tag
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
@@ -30,7 +30,7 @@ def lineage_view(run: Run) -> Html:
     if not run.steps:
         return Html("")
     names, edges, titles = _graph(run)
-    places, routes = layered(edges)
+    places, routes = layout_of(edges)
     across = max(x for x, _ in chain(places.values(), *routes.values()))
     width, height = across + NODE_WIDTH / 2 + 2 * MARGIN, max(layer for _, layer in places.values()) * PITCH + NODE_HEIGHT + 2 * MARGIN
     lines = [_edge(*ends, route) for ends, route in routes.items()]
@@ -112,7 +112,7 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
     return tag("path", d=path, class_="edge", data_from=source[:40], data_to=target[:40])
 
 
-def layered(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
+def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
     """Return each node's place, and each edge's places. `edges`: each node's sources, which come before it.
 
     Long edges pass the layers between in lanes, one per source. Each layer in turn, down and up, is ordered by the means of its neighbours'
@@ -164,10 +164,10 @@ def times_view(run: Run) -> Html:
     rows: list[list[Content]] = []
     for step in run.steps:
         seconds = step.made_seconds if step.reused else step.seconds
-        bar = stacked([("again" if step.reused else "kept", max(0.4, 100 * seconds / longest))])
+        bar = stacked_bar([("again" if step.reused else "kept", max(0.4, 100 * seconds / longest))])
         state = tag("span", "reused", class_="tag") if step.reused else None
         memory = step.artifact.manifest.peak_memory_bytes
-        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(stored(step.artifact))]
+        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(disk_size(step.artifact))]
         rows.append([[step.label, " ", state], bar, *cells, tag("code", step.artifact.id)])
     head: list[Content] = ["step", "", "time", "peak memory", "stored", "artifact"]
     chips = {"kept": "made in this run"}

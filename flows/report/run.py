@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.stages.conversations import content_of, messages_of, shown
+from puna.stages.conversations import as_text, content_of, messages_of
 from puna.storage import Artifact, InputRecord, PunaError, Store
 from puna.storage.parts import Beside, Follower
 from puna.storage.runs import RunLog
@@ -129,7 +129,7 @@ class Run:
         return next((step.artifact for step in steps if column in step.artifact.columns()), None)
 
 
-def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, ...]]:
+def lengths(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, ...]]:
     """Yield `id` and `characters` of documents in pieces, with the rows of other tables up to the last of these ids; reads no text."""
     followers = [Follower(other, "", None) for other in others]
     for shard, facts in zip(documents.shards(), documents.facts(), strict=True):
@@ -139,7 +139,7 @@ def measured(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, .
             yield ids.append_column("characters", sizes["characters"]), *(follower.upto(last) for follower in followers)
 
 
-def joined(rows: pa.Table, other: pa.Table) -> pa.Table:
+def join_rows(rows: pa.Table, other: pa.Table) -> pa.Table:
     """Return the rows whose id is also in `other`, with the columns of `other`."""
     place = pc.index_in(rows["id"], value_set=other["id"].combine_chunks())
     both = rows.filter(pc.is_valid(place))
@@ -165,7 +165,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
             places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)
             for together in shard.by_group(places):
                 for row in shard.take(together, columns).to_pylist():
-                    rows[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decoded(row[column])})
+                    rows[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decode(row[column])})
     return rows
 
 
@@ -184,8 +184,8 @@ def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any,
 def _turns(row: dict[str, Any]) -> dict[str, str]:
     """Return a conversation for a card: the last turn as `text`, all earlier turns as `prompt`."""
     messages = messages_of(row)
-    return {"prompt": shown(messages[:-1]), "text": shown(messages[-1:]) if len(messages) == 1 else content_of(messages[-1])}
+    return {"prompt": as_text(messages[:-1]), "text": as_text(messages[-1:]) if len(messages) == 1 else content_of(messages[-1])}
 
 
-def _decoded(value: str | bytes | None) -> str:
+def _decode(value: str | bytes | None) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

@@ -44,7 +44,7 @@ def heat_view(steps: Iterable[Step]) -> Html:
     return part("Passages found in long text", table(heads, cells), note="Share of passages, by the share of the text before them.")
 
 
-def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
+def with_titles(step: Step, plots: Sequence[Plot]) -> list[Plot]:
     matches = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
     return [
         plot if same else replace(plot, title=f"{step.label}: {plot.title[:1].lower()}{plot.title[1:]}")
@@ -54,7 +54,7 @@ def titled(step: Step, plots: Sequence[Plot]) -> list[Plot]:
 
 def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:
     """Return the figures of several steps side by side, except figures named `without`."""
-    return part(title, grid(plot for step in steps for plot in titled(step, figures(step, without))))
+    return part(title, grid(plot for step in steps for plot in with_titles(step, figures(step, without))))
 
 
 def experiments_view(run: Run) -> Html:
@@ -89,7 +89,7 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
     for step in steps:
         columns = log_columns(step)
         plots, others = _plots(step, columns)
-        first += titled(step, plots)
+        first += with_titles(step, plots)
         account, metrics = None, facts(step)
         if columns:
             tokens = int(sum(value for value in columns["tokens"] if value is not None))
@@ -128,11 +128,11 @@ def curve(name: str, steps: Sequence[float | None], values: Sequence[float | Non
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name == "learning_rate":
         return Plot(words.capitalize(), "step", words, {words: points})
-    smooth = smoothed(points)
+    smooth = smooth_line(points)
     return Plot(words.capitalize(), "step", words, {"each step": points, words: smooth}, faint=frozenset(["each step"]))
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
+def smooth_line(points: Sequence[Point]) -> list[Point]:
     """Return the mean over a window of about a twentieth of the run: centred, smaller at the steep start, one-sided at the noisy end."""
     half = max(1, len(points) // 40)
     sums = [0.0]

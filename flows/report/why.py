@@ -52,13 +52,13 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
     rows.sort(key=lambda row: order[row["artifact"]])
     signals = {name: value for row in rows for name, value in row["values"].items() if row["verb"] == "scored"}
     for row in rows:
-        if row["verb"] in ("kept", "dropped") and (silent := _abstained(store, artifacts[row["artifact"]], signals)):
+        if row["verb"] in ("kept", "dropped") and (silent := _abstentions(store, artifacts[row["artifact"]], signals)):
             row["abstained"] = silent
             row["what"] += f"; not judged for want of a basis in {signals['language']}-{signals['script']}: {', '.join(silent)}"
     return rows
 
 
-def _abstained(store: Store, artifact: Artifact, known: dict[str, Any]) -> list[str]:
+def _abstentions(store: Store, artifact: Artifact, known: dict[str, Any]) -> list[str]:
     """Return the rules of a selection that have no basis in a document's language and script."""
     if artifact.manifest.stage != "select" or not {"language", "script"} <= set(known):
         return []

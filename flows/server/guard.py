@@ -73,7 +73,7 @@ class OwnSite:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to the application, or refuse it with 400 or 403 and the reason in one line."""
         if scope["type"] in ("http", "websocket"):
-            refused = self._refused(scope)
+            refused = self._refusal(scope)
             if refused and scope["type"] == "http":
                 await PlainTextResponse(refused[1], refused[0])(scope, receive, send)
                 return
@@ -82,7 +82,7 @@ class OwnSite:
                 return
         await self._app(scope, receive, send)
 
-    def _refused(self, scope: Scope) -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or (name := host_name(hosts[0])) is None:
             return 400, "the header Host must be one NAME or NAME:PORT"
@@ -91,11 +91,11 @@ class OwnSite:
         if "\0" in scope["path"] or "%00" in scope.get("query_string", b"").decode("latin-1"):
             return 400, "an address must not hold NUL"
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        if foreign(headers, hosts[0]) and not self._linked(scope, headers):
+        if foreign(headers, hosts[0]) and not self._is_navigation(scope, headers):
             return 403, "sent by the page of another site; open the address from Puna's own pages"
         return None
 
-    def _linked(self, scope: Scope, headers: Mapping[str, str]) -> bool:
+    def _is_navigation(self, scope: Scope, headers: Mapping[str, str]) -> bool:
         """True if the request is a navigation (typed, or by another site's link) to a page without side effects."""
         follows = _silent(headers) or (headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document")
         if scope.get("method") != "GET" or not follows or "origin" in headers or self._pages is None:
@@ -172,10 +172,10 @@ class Bounded:
             return
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replayed() -> Message:
+        async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
-        await self._app(scope, replayed, send)
+        await self._app(scope, replay, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the body; None as soon as it exceeds the limit or the client disconnects."""

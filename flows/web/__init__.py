@@ -28,7 +28,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
     site = app.state.site = Site(store, prefect, Asker(store, urls=urls))
 
     @app.middleware("http")
-    async def guarded(request: Request, further: Next) -> Response:
+    async def guard_page(request: Request, further: Next) -> Response:
         """Add headers that restrict what a page may load."""
         answer = await further(request)
         answer.headers.setdefault("content-security-policy", POLICY)
@@ -55,15 +55,15 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
         return {"status": "ok"}
 
     @app.exception_handler(PunaError)
-    def told(request: Request, error: PunaError) -> Response:
+    def on_error(request: Request, error: PunaError) -> Response:
         return HTMLResponse(site.page("This did not work", problem(str(error))), status_code=404)
 
     @app.exception_handler(404)
     def missing(request: Request, error: Exception) -> Response:
-        return told(request, PunaError(f"{request.url.path}: there is no such page"))
+        return on_error(request, PunaError(f"{request.url.path}: there is no such page"))
 
     @app.exception_handler(Exception)
-    def broken(request: Request, error: Exception) -> Response:
+    def on_failure(request: Request, error: Exception) -> Response:
         message = f"{type(error).__name__}: {error}. This is an error in Puna, told in full where it was started. Go back and try again."
         return HTMLResponse(site.page("This did not work", problem(message)), status_code=500)
 

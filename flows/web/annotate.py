@@ -19,7 +19,7 @@ from puna.flows.web.frame import invalid, pages
 from puna.stages.align.judgements import ALIAS, Judgement, JudgementsConfig, judgements, pairs_to_judge
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import External, execute
-from puna.stages.conversations import messages_of, shown
+from puna.stages.conversations import as_text, messages_of
 from puna.stages.draws import fraction
 from puna.storage import Artifact, PunaError, Store
 
@@ -72,7 +72,7 @@ class Desk:
         prompt = self.asked[self.pairs[pair][0]["prompt_id"]]
         messages = messages_of(prompt)
         before = None if pair not in own else own[pair].model_dump() | {"better": self._side(own[pair].better, pair, by)}
-        shows = {"pair": pair, "prompt": shown(messages), "editable": len(messages) == 1, "left": left, "right": right, "before": before}
+        shows = {"pair": pair, "prompt": as_text(messages), "editable": len(messages) == 1, "left": left, "right": right, "before": before}
         return {**state, **shows}
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:

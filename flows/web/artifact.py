@@ -12,7 +12,21 @@ from fastapi.concurrency import run_in_threadpool
 
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.trace import load_flows, load_stages
-from puna.flows.html.markup import Content, Html, counted_rows, details, duration, made_at, number, part, section, size, stored, table, tag
+from puna.flows.html.markup import (
+    Content,
+    Html,
+    counted_rows,
+    details,
+    disk_size,
+    duration,
+    made_at,
+    number,
+    part,
+    section,
+    size,
+    table,
+    tag,
+)
 from puna.flows.html.plot import Plot, grid
 from puna.flows.prefect.forms import flow_name
 from puna.flows.web.frame import Here, artifact_link, button, note, pages, plain, problem, projects_nav, run_link, tab
@@ -58,7 +72,7 @@ def list_page(site: Here, kind: str | None = None, project: str | None = None) -
         marks = [*names.get(artifact.key, []), *(["suspect"] if artifact.key in suspects else [])]
         aliases = [tag("span", name, class_="tag") for name in marks]
         box = tag("input", type="checkbox", name="artifact", value=artifact.id, aria_label=f"compare {artifact.id}")
-        rows.append([box, artifact_link(artifact), m.stage, counted_rows(artifact), size(stored(artifact)), made_at(artifact), aliases])
+        rows.append([box, artifact_link(artifact), m.stage, counted_rows(artifact), size(disk_size(artifact)), made_at(artifact), aliases])
     listed = table([tag("small", "pick"), "artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(3, 4))
     form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
     left = len(artifacts) - MOST_LISTED
@@ -83,7 +97,7 @@ def artifact_page(
     facts = [
         ("Made by", [m.stage, " in run ", run_link(m.run) if m.run in store.runs() else m.run or "–"]),
         ("Made", f"{made_at(artifact)} UTC in {duration(float(m.timings.get('seconds', 0.0)))}"),
-        ("Stored", f"{size(stored(artifact))}; peak memory {size(m.peak_memory_bytes)}"),
+        ("Stored", f"{size(disk_size(artifact))}; peak memory {size(m.peak_memory_bytes)}"),
         ("Folder", tag("code", str(artifact.folder))),
     ]  # fmt: skip
     metrics: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
@@ -106,8 +120,8 @@ def artifact_page(
                 grid(Plot.of(figure) for _, figure in sorted(m.figures.items()))),
         section("lineage", "Lineage", None, _lineage(store, artifact)),
         section("settings", "Settings", None, why,
-                _folded("fields", ["field", "value"], settings, open_=len(settings) < 15),
-                _folded("files", ["file", "bytes"], [[name, record.bytes] for name, record in m.files.items()])),
+                _folded_table("fields", ["field", "value"], settings, open_=len(settings) < 15),
+                _folded_table("files", ["file", "bytes"], [[name, record.bytes] for name, record in m.files.items()])),
         here="artifacts",
     )  # fmt: skip
 
@@ -120,7 +134,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")
     first, second = (site.store.resolve(name) for name in names)
     one, other = first.manifest, second.manifest
     rows: list[list[Content]] = [[c.what, tag("b", c.name), plain(c.before), plain(c.now)] for c in changes(one, other)]
-    facts = [(a.manifest.timings.get("seconds", 0.0), stored(a), a.manifest.peak_memory_bytes) for a in (first, second)]
+    facts = [(a.manifest.timings.get("seconds", 0.0), disk_size(a), a.manifest.peak_memory_bytes) for a in (first, second)]
     gave: list[list[Content]] = [["made by", one.stage, other.stage, ""]]
     gave += [[f"rows of {name}", *_pair(*(float(a.rows(name)) if name in a.tables else None for a in (first, second)))]
              for name in dict.fromkeys([*first.tables, *second.tables])]  # fmt: skip
@@ -146,7 +160,7 @@ def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
     return [*cells, f"{'+' if gap > 0 else ''}{number(gap)}" if gap else ""]
 
 
-def _folded(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
+def _folded_table(what: str, head: list[Content], rows: list[list[Content]], *, open_: bool = False) -> Html | None:
     return details(f"{len(rows)} {what}", table(head, rows), open_=open_, class_="more") if rows else None
 
 
@@ -167,7 +181,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
     range_text = f"{start + 1:,} to {last:,} of {record.rows:,}" if record.rows else "no rows"
     query = quote(f"select * from {name} where artifact = '{artifact.key}' limit 100")
     return tag(
-        "div", tag("nav", tabs, aria_label="Tables"), _folded("columns and what they mean", ["column", "type", "meaning"], columns),
+        "div", tag("nav", tabs, aria_label="Tables"), _folded_table("columns and what they mean", ["column", "type", "meaning"], columns),
         table(list(record.columns), rows) if rows else None,
         note(range_text, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}")),
         class_="rows",

@@ -14,7 +14,7 @@ from puna.flows.html.markup import Content, Html, details, excerpt, number, perc
 from puna.flows.html.plot import Plot, grid
 from puna.flows.web.frame import Here, artifact_link, bar, button, note, pages, problem, projects_nav, tab
 from puna.stages.evaluation.calibration import bins
-from puna.stages.evaluation.comparison import SURE, TABLE, Difference, Measured, differences, evaluations_of, main_metric, measured
+from puna.stages.evaluation.comparison import SURE, TABLE, Difference, Measured, differences, evaluations_of, main_metric, scores_of
 from puna.stages.evaluation.task_file import LOWER
 from puna.storage import Artifact, PunaError, Store
 
@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
 
     @staticmethod
     def of(store: Store, model: Artifact, evaluations: Sequence[Artifact]) -> Candidate:
-        return Candidate(model, _name(store, model), measured(evaluations_of(model, evaluations)))
+        return Candidate(model, _name(store, model), scores_of(evaluations_of(model, evaluations)))
 
 
 def _name(store: Store, model: Artifact) -> str:
@@ -62,7 +62,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
     store = site.store.within(project).require_project()
     evaluations = _evaluations(store, project)
     candidates = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]
-    models = ranked([Candidate.of(store, one, evaluations) for one in candidates[:MOST]])
+    models = rank([Candidate.of(store, one, evaluations) for one in candidates[:MOST]])
     about, switch = f"project={project}&" if project else "", projects_nav(store, project, "/puna/benchmarks", every=True)
     reference = next((one for one in models if one.model.key.startswith(beside or "")), None)
     start = tag("p", button("Evaluate a model", "/puna/start/benchmark"), class_="buttons")
@@ -85,7 +85,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
     return site.page("Benchmarks", switch, section("board", "Leaderboard", lead, form), start, here="benchmarks")
 
 
-def ranked(models: Sequence[Candidate]) -> list[Candidate]:
+def rank(models: Sequence[Candidate]) -> list[Candidate]:
     """Return the models sorted by the share of models that each beats, averaged over tasks, the best first."""
     values: dict[str, dict[int, float]] = {}
     for at, one in enumerate(models):
@@ -188,7 +188,7 @@ def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alia
     titles = ["A", "B"] if len(names) > 1 else [""]
     if len(names) > 2 or which not in WHICH:
         raise PunaError("questions: choose one or two evaluations, and which questions: all, differ or wrong")
-    results = [measured([one]).get(task) for one in evaluations]
+    results = [scores_of([one]).get(task) for one in evaluations]
     if missing := [one.id for one, own in zip(evaluations, results, strict=True) if not own]:
         raise PunaError(f"{missing[0]} has no task {task}")
     if not (common := set.intersection(*(set(own) for own in results if own))):

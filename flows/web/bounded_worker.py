@@ -25,11 +25,11 @@ from puna.storage import PunaError, Store
 COSTS = ("time", "disk", "memory")
 
 
-def _answered(question: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     store = Store.existing(question["store"])
     try:
         if question["question"] == "sql":
-            return {"html": str(questions.answered(store, question["q"]))}
+            return {"html": str(questions.answer(store, question["q"]))}
         request = request_of(offer_of(question["name"]), question["asked"])
         if question["question"] == "plan":
             return {"html": str(plan_view(store, request))}
@@ -91,7 +91,7 @@ def main() -> None:
         question = json.loads(line)
         # If the process that asked is killed, only this alarm ends a long answer.
         signal.alarm(int(question["seconds"]) + 5)
-        answers.write(json.dumps(_answered(question)).encode() + b"\n")
+        answers.write(json.dumps(_answer(question)).encode() + b"\n")
         answers.flush()
         signal.alarm(0)
 

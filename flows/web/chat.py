@@ -81,7 +81,7 @@ class Chat:
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is no model")
         with self._lock:
-            talker = self._loaded(artifact.key, artifact.id)
+            talker = self._load(artifact.key, artifact.id)
         body = json.dumps({"model": artifact.id, "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {talker.secret}"}
         try:
@@ -92,7 +92,7 @@ class Chat:
             raise PunaError(f"{model}: stopped answering ({error})") from error
         return _pieces(answer)
 
-    def _loaded(self, key: str, name: str) -> Talker:
+    def _load(self, key: str, name: str) -> Talker:
         """Return the model's process, started if necessary; stop the process of another model."""
         now = self._talker
         if now is not None and now.process.poll() is None:

@@ -14,8 +14,8 @@ from fastapi.concurrency import run_in_threadpool
 
 from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
 from puna.flows.report.why import fate
-from puna.flows.web.frame import Here, Site, artifact_link, field, note, option, pages, plain, sent
-from puna.stages.curate.minhash.index import described, indexed, resembling
+from puna.flows.web.frame import Here, Site, artifact_link, field, form_fields, note, option, pages, plain
+from puna.stages.curate.minhash.index import describe, has_index, resembling
 from puna.storage import Artifact, PunaError, Store
 
 MOST_FOUND = 20
@@ -44,12 +44,12 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
     matches = resembling(text, artifact)
     rows: list[list[Content]] = []
-    for row in described(matches[:MOST_FOUND], artifact):
+    for row in describe(matches[:MOST_FOUND], artifact):
         name = tag("a", row["title"] or row["url"] or row["id"], href=f"/puna/document/{row['id']}")
         removed = None if row["kept"] else [" ", tag("span", "removed", class_="tag wrong")]
         rows.append([[name, removed], *(f"{row[share]:.3f}" for share in ("similarity", "of_text", "of_document"))])
     about = "Common word runs as a share of the runs of both together, of the text, and of the document."
-    if indexed(artifact):
+    if has_index(artifact):
         about += " Only documents that share a band of the index were looked at."
     head = f"{len(matches):,} documents resemble it" if matches else "Nothing resembles it"
     listing = table(["document", "of both", "of the text", "of the document"], rows, numeric=(1, 2, 3)) if rows else tag("p", "")
@@ -64,7 +64,7 @@ def search(site: Here, q: str = "", artifact: str = "", rule: str = "") -> str:
 
 @router.post("/near")
 async def near(site: Here, request: Request) -> str:
-    return await run_in_threadpool(_page, site, "", "", "", await sent(request))
+    return await run_in_threadpool(_page, site, "", "", "", await form_fields(request))
 
 
 def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Sequence[str]] | None = None) -> Html:
@@ -186,10 +186,10 @@ def _card(row: dict[str, Any], words: str, why: dict[str, Any] | None) -> Html:
         reason = note(tag("span", why["rule"], class_="tag wrong"), " ", Html(", ".join(facts)))
     head = tag("a", row.get("title") or row.get("url") or row["id"], href=f"/puna/document/{row['id']}")
     return tag("div", tag("p", head), tag("p", row.get("url") or "", class_="url"), reason,
-               tag("blockquote", _marked(row.get("text") or "", words.strip())), class_="card")  # fmt: skip
+               tag("blockquote", _mark(row.get("text") or "", words.strip())), class_="card")  # fmt: skip
 
 
-def _marked(text: str, words: str) -> Content:
+def _mark(text: str, words: str) -> Content:
     at = text.lower().find(words.lower()) if words else -1
     if at < 0:
         return excerpt(text, 300)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from puna.flows.engine.declare import Flow, described, first_sentence
+from puna.flows.engine.declare import Flow, first_sentence, input_kind
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.launch import Request
 from puna.flows.engine.recipe import shipped_recipes
 from puna.flows.html.markup import Content, Html, details, tag
-from puna.flows.prefect.forms import Choices, Offer, defaults, offers, picked, set_by_recipes, settings_of, values_of
-from puna.flows.web.frame import Site, button, field, hidden, note, once, option, problem, projects_nav, tab
+from puna.flows.prefect.forms import Choices, Offer, defaults, offers, reference_in, set_by_recipes, settings_of, values_of
+from puna.flows.web.frame import Site, button, field, hidden_input, note, once, option, problem, projects_nav, tab
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import PunaError, Store
@@ -49,7 +49,7 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
             tag("div", _recipe(offer, form), _project_field(store, project),
                 [_input(spec, choices, form) for spec in what.inputs], settings),
             tag("div", plan or (None if refused else waiting), id="outcome", aria_live="polite"),
-            hidden("token", site.token),
+            hidden_input("token", site.token),
             tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
             action=f"/puna/start/{name}", method="post", class_="replayed", data_from=f"/puna/plan/{name}",
             data_now="" if own and not (plan or refused or missing) else None),
@@ -110,7 +110,7 @@ def first_words(doc: str) -> list[Content]:
 
 def values_given(spec: InputSpec, form: Asked) -> list[str]:
     lines = [line.strip() for text in form.get(spec.name, ()) for line in text.splitlines()]
-    return [picked(line) for line in lines if line]
+    return [reference_in(line) for line in lines if line]
 
 
 def _recipe(offer: Offer, form: Asked) -> Content:
@@ -123,7 +123,7 @@ def _recipe(offer: Offer, form: Asked) -> Content:
         name = f"{recipe}:{step}"
         words = recipe if step == offer.what.name else f"{recipe}: {step}"
         links.append(tab(words, f"/puna/start/{offer.flow}?{urlencode({'recipe': name})}", now == name))
-    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden("recipe", now) if now else None]
+    return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden_input("recipe", now) if now else None]
 
 
 def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
@@ -134,10 +134,10 @@ def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
         words = f"{spec.name}: files or folders, one a line{none}"
         return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
     there = choices.of(spec.kind)
-    more = [name for name in now if name not in map(picked, there)]
+    more = [name for name in now if name not in map(reference_in, there)]
     options = [] if spec.many else [option("", "none" if spec.optional else "choose …", chosen=not now)]
-    options += [option(picked(words), words, chosen=picked(words) in now) for words in [*more, *there]]
-    kind = "" if spec.name == spec.kind else described(spec)
+    options += [option(reference_in(words), words, chosen=reference_in(words) in now) for words in [*more, *there]]
+    kind = "" if spec.name == spec.kind else input_kind(spec)
     about = ", ".join(word for word in (kind, "may be left out" if spec.optional else "") if word)
     words = f"{spec.name} ({about})" if about else spec.name
     if not there and not more:

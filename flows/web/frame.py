@@ -103,7 +103,7 @@ def invalid(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
 
 
-async def sent(request: Request) -> dict[str, list[str]]:
+async def form_fields(request: Request) -> dict[str, list[str]]:
     """Return the fields of a form; 400 if the body is not a form in UTF-8."""
     try:
         fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
@@ -139,13 +139,13 @@ def button(words: Content, address: str) -> Html:
     return tag("a", words, href=address, class_="button")
 
 
-def hidden(name: str, value: str) -> Html:
+def hidden_input(name: str, value: str) -> Html:
     return tag("input", type="hidden", name=name, value=value)
 
 
 def once() -> Html:
     """Return a hidden field that makes two clicks on one page start one run."""
-    return hidden("once", uuid.uuid4().hex)
+    return hidden_input("once", uuid.uuid4().hex)
 
 
 def note(*words: Content) -> Html:
@@ -171,7 +171,7 @@ def when(moment: datetime | None) -> Html:
     return tag("time", f"{moment.astimezone(UTC):%-d %b %H:%M}", datetime=moment.isoformat())
 
 
-def spent(log: RunLog) -> str:
+def duration_of(log: RunLog) -> str:
     """Return the duration of a run in words; of a run at work, until now."""
     if log.opened is None:
         return "–"

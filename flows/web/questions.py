@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from puna.flows.html.markup import Content, Html, details, duration, part, table, tag
 from puna.flows.web.bounded import SECONDS
-from puna.flows.web.frame import STALE, Here, Site, hidden, note, pages, plain, problem, sent
+from puna.flows.web.frame import STALE, Here, Site, form_fields, hidden_input, note, pages, plain, problem
 from puna.storage import PunaError, Store, catalog
 from puna.storage.schemas import TABLES
 from puna.storage.views import FACTS
@@ -45,7 +45,7 @@ def _page(site: Site, question: str, answer: Content) -> Html:
         "form",
         tag("textarea", question, name="q", id="q", rows=6, spellcheck="false", autofocus=not question, aria_label="SQL"),
         tag("p", tag("button", "Ask", class_="main"), tag("span", " Ctrl+Enter · read-only · ", LIMITS, class_="note")),
-        hidden("token", site.token),
+        hidden_input("token", site.token),
         action="/puna/sql", method="post", id="ask", data_answered="" if answer else None,
     )  # fmt: skip
     examples = [tag("li", tag("a", words, href=f"/puna/sql?q={quote(query)}")) for words, query in EXAMPLES.items()]
@@ -62,7 +62,7 @@ def _page(site: Site, question: str, answer: Content) -> Html:
     )  # fmt: skip
 
 
-def answered(store: Store, question: str) -> Html:
+def answer(store: Store, question: str) -> Html:
     """Run a statement and return its first rows. Raise PunaError if it is refused or needs too much memory."""
     began = time.perf_counter()
     try:
@@ -85,7 +85,7 @@ def answered(store: Store, question: str) -> Html:
 @router.post("/sql")
 async def ask(site: Here, request: Request) -> Response:
     """Run the statement in the form, if the form holds the token. A statement in a URL only fills the box."""
-    form = await sent(request)
+    form = await form_fields(request)
     text = form.get("q", [""])[0]
     answer: Html | None = None
     if not site.trusts(form):

@@ -10,12 +10,12 @@ from fastapi.responses import RedirectResponse, Response
 
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.recipe import shipped_recipes
-from puna.flows.engine.rounds import POLICY, Round, Trigger, load_trigger, new_preferences, rounds_of, save_trigger, settle, unsettled
+from puna.flows.engine.rounds import POLICY, Round, Trigger, load_trigger, new_preferences, rounds_of, save_trigger, settle, unsettled_round
 from puna.flows.html.markup import Content, Html, made_at, number, section, table, tag
 from puna.flows.html.plot import Plot, grid
 from puna.flows.report.alignment import gate_basis, models_by_step
 from puna.flows.web.forms import project_of
-from puna.flows.web.frame import Here, artifact_link, button, field, hidden, option, pages, projects_nav, sent
+from puna.flows.web.frame import Here, artifact_link, button, field, form_fields, hidden_input, option, pages, projects_nav
 from puna.stages.align.gate import ApprovalConfig, approval
 from puna.stages.contract import execute
 from puna.storage import Artifact, PunaError, Store
@@ -55,13 +55,13 @@ def rounds_page(site: Here, project: str | None = None) -> str:
 
 @router.post("/rounds/next")
 async def trigger(site: Here, request: Request) -> Response:
-    await run_in_threadpool(set_trigger, site.store, form := await sent(request))
+    await run_in_threadpool(set_trigger, site.store, form := await form_fields(request))
     return RedirectResponse(f"/puna/rounds?project={project_of(form)}#next", 303)
 
 
 @router.post("/rounds/{gate}")
 async def decide(site: Here, gate: str, request: Request) -> Response:
-    await run_in_threadpool(decide_round, site.store, gate, form := await sent(request))
+    await run_in_threadpool(decide_round, site.store, gate, form := await form_fields(request))
     return RedirectResponse(f"/puna/rounds?project={project_of(form)}", 303)
 
 
@@ -79,7 +79,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
             return
         policy = next(store.find(i.kind, i.key) for i in artifact.manifest.inputs if i.name == "policy")
         history = rounds_of(store, store.alias(POLICY) if POLICY in store.aliases() or policy is None else policy)
-        if last := unsettled(store, history):
+        if last := unsettled_round(store, history):
             settle(store, last)
 
 
@@ -117,7 +117,7 @@ def _waits(one: Round, project: str) -> Html:
         table(["task", "policy", "candidate", "gain, 95 % interval"], lines, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
             tag("a", "talk to it", href=f"/puna/chat?model={one.candidate.id}")),
-        tag("form", hidden("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
+        tag("form", hidden_input("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
             field("Why", tag("input", name="reason", type="text")),
             tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
                 tag("button", "Refuse", name="verdict", value="refuse"), class_="buttons"),
@@ -168,7 +168,7 @@ def _next(store: Store, prefect: str | None) -> Content:
     now, there = load_trigger(store), new_preferences(store)
     recipes = [option(name, name, chosen=name == now.recipe) for name in shipped_recipes()]
     state = f"{there:,} preferences are new{f'; a round is made at {now.preferences:,}' if now.preferences else ''}."
-    form = tag("form", hidden("project", store.project),
+    form = tag("form", hidden_input("project", store.project),
         field("Start a round when so many preferences of people are new; 0: never",
               tag("input", type="number", name="preferences", min=0, value=now.preferences)),
         field("With the recipe", tag("select", recipes, name="recipe")),

@@ -17,7 +17,7 @@ from fastapi import Request
 from puna.flows.html.markup import Content, Html, number, part, percent, section, table, tag
 from puna.flows.report.curate import card
 from puna.flows.report.run import rows_of
-from puna.flows.web.frame import Here, artifact_link, hidden, note, pages, tab
+from puna.flows.web.frame import Here, artifact_link, hidden_input, note, pages, tab
 from puna.stages.contract import parse
 from puna.stages.curate.rules.decide import SqlRule, decide, numeric
 from puna.stages.curate.rules.groups import Rule, active_rules
@@ -73,10 +73,10 @@ def _selection(store: Store, artifact: Artifact) -> Selection:
         for name in names:
             whole = whole.append_column(name, columns[name])
     tables = languages.read("languages") if languages is not None else None
-    return Selection(artifact, documents, config, whole, tables, rules, _decided(whole, rules, tables))
+    return Selection(artifact, documents, config, whole, tables, rules, _decide(whole, rules, tables))
 
 
-def _decided(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None) -> dict[str, str]:
+def _decide(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None) -> dict[str, str]:
     dropped = decide(whole, rules, languages)
     return dict(zip(dropped["id"].to_pylist(), dropped["rule"].to_pylist(), strict=True))
 
@@ -101,20 +101,20 @@ def rules_page(site: Here, request: Request) -> str:
         tab(f"{artifact.id} · {artifact.rows():,} rows", f"/puna/rules?artifact={artifact.key[:12]}", artifact.key == choice.key)
         for artifact in selections[:12]
     ]
-    moved = _moved(of, query)
+    moved = _moved_thresholds(of, query)
     sliders = [_slider(of, rule, moved.get(rule.name)) for rule in of.rules if isinstance(rule, Rule) and rule.number is not None]
     return site.page(
         "Rules", tag("nav", others, aria_label="Selections"),
         tag("form", tag("div", replay(of, query), id="outcome", aria_live="polite"), tag("div", sliders, class_="sliders"),
             tag("p", tag("button", "Show"), " ", tag("button", "As they were", type="reset")),
-            hidden("artifact", choice.key[:12]), action="/puna/rules", id="rules",
+            hidden_input("artifact", choice.key[:12]), action="/puna/rules", id="rules",
             data_from="/puna/rules/outcome"),
         here="rules",
         lead=["Move a threshold of ", artifact_link(choice), ": its own rules decide again from the stored signals. Nothing is changed."],
     )  # fmt: skip
 
 
-def _moved(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
+def _moved_thresholds(of: Selection, query: Mapping[str, str]) -> dict[str, float]:
     moved = {}
     for rule in of.rules:
         if isinstance(rule, Rule) and rule.number is not None and rule.name in query:
@@ -138,11 +138,11 @@ def outcome(site: Here, request: Request) -> str:
 
 def replay(of: Selection, query: Mapping[str, str]) -> Html:
     """Show the drops with the query's thresholds beside the actual drops, and the recipe change that sets these thresholds."""
-    moved = _moved(of, query)
+    moved = _moved_thresholds(of, query)
     if not moved:
         return _counts(of, of.gone, of.gone)
     rules = [replace(rule, threshold=moved[rule.name]) if isinstance(rule, Rule) and rule.name in moved else rule for rule in of.rules]
-    now = _decided(of.table, rules, of.languages)
+    now = _decide(of.table, rules, of.languages)
     more, fewer = [i for i in now if i not in of.gone], [i for i in of.gone if i not in now]
     change = " ".join(f"--set select.{name}={value:.12g}" for name, value in moved.items())
     return tag(

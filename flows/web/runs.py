@@ -24,7 +24,21 @@ from puna.flows.report.lineage import lineage_view
 from puna.flows.report.page import page as report_page
 from puna.flows.report.page import tile
 from puna.flows.report.run import Run, Step
-from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, once, pages, problem, projects_nav, run_link, spent, when
+from puna.flows.web.frame import (
+    Here,
+    artifact_link,
+    badge,
+    bar,
+    button,
+    duration_of,
+    note,
+    once,
+    pages,
+    problem,
+    projects_nav,
+    run_link,
+    when,
+)
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.runs import RunLog
 
@@ -135,7 +149,7 @@ def runs_view(logs: list[RunLog]) -> Html:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")
         reused = sum(record.reused for record in log.made)
         why = tag("small", log.error.partition("\n")[0]) if log.error else None
-        cells: list[Content] = [[run_link(log.name, log.title), why], badge(log), when(log.opened), spent(log)]
+        cells: list[Content] = [[run_link(log.name, log.title), why], badge(log), when(log.opened), duration_of(log)]
         rows.append([box, *cells, number(len(log.made)), number(reused)])
     listing = table([tag("small", "pick"), "run", "state", "began", "took", "artifacts", "reused"], rows, numeric=(4, 5, 6))
     return tag("form", listing, tag("p", tag("button", "Compare two")), action="/puna/compare", method="get")
@@ -167,10 +181,10 @@ def run_page(site: Here, name: str) -> str:
     reused = sum(step.reused for step in run.steps)
     again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]
     tiles = [
-        tile("State", badge(log)), tile("Began", when(log.opened)), tile("Took", spent(log)),
+        tile("State", badge(log)), tile("Began", when(log.opened)), tile("Took", duration_of(log)),
         tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
     ]  # fmt: skip
-    plots = [plot for step in run.steps for plot in training.titled(step, training.figures(step)) if not plot.empty]
+    plots = [plot for step in run.steps for plot in training.with_titles(step, training.figures(step)) if not plot.empty]
     links: list[Content] = [
         button("Full report", f"/puna/report/{log.name}"),
         button("Funnel", f"/puna/run/{log.name}/funnel") if run.kind("pages", "documents") else None,

@@ -248,7 +248,7 @@ class Worker:
             if self._stopping.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > STEADY_SECONDS else min(2 * wait, 60.0)
-            print(f"what starts the runs ended ({_ended(code)}); it is started again in {wait:.0f} s", file=sys.stderr, flush=True)
+            print(f"what starts the runs ended ({_exit_text(code)}); it is started again in {wait:.0f} s", file=sys.stderr, flush=True)
             if self._stopping.wait(wait):
                 return
             with self._lock:
@@ -272,5 +272,5 @@ class Worker:
             process.wait()
 
 
-def _ended(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -23,7 +23,7 @@ from puna.flows.server.client import Server, Unreachable, read_note
 from puna.flows.server.guard import own_page
 from puna.flows.web.bounded import Late
 from puna.flows.web.forms import Asked, first_words, form_page, offer_of, request_of, values_given
-from puna.flows.web.frame import STALE, Here, button, pages, problem, projects_nav, sent
+from puna.flows.web.frame import STALE, Here, button, form_fields, pages, problem, projects_nav
 from puna.flows.web.runs import FIRST, flow_run_of
 from puna.stages.contract import Stage
 from puna.storage import PunaError, Store, digest
@@ -56,7 +56,7 @@ def start_page(site: Here, name: str, request: Request) -> str:
 @router.post("/start/{name}/plan")
 @router.post("/plan/{name}")
 async def plan(site: Here, name: str, request: Request) -> Response:
-    form = await sent(request)
+    form = await form_fields(request)
     if not site.trusts(form):
         return HTMLResponse(site.page("Not planned", problem(STALE)), 403)
     fields = {key: values for key, values in form.items() if key != "token"}
@@ -68,7 +68,7 @@ async def plan(site: Here, name: str, request: Request) -> Response:
 
 @router.post("/start/{name}")
 async def go(site: Here, name: str, request: Request) -> Response:
-    form = await sent(request)
+    form = await form_fields(request)
     try:
         # If the check takes too long (large inputs), the run itself makes it first.
         with suppress(Late):
@@ -137,7 +137,7 @@ def stop(site: Here, name: str) -> Response:
 @router.post("/run/{name}/again")
 async def again(site: Here, name: str, request: Request) -> Response:
     """Start the same run once more; it reuses existing artifacts."""
-    form = await sent(request)
+    form = await form_fields(request)
 
     def create() -> str:
         server = server_beside(site.store)

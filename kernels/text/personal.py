@@ -289,7 +289,7 @@ NEEDED = {
 """Entity → hints: a text with none of these hints has no such data."""
 
 
-def needed(entities: Iterable[str]) -> int:
+def needed_hints(entities: Iterable[str]) -> int:
     """Return the hints for these kinds of data: a text with such data has at least one of the hints."""
     return reduce(or_, (NEEDED[entity] for entity in entities), 0)
 
@@ -311,7 +311,7 @@ def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[
     return result
 
 
-def masked(text: str, spans: list[Span]) -> str:
+def mask(text: str, spans: list[Span]) -> str:
     """Return the text with `<EMAIL>`, `<PHONE>`, … in place of the spans."""
     pieces, at = [], 0
     for span in spans:

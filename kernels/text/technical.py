@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import cut, decode, longest
 from puna.kernels.text.strings import buffers
-from puna.kernels.text.word_counts import Listed, kinds_held, listed
+from puna.kernels.text.word_counts import Listed, kinds_held, list_words
 from puna.kernels.text.words import words_listed
 
 SEEDS = Path(__file__).parent / "data" / "reasoning.txt"
@@ -52,18 +52,18 @@ FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 def reasoning_words() -> Listed:
     """Return the words of deduction of all languages."""
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return listed(np.unique(np.concatenate([words_listed(line.partition(":")[2].split()).folded for line in lines])))
+    return list_words(np.unique(np.concatenate([words_listed(line.partition(":")[2].split()).folded for line in lines])))
 
 
-def measured(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
+def measure(texts: pa.Array | pa.ChunkedArray, characters: int) -> list[Technical]:
     """Return the counts in the first `characters` characters of each text."""
     words = reasoning_words()
     kinds = kinds_held(texts, characters, words, np.zeros(words.size, np.int64), 1)
-    return [Technical(*row) for row in np.hstack([_counted(*buffers(texts), characters), kinds]).tolist()]
+    return [Technical(*row) for row in np.hstack([_count(*buffers(texts), characters), kinds]).tolist()]
 
 
 @njit(cache=True)
-def _counted(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
+def _count(data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int) -> NDArray[np.int64]:
     """Return the first three fields of each text's `Technical`, int64[texts, 3]."""
     texts = len(offsets) - 1
     codes, result = np.empty(min(longest(offsets), characters), np.uint32), np.zeros((texts, 3), np.int64)

@@ -26,7 +26,7 @@ class Listed(NamedTuple):
     size: int
 
 
-def listed(folded: NDArray[np.uint64]) -> Listed:
+def list_words(folded: NDArray[np.uint64]) -> Listed:
     """Return the list of words with these distinct hashes (`words.Words.folded`)."""
     keys = table_of(folded.tolist())
     numbers = np.zeros(len(keys), np.int32)

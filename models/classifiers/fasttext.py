@@ -69,7 +69,7 @@ class Model:
 
     def probabilities(self, lines: pa.Array | pa.ChunkedArray) -> NDArray[np.float32]:
         """Return the probability of each label float32[lines, labels]; 0 for a line without a known word."""
-        return _score(*_ended(lines), self._keys, self._places, self.weights)  # type: ignore[no-any-return]
+        return _score(*_with_end_words(lines), self._keys, self._places, self.weights)  # type: ignore[no-any-return]
 
 
 def fit(
@@ -78,16 +78,16 @@ def fit(
     """Train a model on lines of words separated by spaces; return it. `classes`: indices into `labels`. `state`: folder in which `Saver`
     saves the training, and from which it resumes; trainings of at least `REPEATED_SECONDS` are saved at their end, too."""
     rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
-    words, codes, bounds = _encoded(lines)
+    words, codes, bounds = _encode(lines)
     counts = np.bincount(codes, minlength=len(words))
     order = np.argsort(-counts, kind="stable")
     order = order[counts[order] >= min_count]
     word_rows = np.full(len(words), -1, np.int32)
     word_rows[order] = np.arange(len(order))
     buckets = buckets if ngrams > 1 else 0
-    first = _aligned(len(order) + buckets, dimension)
+    first = _aligned_zeros(len(order) + buckets, dimension)
     first[: len(order)] = (2 * np.random.default_rng(seed).random((len(order), dimension), np.float32) - 1) / np.float32(dimension)
-    last, short = _aligned(len(labels), dimension), _table(*buffers(words))[2]
+    last, short = _aligned_zeros(len(labels), dimension), _table(*buffers(words))[2]
     weights = Weights(first, last, len(order), ngrams, buckets)
     step, steps, seconds = 0, epochs * len(classes), 0.0
     text = b"".join(hashlib.sha256(part.data).digest() for part in (codes, bounds, classes, buffers(words)[0]))
@@ -151,14 +151,14 @@ def read(file: Path) -> Model | None:
     return Model(vocabulary, [name.decode().removeprefix(LABEL) for name in names[words:]], Weights(first, last, words, ngrams, buckets))
 
 
-def _aligned(rows: int, dimension: int) -> NDArray[np.float32]:
+def _aligned_zeros(rows: int, dimension: int) -> NDArray[np.float32]:
     """Return zeros that begin at a cache line, so that a row of 16 floats fills one."""
     room = np.zeros(rows * dimension + 16, np.float32)
     start = -room.ctypes.data % 64 // 4
     return room[start : start + rows * dimension].reshape(rows, dimension)
 
 
-def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _with_end_words(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return the bytes of lines, each followed by fastText's end word `</s>` and a space, and their bounds. A zero byte, which would end a
     name in a file, becomes a byte 1."""
     whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
@@ -167,11 +167,11 @@ def _ended(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArra
     return data[: bounds[-1]], bounds
 
 
-def _encoded(lines: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
+def _encode(lines: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
     """Return the distinct words of lines, the index of each word among them, and where each line's words begin."""
     kind, chunks, starts, total = pa.dictionary(pa.int32(), pa.large_string()), [], [np.zeros(1, np.int64)], 0
     for start in range(0, len(lines), LINES):
-        data, bounds = _ended(lines.slice(start, LINES))
+        data, bounds = _with_end_words(lines.slice(start, LINES))
         ends = np.flatnonzero(data == 32) + 1
         words = pa.LargeStringArray.from_buffers(len(ends), pa.py_buffer(np.append(0, ends)), pa.py_buffer(data))
         chunks.append(words.dictionary_encode())

@@ -62,7 +62,7 @@ def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
 
 def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
     """Return the grade of each text, float64[n], from about 0 to about 5."""
-    result: NDArray[np.float64] = _graded(*buffers(texts), model.weights, model.bias)
+    result: NDArray[np.float64] = _grade(*buffers(texts), model.weights, model.bias)
     return result
 
 
@@ -154,7 +154,7 @@ def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32
 
 
 @njit(cache=True)
-def _graded(data: NDArray[np.uint8], offsets: NDArray[np.int64], weights: NDArray[np.float32], bias: float) -> NDArray[np.float64]:
+def _grade(data: NDArray[np.uint8], offsets: NDArray[np.int64], weights: NDArray[np.float32], bias: float) -> NDArray[np.float64]:
     counts, met = np.zeros(BUCKETS, np.int32), np.empty(BUCKETS, np.int32)
     out = np.empty(len(offsets) - 1)
     for d in range(len(out)):

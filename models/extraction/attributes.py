@@ -46,7 +46,7 @@ def attributes(page: Scan, element: int, tag: int, at: int) -> int:
     at = min(at + 1, size)
     has_value = s[L.VALUE_STOP] > s[L.VALUE]
     if tag in (T_META, T_LINK) and has_value:
-        _said(page)
+        _read_meta(page)
     elif s[L.MATHS] and has_value:
         formula(page, s[L.VALUE], s[L.VALUE_STOP])
         if tag == T_MATH and s[L.SKIP] < 0:
@@ -108,7 +108,7 @@ def _hides(html: NDArray[np.uint8], start: int, stop: int) -> bool:
 
 
 @njit(cache=True, borrows=True)
-def _said(page: Scan) -> None:
+def _read_meta(page: Scan) -> None:
     """Record what a `meta` or `link` says about the page: its type, its generator, its address."""
     html, s = page.html, page.state
     if has(html, s[L.ABOUT], s[L.ABOUT_STOP], b"og:type"):

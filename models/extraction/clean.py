@@ -199,24 +199,24 @@ BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}  # how HTML begins in ch
 
 def utf8(body: bytes, charset: str | None) -> bytes:
     """Return the characters of an HTML page in UTF-8, see `decode`."""
-    text, same = _decoded(body, charset, html=True)
+    text, same = _decode(body, charset, html=True)
     return body if same else text.encode("utf-8", "replace")
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
     """Return the page's characters. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; valid UTF-8,
     whatever the server says (other encodings are seldom valid UTF-8 by chance); the server's header; the page; detection."""
-    return _decoded(body, charset, html)[0]
+    return _decode(body, charset, html)[0]
 
 
-def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
+def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
     """Return the page's characters, and True if the body is their encoding in UTF-8."""
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
     for mark, name in BOMS:
         if body.startswith(mark):
             return body[len(mark) :].decode(name, "replace"), False
-    declared = _known(charset) if charset else None
+    declared = _encoding_named(charset) if charset else None
     wide = BEGINNINGS.get(body[:2]) if html else None
     if declared in ("utf-16-le", "utf-16-be") and b"\0" not in body:  # no line end and no tag: the server is wrong
         declared = None
@@ -235,7 +235,7 @@ def _decoded(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _known(charset: str) -> str | None:
+def _encoding_named(charset: str) -> str | None:
     from resiliparse.parse.encoding import map_encoding_to_html5
 
     return map_encoding_to_html5(charset, fallback_utf8=False)

@@ -39,7 +39,7 @@ def without_unseen(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     _drop_notices(page, out)
     for b in range(n):
         if out[b] and not blocks[b, L.PRE]:
-            out[b] = _narrowed(page, b)
+            out[b] = _narrow(page, b)
     return out
 
 
@@ -93,7 +93,7 @@ def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> boo
 
 
 @njit(cache=True, borrows=True)
-def _narrowed(page: Scan, block: int) -> bool:
+def _narrow(page: Scan, block: int) -> bool:
     """Remove tags in brackets from both ends of a block; return True if text is left."""
     text, start, stop = page.text, page.blocks[block, L.START], page.blocks[block, L.STOP]
     moved = True

@@ -105,7 +105,7 @@ def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int
 
 
 @njit(cache=True)
-def numbered(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
+def numbers_of(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
     """Return a number for each key, the same for equal keys; and the number of distinct keys."""
     n, size, count = len(keys), 2, 0
     while size < 2 * n:
@@ -137,7 +137,7 @@ def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int
 @njit(cache=True)
 def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, for each key, the number of entries with the same key, and the number of these entries before it."""
-    numbers, count = numbered(keys)
+    numbers, count = numbers_of(keys)
     sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
     for k in range(len(keys)):
         before[k] = sizes[numbers[k]]
@@ -148,7 +148,7 @@ def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 @njit(cache=True)
 def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return [n, k]: for each row of `values` [n, k], the sum of all rows with the same key, added in order."""
-    numbers, count = numbered(keys)
+    numbers, count = numbers_of(keys)
     sums, out = np.zeros((count, values.shape[1]), np.float32), np.empty(values.shape, np.float32)
     for k in range(len(keys)):
         for column in range(values.shape[1]):

@@ -24,7 +24,7 @@ from puna.models.extraction.article import article_features
 from puna.models.extraction.asides import without_comments, without_teasers
 from puna.models.extraction.features import block_features, element_scores, names, text_keys, text_scores
 from puna.models.extraction.invisible_text import without_unseen
-from puna.models.extraction.layout import Pages, Scan, deepest, group_sums, numbered, page_of, running
+from puna.models.extraction.layout import Pages, Scan, deepest, group_sums, numbers_of, page_of, running
 from puna.models.extraction.network import Network, network_logits
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
@@ -34,7 +34,7 @@ COPIED_WORDS = 5  # minimum words of a copy: shorter texts may occur on a page a
 
 
 @njit(cache=True)
-def agreed(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return logits [blocks], moved towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
     messages of a thread or cells of a column are all content or all not. A block's weight in the mean is the root of its words."""
     blocks = page.blocks
@@ -57,7 +57,7 @@ def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     Blocks with the same path are no copies: messages of a thread or entries of a reference may have the same words."""
     keys = text_keys(page)
     out = keep.copy()
-    numbers, count = numbered(keys)
+    numbers, count = numbers_of(keys)
     first = np.full(count, -1, np.int64)  # kept block of these words
     for b in range(len(keys)):
         if keep[b] and first[numbers[b]] < 0:
@@ -125,12 +125,12 @@ def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
         if kept_words[z] - kept_words[a] >= needed * (words[z] - words[a]) and (needed == 0 or kept_words[z] > kept_words[a]):
             out[a:z] = True
             done = z
-    _headed(page, out)
+    _keep_headings(page, out)
     return out
 
 
 @njit(cache=True)
-def _headed(page: Scan, keep: NDArray[np.bool_]) -> None:
+def _keep_headings(page: Scan, keep: NDArray[np.bool_]) -> None:
     """Keep a heading below the first kept block if the next block is kept."""
     top = 0
     while top < len(keep) and not keep[top]:
@@ -244,7 +244,7 @@ def _scores(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Net
     for p in range(len(starts) - 1):
         a, z = starts[p], starts[p + 1]
         if z > a:
-            scores[a:z] = agreed(page_of(pages, p), (scores[a:z] + network_logits(network, rows[a:z])) / np.float32(2))
+            scores[a:z] = agree(page_of(pages, p), (scores[a:z] + network_logits(network, rows[a:z])) / np.float32(2))
     return scores  # type: ignore[no-any-return]
 
 
@@ -261,7 +261,7 @@ def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.f
 
 
 @njit(cache=True)
-def chosen(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
+def choose_blocks(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return a mask of the blocks to keep, given probabilities `p` of content. Code, lists and tables stay whole; copies are dropped."""
     cut, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
     return once(page, made_whole(page, p >= cut))  # type: ignore[no-any-return]
@@ -282,7 +282,7 @@ def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32]
         a, z = starts[number], starts[number + 1]
         if z > a:
             page = page_of(pages, number)
-            own = below_the_article(page, chosen(page, p[a:z]), p[a:z], types[number])
+            own = below_the_article(page, choose_blocks(page, p[a:z]), p[a:z], types[number])
             keep[a:z] = without_unseen(page, with_headline(page, own) if headline else own)
     return keep
 

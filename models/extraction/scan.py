@@ -29,10 +29,10 @@ NO_BOUND = 1 << 62
 
 def read_page(tree: Any) -> Scan:
     """Return the blocks and elements of a page that Resiliparse has parsed."""
-    return scan(serialised(tree))
+    return scan(serialise(tree))
 
 
-def serialised(tree: Any) -> bytes:
+def serialise(tree: Any) -> bytes:
     """Return the serialised HTML of a page that Resiliparse has parsed."""
     document = tree.document
     return document.html.encode("utf-8", "replace") if document is not None else b" "
@@ -180,7 +180,7 @@ def _start_tag(page: Scan) -> None:
     elif tag == T_TITLE:
         _title(page)
     else:
-        _opened(page, tag, element)
+        _open_tag(page, tag, element)
         if IS_VOID[tag]:
             elements[element, L.END] = s[L.BLOCKS]
             s[L.CURRENT] = parent
@@ -189,7 +189,7 @@ def _start_tag(page: Scan) -> None:
 
 
 @njit(cache=True, borrows=True)
-def _opened(page: Scan, tag: int, element: int) -> None:
+def _open_tag(page: Scan, tag: int, element: int) -> None:
     s = page.state
     if tag == T_BR:
         boundary(page, L.LINE)

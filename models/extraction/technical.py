@@ -38,7 +38,7 @@ MAX_SIGNS = 50_000  # maximum elements of a page's formulas, likewise
 MAX_STEPS = 3  # from a cell to its table: row, body, table
 
 
-def hinted(html: bytes) -> bool:
+def may_be_technical(html: bytes) -> bool:
     """True if a page in UTF-8 may have code or maths for `prepared`."""
     return HINTS.any_in(html)
 
@@ -58,14 +58,14 @@ def prepared(tree: Any, size: int) -> bool:
         if signs > MAX_SIGNS:
             break
         if math not in nested and (text := _formula(math)):
-            _replaced(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
+            _replace(tree, math, "pre" if math.getattr("display") == "block" else "span", text)
             changed = True
     for script in document.query_selector_all(DISPLAY)[:]:
-        _replaced(tree, script, "pre", script.text)
+        _replace(tree, script, "pre", script.text)
         changed = True
     for listings in (_tables, _editors):
         for node, lines in listings(document, size):
-            _replaced(tree, node, "pre", "\n".join(lines))
+            _replace(tree, node, "pre", "\n".join(lines))
             changed = True
     return changed
 
@@ -102,7 +102,7 @@ def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
     return result
 
 
-def _replaced(tree: Any, node: Any, tag: str, text: str) -> None:
+def _replace(tree: Any, node: Any, tag: str, text: str) -> None:
     element = tree.create_element(tag)
     element.text = text
     if node.parent is not None:

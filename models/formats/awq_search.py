@@ -71,7 +71,7 @@ def group_of(model: Transformer) -> int:
     return group
 
 
-def rounded(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
+def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
     """Return weights rounded to 16 levels over each group's range (extended to 0), which is first clipped to its `share` [N, D / group]."""
     w_NgG = w_ND.detach().float().unflatten(1, (-1, group))
     low, high = w_NgG.amin(-1).clamp(max=0) * share, w_NgG.amax(-1).clamp(min=0) * share
@@ -89,7 +89,7 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
     for number in range(EXPONENTS):
         s_D = size_D ** (number / (EXPONENTS - 1))
         s_D = s_D / (s_D.max() * s_D.min()).sqrt()
-        differences = [w_ND - rounded(w_ND * s_D, group).weight() / s_D for w_ND in weights]
+        differences = [w_ND - round_to_4_bits(w_ND * s_D, group).weight() / s_D for w_ND in weights]
         error = sum(float((x_TD @ difference.T).square().sum()) for difference in differences)
         if error < best:
             best, scales = error, s_D
@@ -103,7 +103,7 @@ def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
     best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))
     shares = torch.ones_like(best)
     for share in SHRINKS:
-        d_gNG = (w_ND - rounded(w_ND, group, share).weight()).unflatten(1, (-1, group)).transpose(0, 1)
+        d_gNG = (w_ND - round_to_4_bits(w_ND, group, share).weight()).unflatten(1, (-1, group)).transpose(0, 1)
         error_Ng = ((d_gNG @ gram_gGG) * d_gNG).sum(-1).T
         shares = torch.where(error_Ng < best, share, shares)
         best = torch.minimum(error_Ng, best)
@@ -120,7 +120,7 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
 
 def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
     """Write the model in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16; change the model. `rows`: see `packed`."""
-    group, matrices = group_of(model), packed(model, rows)
+    group, matrices = group_of(model), pack_layers(model, rows)
     save(model.half(), folder, tokenizer)
     state = load_file(folder / WEIGHTS)
     for base, one in matrices.items():
@@ -133,7 +133,7 @@ def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]
 
 
 @torch.no_grad()
-def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
+def pack_layers(model: Transformer, rows: Sequence[Sequence[int]], search: bool = True) -> dict[str, Packed]:
     """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of
     calibration texts, similar to the model's future input. `search=False` only rounds to nearest. Raise ValueError as `group_of` does."""
     group, matrices = group_of(model), dict[str, Packed]()
@@ -156,7 +156,7 @@ def packed(model: Transformer, rows: Sequence[Sequence[int]], search: bool = Tru
         for name, module in linears.items():
             # Attention multiplies queries by keys, so the error of one projection says too little: AWQ does not clip these two.
             cut = search and not name.endswith(("q_proj", "k_proj"))
-            whole = rounded(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
+            whole = round_to_4_bits(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
             matrices[f"model.layers.{number}.{name}."] = whole
             module.weight.copy_(whole.weight())
     return matrices

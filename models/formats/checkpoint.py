@@ -79,14 +79,14 @@ def load(
     """
     path = Path(path)
     if path.suffix == GGUF:
-        return _from_gguf(path, lambda file: built(file.config, file.state(file.config, dtype, device), head, path))
+        return _from_gguf(path, lambda file: build(file.config, file.state(file.config, dtype, device), head, path))
     config = read_config(path)
     check_files(path)
     try:
         state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return built(config, state, head, path)
+    return build(config, state, head, path)
 
 
 def load_with_tokenizer(
@@ -125,7 +125,7 @@ def check_files(folder: Path) -> None:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def built(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
+def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
     """Return a model that uses the tensors of `state` as its parameters, without a copy. `path`: named in errors."""
     own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
@@ -213,10 +213,10 @@ def _names(folder: Path) -> Sequence[str]:
 
 
 def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
-    def placed(tensor: Tensor) -> Tensor:
+    def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
 
-    return {key: placed(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
+    return {key: place(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
 
 
 def entries(path: Path) -> dict[str, Entry]:

@@ -24,7 +24,7 @@ from puna.kernels.attention import ForestMask
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import INDEX, WEIGHTS, check_files
 from puna.models.formats.families import EXPERTS, architecture, hub_config, parse_config
-from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode, forest_attend, softcapped
+from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode, forest_attend, softcap
 
 
 class PunaConfig(PreTrainedConfig):
@@ -223,7 +223,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         """Return the logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = softcapped(self.lm_head(outputs.last_hidden_state[:, positions]), self.model.shape.final_logit_softcapping)
+        logits = softcap(self.lm_head(outputs.last_hidden_state[:, positions]), self.model.shape.final_logit_softcapping)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

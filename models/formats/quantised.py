@@ -42,15 +42,15 @@ def quantise(model: Transformer, kind: Kind) -> Transformer:
     """Quantise the matrices of the model's layers to 8 bits, in place; matrices already in 8 bits stay. Raise ValueError for a mixture of
     experts, whose matrices are stacked, and on a device that cannot multiply such matrices."""
     require_products(kind, model.model.embed_tokens.weight.device)
-    return _replaced(model, lambda linear: QuantisedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
+    return _replace_linears(model, lambda linear: QuantisedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
 
 
 def to_nf4(model: Transformer) -> Transformer:
     """Convert the matrices of the model's layers to NF4, in place. Raise ValueError for a mixture of experts."""
-    return _replaced(model, Nf4Linear, "quantization nf4", "4 bits; set quantization to none")
+    return _replace_linears(model, Nf4Linear, "quantization nf4", "4 bits; set quantization to none")
 
 
-def _replaced(model: Transformer, layer: Callable[[Linear], nn.Module], setting: str, bits: str) -> Transformer:
+def _replace_linears(model: Transformer, layer: Callable[[Linear], nn.Module], setting: str, bits: str) -> Transformer:
     """Replace each `Linear` of the model's layers by the result of `layer`, in place, one at a time."""
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(f"{setting}: the experts' matrices of a mixture cannot be kept in {bits}")

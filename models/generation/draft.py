@@ -21,7 +21,7 @@ from puna.kernels.exact import exact_passes
 from puna.kernels.operators import wide
 from puna.kernels.token_draw import invert
 from puna.models.generation.engine import Engine
-from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, cut, draw, shifted
+from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, cut, draw, shift_rows
 from puna.models.generation.schedule import Answer
 from puna.models.generation.step import Stretch, run
 from puna.models.tokens.tokenizer import Tokenizer
@@ -110,12 +110,12 @@ class DraftedEngine(Engine):
             guessed, numbers, q = zip(*odds, strict=True)
             (p_SV, wrong), q_SV = distribution(logits_SV[rows], some), torch.stack(q)
             errors |= {rows[number]: error for number, error in wrong.items()}
-            settled = dict(zip(rows, judged(p_SV, q_SV, guessed, numbers, _uniforms(some, p_SV)).tolist(), strict=True))
+            settled = dict(zip(rows, accept_guesses(p_SV, q_SV, guessed, numbers, _uniforms(some, p_SV)).tolist(), strict=True))
         samples = draw(logits_SV, draws, settled)
         return samples._replace(errors={**errors, **samples.errors})
 
 
-def judged(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
+def accept_guesses(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: Sequence[float], uniforms: Tensor) -> Tensor:
     """Return [S] tokens distributed as p. A guess drawn from q is accepted if its `numbers` entry in [0, 1) is below p / q. Otherwise the
     token is drawn from max(p - q, 0), by the inverse of its cumulative distribution at `uniforms`."""
     guess_S1 = torch.tensor(guesses, device=p_SV.device)[:, None]
@@ -135,7 +135,7 @@ def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[
     errors = {row: RowError(DIVERGED, asked=False) for row, top in enumerate(tops) if not math.isfinite(top)}
     for row in errors:
         z_SV[row] = 0
-    errors = {**shifted(z_SV, rows, scale), **errors}
+    errors = {**shift_rows(z_SV, rows, scale), **errors}
     p_SV = torch.softmax(z_SV * scale.to(z_SV)[:, None], -1)
     cuts = [i for i, row in enumerate(rows) if row.params.cuts]
     if cuts:

@@ -30,7 +30,7 @@ from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
 from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.schedule import Answer, Request, Scheduler
-from puna.models.generation.sinks import kept
+from puna.models.generation.sinks import kept_tokens
 from puna.models.generation.step import Stretch, run
 from puna.models.machine import generation_room
 from puna.models.tokens.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def watch(tensors: Sequence[Tensor]) -> Any:
         return _Watch.apply(torch.zeros((), requires_grad=True), tensors).grad_fn  # type: ignore[no-untyped-call]
 
 
-def unchanged(watched: Any) -> bool:
+def is_unchanged(watched: Any) -> bool:
     """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` go unnoticed."""
     try:
         watched.saved_tensors  # noqa: B018  # reading them is the check
@@ -125,7 +125,7 @@ class Engine:
         if model.head != "lm":
             raise ValueError(f"generation needs a language-model head, this model has a {model.head} head")
         self.model, self.tokenizer, self.exact, self._wanted = model, tokenizer, exact, (sequences, step_tokens, memory)
-        self.kept = kept(model.config, sinks, window, exact or len(self.models) > 1)
+        self.kept = kept_tokens(model.config, sinks, window, exact or len(self.models) > 1)
         self._failed: list[tuple[Request, RowError]] = []
         self._weights: list[int] = []
         self._watched: Any = None
@@ -345,7 +345,7 @@ class Engine:
     def _renew(self) -> None:
         """Drop the cached pages if the weights changed; allocate new caches if a model's device or dtype changed."""
         weights = [*map(Tensor.data_ptr, self._parameters)]
-        if weights == self._weights and unchanged(self._watched):
+        if weights == self._weights and is_unchanged(self._watched):
             return
         places = [model.place for model in self.models]
         if self._places != places:

@@ -61,7 +61,7 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
         changed = [i for i in special if rows[i].params.cuts == cuts and i not in errors]
         if changed:
             z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
-            errors |= {changed[i]: error for i, error in shifted(z_SV, [rows[i] for i in changed], scale[changed]).items()}
+            errors |= {changed[i]: error for i, error in shift_rows(z_SV, [rows[i] for i in changed], scale[changed]).items()}
             arguments = (z_SV, scale[changed], uniforms[changed])
             tokens[changed] = cut_draw(*arguments, [rows[i].params for i in changed]) if cuts else token_draw(*arguments)[0]
     for row, token in settled.items():
@@ -70,7 +70,7 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
     return Drawn(tokens.tolist(), logprobs.tolist(), errors)
 
 
-def shifted(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, RowError]:
+def shift_rows(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int, RowError]:
     """Apply `shift` to the rows, in place. Return the errors of rows that cannot be drawn from; their logits become 0."""
     errors: dict[int, RowError] = {}
     for number, row in enumerate(rows):
@@ -121,18 +121,18 @@ def shift(z_V: Tensor, row: Draw) -> None:
 def cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
     """Return [S] int64: tokens drawn from softmax(z * scale) after top-k, top-p and min-p, by the inverse cumulative distribution.
     `scale` and `uniforms` (in [0, 1)) are [S], on any device."""
-    kept_SN, order_SN = _kept(torch.softmax(z_SV * scale.to(z_SV)[:, None], -1), cuts)
+    kept_SN, order_SN = _likeliest(torch.softmax(z_SV * scale.to(z_SV)[:, None], -1), cuts)
     return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
 
 
 def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
     """Return p_SV limited to each row's top-k, top-p and min-p tokens and renormalised, in p_SV's dtype."""
-    kept_SN, order_SN = _kept(p_SV, cuts)
+    kept_SN, order_SN = _likeliest(p_SV, cuts)
     whole = kept_SN.sum(-1, keepdim=True)
     return torch.zeros_like(p_SV).scatter_(1, order_SN, (kept_SN / whole).to(p_SV))
 
 
-def _kept(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+def _likeliest(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids of the tokens that each row keeps, likeliest first; other probabilities are zero."""
     V = p_SV.shape[-1]
     limits = zip(*((min(row.top_k, V), row.top_p, row.min_p) for row in cuts), strict=True)

@@ -169,7 +169,7 @@ class Scheduler:
         for answer in list(self.running):
             if not answer.pages or answer.hidden is not None:  # preempted by an earlier answer, or computed and only to be drawn from
                 continue
-            left = self._left(answer)
+            left = self._room_left(answer)
             answer.count = min(len(answer.tokens) - answer.computed, max(budget, 1), left)
             answer.guess = self._guess(answer, min(budget, left) - answer.count) if answer.request.params.speculate else []
             if answer.place + answer.count + len(answer.guess) <= answer.room or self._make_room(answer):
@@ -177,7 +177,7 @@ class Scheduler:
                 budget -= answer.count + len(answer.guess)
         work = [answer for answer in work if answer.pages]
         while budget > 0 and len(self.running) < self.sequences and (admitted := self._admit()) is not None:
-            admitted.count = min(len(admitted.tokens) - admitted.computed, budget, self._left(admitted))
+            admitted.count = min(len(admitted.tokens) - admitted.computed, budget, self._room_left(admitted))
             if not self._make_room(admitted):
                 break
             work.append(admitted)
@@ -326,7 +326,7 @@ class Scheduler:
         """Return the number of a sequence's tokens that fit into the cache."""
         return tokens if self.kept is None else min(tokens, self.kept.room)
 
-    def _left(self, answer: Answer) -> int:
+    def _room_left(self, answer: Answer) -> int:
         """Return the number of tokens that an answer may compute before its next pages are dropped."""
         return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
 

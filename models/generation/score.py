@@ -96,10 +96,10 @@ class Scoring:
                 for (k, at), new_TD in zip(places.items(), hidden_ND.split([len(one.tokens) for one in work]), strict=True):
                     states[k] = torch.cat([states[k][:at], new_TD]) if at else new_TD
                     begin = max(at, 1)
-                    self.scores[due[k][0]] += self._scored(states[k][begin - 1 : -1], parts[k][begin - at :])
+                    self.scores[due[k][0]] += self._score(states[k][begin - 1 : -1], parts[k][begin - at :])
                 yield False
 
-    def _scored(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
+    def _score(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
         """Return the scores of tokens [N] after hidden states [N, D], a block of logits at a time."""
         scores: list[Score] = []
         for first in range(0, len(tokens), BLOCK):

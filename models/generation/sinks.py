@@ -70,7 +70,7 @@ class Kept:
             keys_PSGK[numbers] = turned.to(keys_PSGK.dtype)
 
 
-def kept(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
+def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
     """Return the tokens that an engine keeps, None for all. `whole`: exact passes or a draft need every token. Raise ValueError if the
     settings conflict or the model needs every token."""
     if window is None:

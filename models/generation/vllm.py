@@ -55,7 +55,7 @@ class VllmEngine:
             repeats[request.words] += params.n
             requests.append({"prompt_token_ids": request.prompt})
             how.append(self._params(params, sorted(request.stop_ids), request.stop_texts, int(seed[0])))
-        completions = [self._completions(one.outputs) for one in self._loaded(params).generate(requests, how, use_tqdm=False)]
+        completions = [self._completions(one.outputs) for one in self._load(params).generate(requests, how, use_tqdm=False)]
         if progress is not None:
             progress(len(completions) * params.n, len(completions) * params.n)
         return completions
@@ -68,7 +68,7 @@ class VllmEngine:
             self._llm.reset_prefix_cache()
         return self
 
-    def _loaded(self, params: SamplingParams) -> Any:
+    def _load(self, params: SamplingParams) -> Any:
         """Return vLLM's model, loaded with the log-prob mode that these parameters need; raise ValueError if that is impossible."""
         if params.temperature in (0.0, 1.0):
             mode = "raw_logprobs"

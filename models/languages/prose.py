@@ -56,7 +56,7 @@ def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Pros
         keep[line] = not verdicts[text]
     sizes = np.zeros((3, len(offsets)), np.int64)
     out = np.empty(int((ends - begins)[keep].sum() + np.count_nonzero(keep)), np.uint8)
-    _joined(data, bounds, begins, ends, letters, capitals, keep, out, sizes)
+    _join_lines(data, bounds, begins, ends, letters, capitals, keep, out, sizes)
     return Prose(out.data, sizes[0], sizes[1, :-1], sizes[2, :-1])
 
 
@@ -157,7 +157,7 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
 
 
 @njit(cache=True, borrows=True)
-def _joined(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, keep: Any, out: U8, totals: I64) -> None:
+def _join_lines(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, keep: Any, out: U8, totals: I64) -> None:
     """Write the lines with `keep`, joined by blanks; totals[0]: bounds of the texts; totals[1], totals[2]: their letters and capitals."""
     size = 0
     for d in range(len(bounds) - 1):

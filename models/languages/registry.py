@@ -106,14 +106,14 @@ def _row(cells: dict[str, str], where: str) -> LanguageRow:
 
 
 @lru_cache(maxsize=1)
-def shipped() -> dict[str, LanguageRow]:
+def shipped_rows() -> dict[str, LanguageRow]:
     """Return the rows that come with Puna, by their keys."""
     return {row.key: row for row in read_rows(FILE)}
 
 
 def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
     """Return the shipped table with a user's rows on top. Missing fields come from the row that is replaced, or the script's row."""
-    table = dict(shipped())
+    table = dict(shipped_rows())
     for row in own:
         before = row_of(table, row.language, row.script)
         fields = {name for name in row.model_fields_set if name != "factors"}
@@ -137,7 +137,7 @@ class Names(NamedTuple):
     @classmethod
     def of(cls, own: Iterable[LanguageRow] = ()) -> Names:
         """Return the names of the table that comes with Puna, overridden by the rows `own`."""
-        rows = [*shipped().values(), *own]
+        rows = [*shipped_rows().values(), *own]
         codes = {code: row.language for row in rows for code in row.codes} | {row.language: row.language for row in rows if row.language}
         return cls(codes, {row.language: row.group for row in rows if row.group})
 

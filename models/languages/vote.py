@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.text.characters import code_points
 from puna.models.languages.grams import advantages, grams
-from puna.models.languages.registry import shipped, shipped_names
+from puna.models.languages.registry import shipped_names, shipped_rows
 from puna.models.languages.scripts import ARAB, CODES, HANI, MYMR, ZAWGYI, is_zawgyi, script_shares
 
 NO_LANGUAGE = "zxx"  # ISO 639-2: no linguistic content
@@ -121,7 +121,7 @@ def _alone(known: set[str]) -> dict[int, str]:
     """Return script number → language, for scripts that only one of the voters' languages uses."""
     model = grams()
     writing: dict[int, set[str]] = {number: set(model.labels[first:last]) for number, (first, last) in enumerate(model.ranges.tolist())}
-    for row in shipped().values():
+    for row in shipped_rows().values():
         if row.language in known and row.script in CODES:
             writing[CODES.index(row.script)].add(row.language)
     return {number: next(iter(results)) for number, results in writing.items() if number and len(results) == 1}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PagedPlan
 from puna.models.config import ModelConfig
-from puna.models.formats.checkpoint import CheckpointError, Entry, built, check_files, entries, read_config, weight_files
+from puna.models.formats.checkpoint import CheckpointError, Entry, build, check_files, entries, read_config, weight_files
 from puna.models.formats.families import from_disk
 from puna.models.generation.cache import Layers
 from puna.models.generation.dense import fits
@@ -43,7 +43,7 @@ class Source:
             for path, _ in weight_files(folder):
                 by_name |= entries(path)
             meta = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in by_name.items()}
-            self._empty: Transformer | None = built(self.config, from_disk(meta, self.config), "lm", folder)
+            self._empty: Transformer | None = build(self.config, from_disk(meta, self.config), "lm", folder)
         except ValueError as error:
             raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error}") from error
         self._one_layer = self.config.replace(num_hidden_layers=1, sliding_layers=None)
@@ -258,7 +258,7 @@ def spread(streamed: int, layers: int) -> list[int]:
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 
-def offloaded(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
+def offload_layers(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
     """Return the model with all but `streamed` of its layers on the device, and the shelf of streamed layers, None if there are none."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)

@@ -111,7 +111,7 @@ class ChatFormat(Vocabulary):
         last = self._answer(plain, len(plain) - 1, guarded)
         begin, end = last.content
         body, stop = (last.body, self.token(last.stop)) if finished else (last.body[:end], "")
-        prompt_ids, ids, spans = self._encoded(last.prompt, body + stop, mark, len(plain) - 1)
+        prompt_ids, ids, spans = self._encode_turn(last.prompt, body + stop, mark, len(plain) - 1)
         return prompt_ids, ids, [i in self.special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
     def reply(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, list[int]]:
@@ -138,8 +138,8 @@ class ChatFormat(Vocabulary):
                 continue
             answer = self._answer(messages, turn, tools)
             stop = self.token(answer.stop)
-            prompt, ids, _ = self._encoded(answer.prompt, answer.body + stop, None, turn)
-            if not (rows and self._continued(rows[-1], prompt, text, answer.prompt, last)):
+            prompt, ids, _ = self._encode_turn(answer.prompt, answer.body + stop, None, turn)
+            if not (rows and self._continue(rows[-1], prompt, text, answer.prompt, last)):
                 rows.append(Row())
                 rows[-1].extend(prompt, False)
             rows[-1].extend(ids, True)
@@ -148,7 +148,7 @@ class ChatFormat(Vocabulary):
             raise ChatError(max(len(messages) - 1, 0), "no turn is the assistant's: there is nothing to train")
         return rows
 
-    def _continued(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
+    def _continue(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
         """Extend the row to the next prompt (ids `prompt`) if that begins with the row, as ids or as text; return whether it does."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
@@ -158,7 +158,7 @@ class ChatFormat(Vocabulary):
             return False
         return True
 
-    def _encoded(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    def _encode_turn(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
         """Return the ids of prompt and answer, and the answer's character spans; the answer is encoded separately if a token would cross
         their border."""
         prompt_ids, _ = self.encode_markup(prompt, mark)
@@ -238,16 +238,16 @@ class ChatFormat(Vocabulary):
 
     def _check_shown(self, messages: Sequence[Message], turn: int, prompt: str, body: str) -> None:
         """Raise ChatError if the template leaves out a part of the answer, or a turn since the previous answer."""
-        squeezed = _squeezed(body)
+        squeezed = _without_spaces(body)
         for name, part in _parts(messages[turn]):
-            if _squeezed(part) not in squeezed:
+            if _without_spaces(part) not in squeezed:
                 raise ChatError(turn, f"the template does not write its {name}, or writes it otherwise")
-        before = _squeezed(prompt)
+        before = _without_spaces(prompt)
         for earlier in range(turn - 1, -1, -1):
             if messages[earlier].get("role") == "assistant":
                 break
             content = messages[earlier].get("content")
-            if isinstance(content, str) and not any(_squeezed(form) in before for form in _written(content)):
+            if isinstance(content, str) and not any(_without_spaces(form) in before for form in _spellings(content)):
                 raise ChatError(earlier, f"the template does not write this turn of the role {messages[earlier].get('role')!r}")
 
 
@@ -278,10 +278,10 @@ def _content(message: Message, body: str) -> tuple[int, int]:
     return min(a for a, _ in spans), max(b for _, b in spans)
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _written(content: str) -> Iterator[str]:
+def _spellings(content: str) -> Iterator[str]:
     """Return a turn's text in the forms that a template may write: as it is, or as JSON."""
     return itertools.chain((content,), (json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True)))

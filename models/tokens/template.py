@@ -192,7 +192,7 @@ class _Programs:
         def write(turns: Sequence[Message]) -> str:
             return program.render(messages=turns, documents=None, **self._special, **variables)
 
-        prepared = [_prepared(message) for message in messages]
+        prepared = [_prepare(message) for message in messages]
         try:
             try:
                 return write([_with_arguments(message, _as_object) for message in prepared])
@@ -202,7 +202,7 @@ class _Programs:
             raise TemplateError(str(error) or type(error).__name__) from error
 
 
-def _prepared(message: Message) -> dict[str, Any]:
+def _prepare(message: Message) -> dict[str, Any]:
     """Return a message without null keys, with the reasoning under each name that templates read."""
     prepared = {key: value for key, value in message.items() if value is not None}
     reasoning = next((prepared[key] for key in REASONING if key in prepared), None)

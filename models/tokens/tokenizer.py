@@ -162,7 +162,7 @@ class TextStream:
             end = len(text)
         else:
             whole = len(text.rstrip("\ufffd"))
-            end = whole - max((_begun(text[:whole], stop) for stop in self._stop), default=0)
+            end = whole - max((_stop_overlap(text[:whole], stop) for stop in self._stop), default=0)
         end = max(end, self._given)
         new_text, self._given = text[self._given : end], end
         if not now.endswith("\ufffd"):
@@ -171,6 +171,6 @@ class TextStream:
         return new_text
 
 
-def _begun(text: str, stop: str) -> int:
+def _stop_overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of `text` begin `stop`."""
     return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

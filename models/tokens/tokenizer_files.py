@@ -43,7 +43,7 @@ def read_files(folder: Path) -> TokenizerFiles:
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
     content, config = _json(path), _json(folder / "tokenizer_config.json")
     try:
-        check_content(content, len(_added(config)))
+        check_content(content, len(_added_tokens(config)))
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"{path} is no tokenizer: {error}") from error
@@ -51,7 +51,7 @@ def read_files(folder: Path) -> TokenizerFiles:
     special = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
     stops = _stop_ids(folder)
     tokens = [token for id_ in stops if (token := backend.id_to_token(id_)) is not None]
-    with_tokens(backend, [*special.values(), *_listed(config), *_listed(others), *tokens], _added(config))
+    with_tokens(backend, [*special.values(), *_token_texts(config), *_token_texts(others), *tokens], _added_tokens(config))
     return TokenizerFiles(backend, special, _template(folder, config), stops, _generation(folder))
 
 
@@ -92,7 +92,7 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _listed(config: Mapping[str, Any]) -> list[str]:
+def _token_texts(config: Mapping[str, Any]) -> list[str]:
     tokens: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(name) or []
@@ -100,7 +100,7 @@ def _listed(config: Mapping[str, Any]) -> list[str]:
     return [text for token in tokens if (text := _text(token))]
 
 
-def _added(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+def _added_tokens(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
     """Return the tokens that the configuration adds to the vocabulary, in the order of their ids."""
     decoder = config.get("added_tokens_decoder") or {}
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")

@@ -31,7 +31,7 @@ def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequenc
     shares = _shares(len(tables), weights)
     for number, table in enumerate(tables[1:], 2):
         _same_names(set(tables[0]), set(table), f"model {number}")
-    return {name: _merged([table[name] for table in tables], shares, name) for name in tables[0]}
+    return {name: _merge([table[name] for table in tables], shares, name) for name in tables[0]}
 
 
 def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None) -> None:
@@ -49,7 +49,7 @@ def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence
         names = list(files[0].keys())
         for where, file in zip(folders[1:], files[1:], strict=True):
             _same_names(set(names), set(file.keys()), str(where))
-        result = {name: _merged([file.get_tensor(name) for file in files], shares, name) for name in names}
+        result = {name: _merge([file.get_tensor(name) for file in files], shares, name) for name in names}
         metadata = files[0].metadata()
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(first.iterdir()):
@@ -78,7 +78,7 @@ def _same_names(expected: set[str], found: set[str], where: str) -> None:
         raise ValueError(f"{where} has other tensors than the first model: {sorted(expected ^ found)}")
 
 
-def _merged(tensors: Sequence[Tensor], shares: Sequence[float], name: str) -> Tensor:
+def _merge(tensors: Sequence[Tensor], shares: Sequence[float], name: str) -> Tensor:
     shapes: set[Any] = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise ValueError(f"{name} has different shapes: {sorted(shapes)}")

@@ -60,7 +60,7 @@ def train(
     with ExitStack() as stack:
         current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
         trainer = stack.enter_context(Trainer(model, objective, current, rate_scales, mesh, device))
-        identity |= _adopted(trainer, state)
+        identity |= _adopt(trainer, state)
         first, log = _resume(checkpoint_dir, trainer, average, identity)
 
         def write() -> Job | None:
@@ -118,7 +118,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
     return f"{int(parallel.mesh.add_everywhere(torch.from_numpy(total))):x}"
 
 
-def _adopted(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
+def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
     """Load `state` into the optimisers, if it is given. Return the fingerprints of weights and state."""
     prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen)}
     if state is None:

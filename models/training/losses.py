@@ -104,7 +104,7 @@ def _minus_logsigmoid(x: Tensor) -> Tensor:
     return -logsigmoid(x)
 
 
-def _smoothed(x: Tensor, flips: float, weight: float) -> Tensor:
+def _smooth(x: Tensor, flips: float, weight: float) -> Tensor:
     """Return ``-(1 - flips) log sigmoid(x) - weight log sigmoid(-x)``."""
     return (1 - flips) * _minus_logsigmoid(x) + weight * _minus_logsigmoid(-x)
 
@@ -118,7 +118,7 @@ def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, l
     subtracts a length penalty from the reward: a better answer needs a smaller margin if it is longer, a larger one if shorter.
     """
     longer = length_weight * (pairs.chosen_tokens - pairs.rejected_tokens)
-    return _log_ratio_losses(lambda logits: _smoothed(logits + longer, label_smoothing, label_smoothing), pairs, beta)
+    return _log_ratio_losses(lambda logits: _smooth(logits + longer, label_smoothing, label_smoothing), pairs, beta)
 
 
 @preference_loss("robust")
@@ -127,7 +127,7 @@ def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) ->
 
     If the share e of the labels is flipped, the expected loss is DPO's on the right labels.
     """
-    return _log_ratio_losses(lambda logits: _smoothed(logits, label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing), pairs, beta)
+    return _log_ratio_losses(lambda logits: _smooth(logits, label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing), pairs, beta)
 
 
 @preference_loss("sigmoid_norm")

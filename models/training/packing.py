@@ -111,7 +111,7 @@ class Sampler(Generic[ExampleT, BatchT]):
             return step
         return last + max(1, int(np.ceil((total - ramp.before(last + 1)) / ramp.values[-1])))
 
-    def visited(self, steps: int) -> list[int]:
+    def visited_examples(self, steps: int) -> list[int]:
         """Return the indices of the examples that the first `steps` steps see, in ascending order."""
         return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.drawn(steps)].tolist())
 

@@ -30,7 +30,7 @@ from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.parallel import alone
 from puna.models.training.parallel.staged_engine import held_engine
 from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
-from puna.models.training.state import remembered
+from puna.models.training.state import cached_json
 from puna.models.training.trainer import computing_in
 from puna.models.transformer import Transformer
 
@@ -214,7 +214,7 @@ class Rollouts(Generic[Config]):
                 seeds = [self.seed, rollout, again, wave]
                 # No trailing zeros: a rollout of one wave has the seeds that it had before there were waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
-                candidates += self._answered(prompts, remember(f"{again}-{wave}", partial(self._sampled, engine, scorer, prompts, own)))
+                candidates += self._answered(prompts, remember(f"{again}-{wave}", partial(self._sample, engine, scorer, prompts, own)))
             if sum(one.unequal for one in candidates) >= config.prompts:
                 break
         return candidates
@@ -232,7 +232,7 @@ class Rollouts(Generic[Config]):
         flops = 2.0 * sum(p.numel() for p in held.whole.parameters()) * self.config.answers * self.config.max_tokens
         return max(1, int(WAVE_FLOPS / flops))
 
-    def _sampled(self, engine: AnswerEngine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
+    def _sample(self, engine: AnswerEngine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
         """Sample and score answers. Return (answers, scores) for each prompt: an answer is the fields of a `Completion`."""
         config = self.config
         seed = int(np.random.default_rng(seeds).integers(2**31))
@@ -319,7 +319,7 @@ class Source:
 
     def _remember(self, rollout: int) -> Remember:
         def remember(name: str, make: Callable[[], Any]) -> Any:
-            value = make() if self._folder is None else remembered(self._of(rollout) / f"{name}.json", make)
+            value = make() if self._folder is None else cached_json(self._of(rollout) / f"{name}.json", make)
             self.follow()
             return value
 

@@ -114,17 +114,17 @@ class ScheduleSettings(Settings):
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
-        return _resolved(self.warmup_steps, steps, steps - 1)
+        return _resolve(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
-        count = _resolved(self.decay_steps, steps, steps - self.warmup(steps))
+        count = _resolve(self.decay_steps, steps, steps - self.warmup(steps))
         return max(1, count) if self.decay_steps else 0
 
     def anneal(self, steps: int) -> int:
-        return _resolved(self.anneal_steps, steps, steps - self.warmup(steps))
+        return _resolve(self.anneal_steps, steps, steps - self.warmup(steps))
 
 
-def _resolved(value: Steps, steps: int, most: int) -> int:
+def _resolve(value: Steps, steps: int, most: int) -> int:
     """Return `value` if it is at least 1; below 1, return this share of `steps`, rounded, at most `most`."""
     return min(round(value * steps), most) if value < 1 else int(value)
 

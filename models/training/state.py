@@ -249,7 +249,7 @@ def load_record(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def remembered(file: Path, make: Callable[[], Any]) -> Any:
+def cached_json(file: Path, make: Callable[[], Any]) -> Any:
     """Return the JSON value in `file`; compute and write it first if the file is missing or damaged."""
     try:
         own, text = file.read_text(encoding="utf-8").split("\n", 1)

@@ -33,7 +33,7 @@ TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 """Columns of the training log that differ from run to run."""
 
 
-def rounded(data: Tensor, dtype: torch.dtype) -> Tensor:
+def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Return weights in `dtype`; weights packed in bytes stay unchanged."""
     return data.to(dtype) if data.is_floating_point() else data
 
@@ -43,7 +43,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Hold the model's parameters in `precision` within the context, rounded as in a training step."""
     originals = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype != DTYPES[precision]]
     for parameter, data in originals:
-        parameter.data = rounded(data, DTYPES[precision])
+        parameter.data = in_dtype(data, DTYPES[precision])
     try:
         yield
     finally:
@@ -96,7 +96,7 @@ class Trainer:
             self._originals = [(p, p.data) for p in model.parameters()]
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
-                parameter.data = rounded(data, torch.bfloat16)
+                parameter.data = in_dtype(data, torch.bfloat16)
         self.optimizers = optimizers(self.parallel, self.weights, config, rate_scales or {})
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
@@ -167,13 +167,13 @@ class Trainer:
         if not micro:
             raise ValueError("a step needs at least one batch")
         tokens = sum(len(part) for part in micro)
-        with _seeded(seed, self.device), deterministic(True) if self.config.compute.deterministic else nullcontext():
+        with _seed(seed, self.device), deterministic(True) if self.config.compute.deterministic else nullcontext():
             parts = [(part.make() if isinstance(part, Later) else part, counted) for part, counted in self.parallel.deal(micro)]
             options, self._parts = self._totals(parts, len(micro)), parts
 
             def compute(model: nn.Module, part: Sized) -> tuple[Tensor, dict[str, Tensor]]:
                 loss, values = self.objective(model, self._moved(part), **options)
-                loss, values = self._balanced(loss, values, len(part) / tokens)
+                loss, values = self._with_balance_loss(loss, values, len(part) / tokens)
                 if hidden := sorted(name for name in values if name in RESERVED or name in TIMED):
                     raise ValueError(f"metric {hidden[0]!r} would hide a column of the training log")
                 return loss, {n: torch.as_tensor(v, dtype=torch.float32, device=self.device).detach() for n, v in values.items()}
@@ -199,7 +199,7 @@ class Trainer:
                 totals[name] = totals.get(name, 0.0) + value * counted
         return {"totals": self.parallel.totals(totals)}
 
-    def _balanced(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
+    def _with_balance_loss(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
         """Add the load-balancing loss of a model with experts, times `part`, this micro-batch's share of the step's tokens."""
         take = getattr(self.model, "take_balance_loss", None)
         balance = None if take is None else take()
@@ -335,7 +335,7 @@ def _step_seed(seed: int, step: int) -> int:
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def _seed(seed: int, device: torch.device) -> Iterator[None]:
     """Within the context, seed torch's default generators, which the adapters' dropout uses; then restore them."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

@@ -72,7 +72,7 @@ def average(
     check_one_tokenizer([models[0], *(reward_model or ())], "average: reward models read the models' tokens")
     weights = config.weights or tuple(1 / len(models) for _ in models)
     if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
-        weights = _searched(models, prompts, reward_model or (), judges or (), config, run)
+        weights = _search(models, prompts, reward_model or (), judges or (), config, run)
     try:
         average_checkpoints([m.path() for m in models], run.folder, weights)
     except ValueError as error:
@@ -93,7 +93,7 @@ def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
         yield tuple(count / steps for count in counts)
 
 
-def _searched(
+def _search(
     models: Sequence[Artifact], prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], config: AverageConfig,
     run: StageRun,
 ) -> tuple[float, ...]:  # fmt: skip
@@ -160,7 +160,7 @@ class _Development:
 
     def center(self, network: Transformer) -> float:
         """Center all further rewards on the rewards of a model's answers; return the center."""
-        self._rewards = self._rewards.centered(self._ids, self._answers(network))
+        self._rewards = self._rewards.center_by(self._ids, self._answers(network))
         return self._rewards.center
 
     def score(self, network: Transformer) -> float:

@@ -13,12 +13,12 @@ from pydantic import Field
 
 from puna.models.training.resumable_loop import rows_of
 from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
-from puna.stages.conversations import answer_texts, content_of, dump, messages_of, shown
+from puna.stages.conversations import answer_texts, as_text, content_of, dump, messages_of
 from puna.stages.draws import uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import Example, load_model, render_conversation
-from puna.stages.verifiers.judge import Graded, JudgeSettings, graded
+from puna.stages.verifiers.judge import Graded, JudgeSettings, grade
 from puna.stages.verifiers.judges import Loaded
 from puna.storage import PunaError
 
@@ -110,7 +110,7 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     for rule in (_phrase_rule(rows, config.rules), _text_rule(config.rules), _duplicate_rule(rows)):
         rows = _apply(rule, rows, dropped)
     grader = Loaded(network, tokenizer) if judge is None else Loaded(*load_model(judge, "lm", frozen=True))
-    grades = graded(rows, grader, config.judge, run) if config.judge else None
+    grades = grade(rows, grader, config.judge, run) if config.judge else None
     difficulty = grades.difficulty if grades and grades.difficulty else {name: 1.0 - share for name, share in agreement.items()}
     before = rows
     rows = _apply(_quality_rule(rows, agreement, grades, config, run), rows, dropped)
@@ -237,7 +237,7 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
         order = sorted(members, key=lambda i: (-worth[rows[i]["id"]], rows[i]["id"]))
         for i, match, cosine in greedy(vectors[order], config.semantic.max_similarity):
             row, better = rows[order[i]], rows[order[match]]
-            detail = f"{better['id']} {shown(messages_of(better)[:-1])[:100]}"
+            detail = f"{better['id']} {as_text(messages_of(better)[:-1])[:100]}"
             verdicts[row["id"]] = ("semantic_duplicate", cosine, config.semantic.max_similarity, detail)
     return lambda row: verdicts.get(row["id"])
 

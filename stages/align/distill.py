@@ -11,7 +11,7 @@ from puna.models.training.settings import TrainingSettings
 from puna.stages.contract import Facts, Model, Prompts, StageRun, stage
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows
-from puna.stages.training.lora import adapted
+from puna.stages.training.lora import adapters
 from puna.stages.training.needs import adaptable, one_tokenizer
 from puna.stages.training.settings import AdapterConfig
 from puna.stages.training.train import check_one_tokenizer, device, fit, frozen_dtype, load_model, row_limit, save_model, training_prompts
@@ -57,7 +57,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     with `sft` on the teacher's samples. Prompts that the chat template refuses, and too long prompts, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.objectives import Distill
-    from puna.models.training.parallel.parallel import asked
+    from puna.models.training.parallel.parallel import part_of
 
     check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
     layout = config.training.compute.layout
@@ -69,21 +69,21 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     if not rows:
         raise PunaError(f"distill: {prompts.id} has no training prompts")
     bad.write(run)
-    batches = _sampled(network, [ids for _, ids in prompt_tokens], tokenizer.stop_ids, config, run)
+    batches = _sampler(network, [ids for _, ids in prompt_tokens], tokenizer.stop_ids, config, run)
     mesh, guide = ranks.mesh(layout), guide.requires_grad_(False)
     if layout.pipeline == 1:
-        guide = cast("Transformer", asked(guide, layout, mesh, device()).model)
+        guide = cast("Transformer", part_of(guide, layout, mesh, device()).model)
     elif mesh.counts:  # only the last pipeline stage runs the teacher, with all its layers
         guide = guide.to(device(), frozen_dtype())
     objective = Distill(guide, config.beta, config.temperature)
-    with adapted(network, config, run) as scales:
+    with adapters(network, config, run) as scales:
         log = fit(network, objective, batches, config.training.train_config(len(prompt_tokens)), run, scales, sampled=True)
     run.metric("prompts", len(prompt_tokens))
     run.metric("first_loss", log[0]["loss"])
     save_model(network, tokenizer, run.folder)
 
 
-def _sampled(
+def _sampler(
     model: Transformer, prompts: Sequence[list[int]], stop: Sequence[int], config: DistillConfig, run: StageRun
 ) -> Callable[[int], list[Targets]]:
     """Return a function that samples the batches of a step: prompts, shuffled in each epoch, with answers of the current model."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from puna.stages.contract import Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
-from puna.stages.training.lora import adapted
+from puna.stages.training.lora import adapters
 from puna.stages.training.needs import training_needs
-from puna.stages.training.rankings import labelled, pairs_of, ranked, read_preferences, render_ranked
+from puna.stages.training.rankings import by_label, by_tier, pairs_of, read_preferences, render_ranked
 from puna.stages.training.reference import Reference, stored_logprobs, targets_of
 from puna.stages.training.settings import DpoConfig
 from puna.stages.training.train import Example, fit, load_model, report_ends, row_limit, save_model, training_precision
@@ -38,7 +38,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     if not train:
         raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
     policy, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
-    tiers_of, train_on, measure = (labelled, _train_kto, _measure_kto) if config.preference.of == "answers" else (ranked, _train, _measure)
+    tiers_of, train_on, measure = (by_label, _train_kto, _measure_kto) if config.preference.of == "answers" else (by_tier, _train, _measure)
     bad, limit = BadRows(config, "dpo"), row_limit(config.training)
     examples = [one.example for one in render_ranked(tokenizer, train, limit, bad, tiers_of)]
     bad.check_left(len(examples), f"{len(train)} training preferences")
@@ -121,7 +121,7 @@ def _train_kto(
     """
     from puna.models.training.objectives import Kto
 
-    others = mismatched(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))
+    others = mismatch(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))
     if not any(other.answers for other in others):
         needed = "measures from answers to other prompts, and there is none: give preferences of two prompts at least"
         raise PunaError(f"dpo: loss {config.loss} {needed}")
@@ -149,12 +149,12 @@ def _fit(
     settings = training.train_config(len(rows))
     answers = sum(len(example.answers) for row in rows for example in row)
     run.metric("trained_answers", sampler.drawn(settings.steps) * answers / len(rows))
-    visited = sampler.visited(settings.steps)
+    visited = sampler.visited_examples(settings.steps)
     examples = [example for column in zip(*(rows[i] for i in visited), strict=True) for example in column]
     values = reference.of(model, examples)
     columns = [values[start : start + len(visited)] for start in range(0, len(values), len(visited))]
     logprobs |= zip(visited, zip(*columns, strict=True), strict=True)
-    with adapted(model, config, run) as scales:
+    with adapters(model, config, run) as scales:
         return fit(model, loss, sampler, settings, run, scales)
 
 
@@ -171,7 +171,7 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
         run.metric("heldout_margin", sum(good) / len(good) - sum(bad) / len(bad))
 
 
-def mismatched(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
+def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
     """Return each example's prompt with answers of other examples: as many as the example has, or as fit into a row.
 
     Answers are taken cyclically in a random order. If all fit, every answer is taken about equally often.

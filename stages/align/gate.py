@@ -9,7 +9,7 @@ from pydantic import Field
 
 from puna.stages.contract import Evaluation, Figure, Kind, Prompts, StageConfig, StageRun, stage
 from puna.stages.contract.declaration import Reads
-from puna.stages.evaluation.comparison import differences, measured
+from puna.stages.evaluation.comparison import differences, scores_of
 from puna.stages.evaluation.task_file import LOWER
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.storage import Artifact, PunaError
@@ -93,7 +93,7 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
     """Return the reasons of benchmarks against a candidate, one sentence each. Raise PunaError if the two cannot be compared."""
-    rows, remarks = differences(measured([before]), measured([after]))
+    rows, remarks = differences(scores_of([before]), scores_of([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")
     objected = []

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from puna.stages.contract import Preferences, Prompts, StageConfig, StageRun, stage
-from puna.stages.conversations import Level, dump, message_of, messages_of, shown
+from puna.stages.conversations import Level, as_text, dump, message_of, messages_of
 from puna.stages.draws import identifier
 from puna.stages.training.settings import CLEAR
 from puna.storage import PunaError
@@ -74,7 +74,7 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
     bare = [row for row in questions if row["reference"] is None]
     run.count_input(len(questions))
     run.write_rows(
-        [{"id": row["id"], "rule": "no_reference", "value": None, "threshold": None, "detail": shown(messages_of(row))} for row in bare],
+        [{"id": row["id"], "rule": "no_reference", "value": None, "threshold": None, "detail": as_text(messages_of(row))} for row in bare],
         "dropped",
     )
     run.metric("instructions", len(answered))

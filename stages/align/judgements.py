@@ -97,7 +97,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
     pairs = pairs_to_judge(by_prompt, config)
     by_pair: dict[str, dict[str, Judgement]] = defaultdict(dict)
     for number, line, name in _lines(judged):
-        judgement = _parsed(line, f"{name}, line {number}")
+        judgement = _parse(line, f"{name}, line {number}")
         if judgement.pair not in pairs:
             raise PunaError(f"{name}, line {number}: pair {judgement.pair} is none of {answers.id} with this configuration")
         by_pair[judgement.pair][judgement.by] = judgement
@@ -159,7 +159,7 @@ def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
                     yield number, line, file.location
 
 
-def _parsed(line: str, where: str) -> Judgement:
+def _parse(line: str, where: str) -> Judgement:
     try:
         return Judgement.model_validate(json.loads(line))
     except (ValueError, ValidationError) as error:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from puna.stages.contract import Prompts, SeededConfig, StageRun, stage
-from puna.stages.draws import hashed
+from puna.stages.draws import hash_of
 
 
 class NewPromptsConfig(SeededConfig):
@@ -30,7 +30,7 @@ def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsCon
         texts.update(columns["messages"].to_pylist())
     tasks: dict[str, list[dict[str, object]]] = {}
     # The name keeps this order independent of the held-out draws of other stages, which hash seed and id alone.
-    rows = sorted(pool.read().to_pylist(), key=lambda row: (hashed("new_prompts", config.seed, row["id"]), row["id"]))
+    rows = sorted(pool.read().to_pylist(), key=lambda row: (hash_of("new_prompts", config.seed, row["id"]), row["id"]))
     texts.update(row["messages"] for row in rows if row["split"] != "train")
     for row in rows:
         if row["split"] == "train" and row["id"] not in ids and row["messages"] not in texts:

@@ -20,7 +20,7 @@ from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import LEVELS, Level, answering
 from puna.stages.draws import fraction, identifier
-from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_ending
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer
 from puna.storage import PunaError
@@ -90,7 +90,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     by_prompt = {name: some for name, some in by_prompt.items() if fraction("judged", config.seed, name) < config.judged_fraction}
     if not by_prompt:
         raise PunaError(f"preferences: no prompt is among the judged share of {config.judged_fraction}; raise judged_fraction")
-    _liked(by_prompt, questions, config, run)
+    _score_taste(by_prompt, questions, config, run)
     for prompt_id in sorted(by_prompt):
         prompt = questions[prompt_id]
         generator = run.generator("pairs", prompt_id)
@@ -111,7 +111,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     _report(pairs, dropped, run)
 
 
-def _liked(by_prompt: dict[str, list[Row]], asked: dict[str, Row], config: PreferencesConfig, run: StageRun) -> None:
+def _score_taste(by_prompt: dict[str, list[Row]], asked: dict[str, Row], config: PreferencesConfig, run: StageRun) -> None:
     """Set `liked` of each answer to its score for the annotator's taste, None without a taste."""
     answers = [answer for some in by_prompt.values() for answer in some]
     if config.taste is None:
@@ -198,7 +198,7 @@ def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> fl
     """Return an answer's quality, 0 to 1: its gold score, weighted with its taste score or else its closeness to the reference.
 
     Without taste and reference only the gold score counts. An answer that was cut off has the gold score 0."""
-    gold = float(ended(answer["gold"], answer["finished"]) or 0.0)
+    gold = float(score_ending(answer["gold"], answer["finished"]) or 0.0)
     if config.taste is not None:
         beside = float(answer["liked"])
     elif reference is not None:

@@ -7,8 +7,8 @@ from pydantic import Field
 from puna.stages.contract import Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import model_template
-from puna.stages.training.rankings import labelled, read_preferences, render_ranked
-from puna.stages.training.reference import answer_ids, name_of, summed
+from puna.stages.training.rankings import by_label, read_preferences, render_ranked
+from puna.stages.training.reference import answer_ids, name_of, sum_logprobs
 from puna.stages.training.train import frozen_dtype, load_model
 
 
@@ -33,8 +33,8 @@ def reference_logprobs(model: Model, preferences: Preferences, config: Reference
     bad = BadRows(config, "reference_logprobs")
     rows = read_preferences([preferences], None)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
-    examples = [one.example for one in render_ranked(tokenizer, rows, limit, bad, labelled)]
-    values = summed(network, examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
+    examples = [one.example for one in render_ranked(tokenizer, rows, limit, bad, by_label)]
+    values = sum_logprobs(network, examples, config.mask_format, config.micro_batch_tokens, lambda done, total: run.progress(done, total))
     name = name_of(model, config.mask_format, "bf16" if frozen_dtype() == torch.bfloat16 else "fp32")
     scores = {key: value for one, some in zip(examples, values, strict=True) for key, value in zip(answer_ids(one), some, strict=True)}
     run.write(preferences.read())

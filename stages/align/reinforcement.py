@@ -14,10 +14,10 @@ from pydantic import Field, model_validator
 from puna.models.serving import without_vllm
 from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
-from puna.stages.conversations import answer_text, shown
+from puna.stages.conversations import answer_text, as_text
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
-from puna.stages.training.lora import adapted
+from puna.stages.training.lora import adapters
 from puna.stages.training.needs import adaptable, one_tokenizer
 from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, rewards_of
 from puna.stages.training.settings import AdapterConfig
@@ -128,7 +128,7 @@ def _optimize(
     from puna.models.generation.vllm import VllmEngine
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
-    from puna.models.training.parallel.parallel import asked, parallel
+    from puna.models.training.parallel.parallel import parallel, part_of
     from puna.models.training.rollouts import Rollouts
 
     _check(policy, reward_models, config, run)
@@ -137,7 +137,7 @@ def _optimize(
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # Frozen models compute in the policy's precision: a KL divergence to fp32 would contain bf16's rounding.
-    frozen = partial(asked, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
+    frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
     steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     talk = config if isinstance(config, TurnsConfig) else TurnsConfig()
@@ -157,10 +157,10 @@ def _optimize(
     rewards = replace(rewards, watched=config.reward == "reward_model")
     if config.reward == "product" and config.center == "start":
         untrained = groups.answering(parallel(model, layout, groups.mesh, device()))
-        rewards = _centered(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)
+        rewards = _center(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
     reference = frozen(model)
-    with divergence_named(run.stage), adapted(model, config, run) as scales:
+    with divergence_named(run.stage), adapters(model, config, run) as scales:
         turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
         other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
@@ -192,19 +192,19 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
     """Return a function that writes a rollout's answers to the table `rollouts`."""
     names = {tuple(ids): row["id"] for ids, row in zip(asked, rows, strict=True)}
 
-    def described(rollout: int, answers: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
+    def rollout_rows(rollout: int, answers: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
         if answers is None:
             raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; remove {run.scratch} to begin anew")
         counts: Counter[str] = Counter()
         for answer in answers:
             name, one = names[tuple(answer.pop("prompt"))], answer.pop("completion")
-            text = shown(turns_of(one, tokenizer)) if one.replies else answer_text(one.tokens, tokenizer)
+            text = as_text(turns_of(one, tokenizer)) if one.replies else answer_text(one.tokens, tokenizer)
             own = {"text": text, "tokens": one.tokens, "turns": 1 + len(one.replies)}
             own["steps"] = [reward for _, reward in answer.pop("steps")] if "steps" in answer else None
             yield {"step": rollout, "prompt_id": name, "sample": counts[name], **own, **answer}
             counts[name] += 1
 
-    return lambda rollout, answers: run.rows_once(str(rollout), lambda: list(described(rollout, answers)), "rollouts")
+    return lambda rollout, answers: run.rows_once(str(rollout), lambda: list(rollout_rows(rollout, answers)), "rollouts")
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
@@ -219,7 +219,7 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
     run.metric("trained_answers", len(log) * config.epochs * each)
 
 
-def _centered(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
+def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
     """Center the rewards on the untrained policy's answers to a rollout's number of prompts, which a resumed run draws again."""
     from puna.models.generation import SamplingParams
     from puna.models.training.parallel.staged_engine import held_engine
@@ -228,7 +228,7 @@ def _centered(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int
     params = SamplingParams(
         n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
     )
-    centered = rewards.centered(some, held_engine(policy).generate(some, params))
+    centered = rewards.center_by(some, held_engine(policy).generate(some, params))
     run.metric("center", centered.center)
     return centered
 

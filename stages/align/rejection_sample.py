@@ -13,10 +13,10 @@ from puna.stages.align.instructions import answer_message, instruction
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import messages_of, shown
-from puna.stages.draws import hashed, identifier
+from puna.stages.conversations import as_text, messages_of
+from puna.stages.draws import hash_of, identifier
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
-from puna.stages.training.rewards import ENSEMBLE, Ensemble, combined
+from puna.stages.training.rewards import ENSEMBLE, Ensemble, combine
 from puna.stages.training.train import Example, check_one_tokenizer, load_model, render
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import is_correct
@@ -67,8 +67,8 @@ def rejection_sample(
     if config.pick == "reward_model":
         if not reward_model:
             raise PunaError(f"rejection_sample: {NO_REWARD_MODEL}")
-        candidates = rewarded(candidates, questions, reward_model, config, bad, run)
-    picked = {key: some for key, group in candidates.items() if (some := _picked(key, group, config))}
+        candidates = add_rewards(candidates, questions, reward_model, config, bad, run)
+    picked = {key: some for key, group in candidates.items() if (some := _pick(key, group, config))}
     rows: list[Row] = []
     scores: list[Row] = []
     for key, best in ((key, one) for key, some in picked.items() for one in some):
@@ -86,7 +86,7 @@ def rejection_sample(
     dropped = bad.dropped
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         rule, count = ("none_right", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
-        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": shown(messages_of(questions[key]))})
+        dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": as_text(messages_of(questions[key]))})
     # If several answers to a prompt are picked, each one counts as an input row.
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)
@@ -95,7 +95,7 @@ def rejection_sample(
     _report(candidates, {key: some[0] for key, some in picked.items()}, run)
 
 
-def _picked(key: str, group: list[Row], config: RejectionSampleConfig) -> list[Row]:
+def _pick(key: str, group: list[Row], config: RejectionSampleConfig) -> list[Row]:
     """Return the chosen answers of a prompt, each text once; none if no answer is right."""
     if config.pick == "verifier" or config.correct:
         group = [a for a in group if is_correct(a["gold"])]
@@ -105,14 +105,14 @@ def _picked(key: str, group: list[Row], config: RejectionSampleConfig) -> list[R
     if config.pick == "reward_model":
         ranked = sorted(group, key=lambda a: (a["reward"], a["id"]), reverse=True)
     else:
-        ranked = sorted(group, key=lambda a: hashed(config.seed, "pick", key, a["id"]))
+        ranked = sorted(group, key=lambda a: hash_of(config.seed, "pick", key, a["id"]))
     by_text: dict[str, Row] = {}
     for answer in ranked:
         by_text.setdefault(answer["text"].strip(), answer)
     return list(by_text.values())[: config.most]
 
 
-def rewarded(
+def add_rewards(
     candidates: dict[str, list[Row]], asked: dict[str, Row], reward_models: Sequence[Artifact], config: RewardedConfig, bad: BadRows,
     run: StageRun,
 ) -> dict[str, list[Row]]:  # fmt: skip
@@ -132,7 +132,7 @@ def rewarded(
     numbers = [score_answers(one, [example for _, example in examples], config.micro_batch_tokens, run.progress) for one in members]
     reward_of = {}
     for (row, _), *rewards in zip(examples, *numbers, strict=True):
-        by_text = {text: combined(some, config.ensemble) for text, *some in zip(texts[row["id"]], *rewards, strict=True)}
+        by_text = {text: combine(some, config.ensemble) for text, *some in zip(texts[row["id"]], *rewards, strict=True)}
         reward_of[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
     return reward_of
 

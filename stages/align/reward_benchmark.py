@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from puna.stages.align.rejection_sample import RewardedConfig, rewarded
+from puna.stages.align.rejection_sample import RewardedConfig, add_rewards
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Model, Preferences, Prompts, StageRun, stage
@@ -16,7 +16,7 @@ from puna.stages.conversations import message_of
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.intervals import evaluation_row, mean, wilson
 from puna.stages.training.rankings import order, read_preferences
-from puna.stages.training.rewards import combined
+from puna.stages.training.rewards import combine
 from puna.stages.training.train import check_one_tokenizer, load_model, render
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import is_correct
@@ -57,13 +57,13 @@ def reward_benchmark(
         raise PunaError("reward_benchmark: answers and their prompts go together; give both")
     bad = BadRows(config, "reward_benchmark")
     if preferences:
-        _report_pairs(_judged(preferences, reward_model, config, bad, run), run)
+        _report_pairs(_judge_pairs(preferences, reward_model, config, bad, run), run)
     if answers is not None and prompts is not None:
         _report_answers(*read_answers(answers, prompts, learned=False), reward_model, config, bad, run)
     bad.write(run)
 
 
-def _judged(
+def _judge_pairs(
     preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows, run: StageRun
 ) -> list[Judged]:
     """Return the pairs with their rewards; drop pairs that lack an answer or cannot be rendered."""
@@ -85,7 +85,7 @@ def _judged(
         numbers.append(score_answers(network, [example for _, example in examples], config.micro_batch_tokens, run.progress))
     judged = []
     for (row, _), *rewards in zip(examples, *numbers, strict=True):
-        chosen, rejected = (combined(list(some), config.ensemble) for some in zip(*rewards, strict=True))
+        chosen, rejected = (combine(list(some), config.ensemble) for some in zip(*rewards, strict=True))
         lengths = [len(text) for text in texts[row["id"]]]
         judged.append(Judged(row["id"], row["task"], chosen, rejected, order(lengths[0] - lengths[1])))
     return judged
@@ -118,7 +118,7 @@ def _report_answers(
     asked: dict[str, Row], groups: dict[str, list[Row]], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows,
     run: StageRun,
 ) -> None:  # fmt: skip
-    scored = rewarded({key: groups[key] for key in sorted(groups)}, asked, models, config, bad, run)
+    scored = add_rewards({key: groups[key] for key in sorted(groups)}, asked, models, config, bad, run)
     for task in ["all", *sorted({asked[key]["task"] for key in scored})]:
         members = [group for key, group in scored.items() if task in ("all", asked[key]["task"])]
         values = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from puna.stages.contract import Figure, Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
-from puna.stages.training.lora import adapted
+from puna.stages.training.lora import adapters
 from puna.stages.training.needs import training_needs
 from puna.stages.training.rankings import Ranked, check_splits, order, read_preferences, render_ranked
 from puna.stages.training.reward_head import fit_head
@@ -63,7 +63,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
         _train(scorer, head, [one.example for one in learned], config, run)
     run.metric("train_pairs", sum(len(one.rows) for one in learned))
     run.metric("heldout_pairs", sum(len(one.rows) for one in heldout))
-    for split, some in (("train", _drawn(learned, max(len(heldout), MEASURED), run)), ("heldout", heldout)):
+    for split, some in (("train", _draw(learned, max(len(heldout), MEASURED), run)), ("heldout", heldout)):
         _measure(scorer, some, split, config, run)
     save_model(scorer, tokenizer, run.folder)
 
@@ -92,11 +92,11 @@ def _train(model: Transformer, head: Tensor | None, examples: list[Example], con
     size = training.compute.micro_batch_tokens
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
     objective = Reward(config.nll_weight, head, model.config.final_logit_softcapping)
-    with adapted(model, config, run) as scales:
+    with adapters(model, config, run) as scales:
         fit(model, objective, sampler, training.train_config(len(examples)), run, scales)
 
 
-def _drawn(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
+def _draw(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
     """Return at most `most` prompts, drawn at random."""
     return [found[i] for i in sorted(run.generator("measured").permutation(len(found))[:most].tolist())]
 

@@ -23,7 +23,7 @@ from puna.stages.training.needs import chat_template
 from puna.stages.training.serving import DealtEngine, check_shared, load_served
 from puna.stages.training.train import load_model
 from puna.stages.training.vocabulary import tokenizer_of
-from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_ending
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.storage import Artifact, PunaError
 
@@ -134,7 +134,7 @@ def _answer(
     smaller = cache(lambda: None if draft is None else load_model(draft, "lm", frozen=True))
 
     @cache
-    def loaded() -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    def load() -> tuple[Transformer, Tokenizer, dict[str, Any]]:
         work = Work(max(len(ids) for _, ids in asked), config.max_tokens, min(STRETCH, len(asked)) * config.answers)
         before = smaller()
         return load_served(artifact, config.serving, work, run, draft=None if before is None else before[0])
@@ -147,7 +147,7 @@ def _answer(
         try:
             if config.serving.engine == "vllm":
                 return by_vllm()
-            model, tokenizer, limits = loaded()
+            model, tokenizer, limits = load()
             return engine_of(model, tokenizer, config.serving.weights, smaller(), draft_weights=config.draft_weights, **limits)
         except ValueError as error:
             raise PunaError(f"sample: {artifact.id}: {error}") from error
@@ -165,7 +165,7 @@ def _answer(
         spent["checker_calls"] += len(answers) - answers["gold"].null_count
         spent["sampled_tokens"] += pc.sum(pc.list_value_length(answers["tokens"])).as_py() or 0
         gold, whole = answers["gold"].to_pylist(), answers["finished"].to_pylist()
-        right += sum(map(is_correct, map(ended, gold, whole)))
+        right += sum(map(is_correct, map(score_ending, gold, whole)))
         scored += len(answers) - answers["gold"].null_count
         finished += sum(whole)
     if scored:
@@ -194,7 +194,7 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
             ]
 
         answers = run.once(f"{slug}-{start:09d}", make, ["gold", "finished"])
-        gold += map(ended, answers["gold"].to_pylist(), answers["finished"].to_pylist())
+        gold += map(score_ending, answers["gold"].to_pylist(), answers["finished"].to_pylist())
     if scored := [value for value in gold if value is not None]:
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from puna.stages.contract import External, Instructions, Model, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
-from puna.stages.training.lora import adapted
+from puna.stages.training.lora import adapters
 from puna.stages.training.needs import training_needs
 from puna.stages.training.settings import SftConfig
 from puna.stages.training.train import Example, code_of_tasks, fit, load_model, render_conversation, row_limit, save_model, task_watch
@@ -37,8 +37,8 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
     bad.check_left(len(examples), f"{len(rows)} training instructions")
     bad.write(run)
     run.metric("instructions", len(rows) - len(bad.dropped))
-    examples = joined(examples, config.answers_together, config.training.compute.micro_batch_tokens)
-    config = config.lengthened(len(examples))
+    examples = join(examples, config.answers_together, config.training.compute.micro_batch_tokens)
+    config = config.with_more_steps(len(examples))
     watch = task_watch(tasks, config.ask_every, tokenizer, config.training.compute, run)
     if config.engine == "trl":
         if watch:
@@ -75,7 +75,7 @@ def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: Sf
     return [example for _, examples in rendered for example in examples]
 
 
-def joined(examples: Sequence[Example], most: int, tokens: int) -> list[Example]:
+def join(examples: Sequence[Example], most: int, tokens: int) -> list[Example]:
     """Join examples of the same prompt; each result has at most `most` answers and `tokens` tokens."""
     whole: list[Example] = []
     last: dict[tuple[int, ...], int] = {}
@@ -100,7 +100,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
     run.metric("trained_answers", sampler.drawn(steps) * sum(len(one.answers) for one in examples) / len(examples))
     if config.neftune_alpha and layout_of(training.compute.layout).axes:
         raise PunaError("sft.neftune_alpha: each process would draw other noise; set it to 0, or train in one process")
-    with adapted(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
+    with adapters(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales, watch=watch)
 
 

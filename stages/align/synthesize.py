@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 from puna.stages.align.instructions import answer_message, instruction
 from puna.stages.align.sample import replies_of
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import Message, asking, dump, messages_of, prompt_ids, shown
-from puna.stages.draws import hashed, identifier
+from puna.stages.conversations import Message, as_text, asking, dump, messages_of, prompt_ids
+from puna.stages.draws import hash_of, identifier
 from puna.stages.endpoint import Endpoint, EndpointConfig
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
@@ -123,7 +123,7 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     writer = Writer(model, config, run)
     problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run)
     run.metric("problems", len(problems))
-    solutions = _answered(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
+    solutions = _answer_problems(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
     _save(problems, solutions, writer.dropped, config, run)
     if writer.endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
         writer.endpoint.write()
@@ -137,7 +137,7 @@ class Kept(NamedTuple):
     tries: int
 
 
-def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: SynthesizeConfig, run: StageRun) -> dict[str, Kept]:
+def _answer_problems(problems: Sequence[Row], writer: Writer, check: Check, config: SynthesizeConfig, run: StageRun) -> dict[str, Kept]:
     solutions: dict[str, Kept] = {}
     left = list(problems)
     for number in range(config.retries + 1):
@@ -146,7 +146,7 @@ def _answered(problems: Sequence[Row], writer: Writer, check: Check, config: Syn
         for row, texts, scores in zip(left, answers, check.scores(left, answers), strict=True):
             right = [text for text, score in zip(texts, scores, strict=True) if text.finished and is_correct(score.value)]
             if right:
-                solution = min(right, key=lambda text: hashed(config.seed, "synthetic", row["id"], *text.parts))
+                solution = min(right, key=lambda text: hash_of(config.seed, "synthetic", row["id"], *text.parts))
                 solutions[row["id"]] = Kept(solution, len(right) / len(texts), number + 1)
             elif texts:
                 detail = next((score.detail for score in scores if score.detail), "")
@@ -178,12 +178,12 @@ class Writer:
             for row, replies in replies_of(self.endpoint, rows, bad, count, fields, seed):
                 texts[row["id"]] = [Text(reply.final, reply.finished) for reply in replies]
         elif self._own is not None:
-            texts = self._sampled(*self._own, rows, bad, count, seed, purpose)
+            texts = self._sample(*self._own, rows, bad, count, seed, purpose)
         before = {row["id"] for row in self.dropped}
         self.dropped += [row for row in bad.dropped if row["id"] not in before]
         return [texts.get(row["id"], []) for row in rows]
 
-    def _sampled(
+    def _sample(
         self, network: Transformer, tokenizer: Tokenizer, rows: Sequence[Row], bad: BadRows, count: int, seed: int, purpose: str
     ) -> dict[str, list[Text]]:
         """Return row id → texts sampled from the store's model."""
@@ -213,7 +213,7 @@ class Check:
 
     def scores(self, rows: Sequence[Row], found: Sequence[Sequence[Text]]) -> list[list[Score]]:
         if self._scorer is None:
-            return [agreed([text.text for text in some], self._config.min_agreement) for some in found]
+            return [score_agreement([text.text for text in some], self._config.min_agreement) for some in found]
         each = iter(self._scorer.scores([(text.after(row), text.text) for row, some in zip(rows, found, strict=True) for text in some]))
         pairs = [[(text, next(each)) for text in some] for some in found]
         return [[score if text.called or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]
@@ -224,7 +224,7 @@ class Check:
             self._scorer.report()
 
 
-def agreed(texts: Sequence[str], share: float) -> list[Score]:
+def score_agreement(texts: Sequence[str], share: float) -> list[Score]:
     """Return the texts' scores: 1 for the most frequent final answer, if it is unique and at least `share` of all texts have it; else 0."""
     finals = [None if (result := final_answer(text)) is None else " ".join(result.casefold().split()) for text in texts]
     counts = Counter(final for final in finals if final).most_common(2)
@@ -242,12 +242,12 @@ def _new_problems(
     for number in range(config.count):
         generator = run.generator("problem", number)
         shots = generator.permutation(len(train))[: config.shots]
-        examples = "\n\n".join(f"{place}. {shown(messages_of(train[i]))}" for place, i in enumerate(shots, 1))
+        examples = "\n\n".join(f"{place}. {as_text(messages_of(train[i]))}" for place, i in enumerate(shots, 1))
         name = identifier(config.source, config.seed, number)
         requests.append({"id": name, "messages": asking(NEW.format(examples=examples)), "tools": None})
     having: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(known):
-        _note(number, trigrams(shown(messages_of(row))), having)
+        _note(number, trigrams(as_text(messages_of(row))), having)
     problems: list[Row] = []
     for row, texts in zip(requests, writer.write(requests, 1, "problems"), strict=True):
         if not texts:
@@ -264,7 +264,7 @@ def _new_problems(
             _note(len(known) + len(problems), runs, having)
             task = f"{config.source}_{config.problems}"
             problems.append({"id": row["id"], "task": task, "messages": asking(text), "tools": None, "reference": None, "verifier": None})
-    return _tested(problems, writer, config, run) if config.problems == "code" else problems
+    return _with_tests(problems, writer, config, run) if config.problems == "code" else problems
 
 
 def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...], list[int]]) -> None:
@@ -272,9 +272,9 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
         having.setdefault(one, []).append(number)
 
 
-def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
+def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
     """Return the programming problems with tests by the model. Drop tests that pass without a solution, then problems with few tests."""
-    requests = [{**row, "messages": asking(TESTS.format(problem=shown(messages_of(row))))} for row in problems]
+    requests = [{**row, "messages": asking(TESTS.format(problem=as_text(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
     scores = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
@@ -284,7 +284,7 @@ def _tested(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, r
         if len(telling) >= config.min_tests:
             results.append({**row, "verifier": to_text("code", tests=telling)})
         else:
-            writer.dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), shown(messages_of(row))))
+            writer.dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), as_text(messages_of(row))))
     return results
 
 
@@ -312,7 +312,7 @@ def _save(problems: Sequence[Row], kept: dict[str, Kept], dropped: list[Row], co
             rows.append(instruction(name, row["id"], answer.after(row), answer_message(answer.parts[0]), config.source))
             scores += [{"id": name, "name": "right", "value": right}, {"id": name, "name": "tries", "value": float(tries)}]
         elif row["id"] not in dropped_ids:
-            dropped.append(_drop(row, "none_right", None, None, shown(messages_of(row))))
+            dropped.append(_drop(row, "none_right", None, None, as_text(messages_of(row))))
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)
     run.write_rows(scores, "scores")

@@ -16,7 +16,7 @@ from pydantic import Field
 from puna.models.training.resumable_loop import iterate
 from puna.stages.align.data_quality import embed
 from puna.stages.contract import Figure, Instructions, Model, SeededConfig, StageRun, stage
-from puna.stages.conversations import messages_of, shown
+from puna.stages.conversations import as_text, messages_of
 from puna.stages.draws import folds, uniform
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.needs import model_template
@@ -70,15 +70,16 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     requests = bad.examples(rows, rendered, len, limit)
     vectors = embed([example for _, example in (*taught, *requests)], network, config.micro_batch_tokens, run.scratch / "states")
     examples = [
-        Labelled(row["task"], shown(messages_of(row)[:-1]), vector) for (row, _), vector in zip(taught, vectors[: len(taught)], strict=True)
+        Labelled(row["task"], as_text(messages_of(row)[:-1]), vector)
+        for (row, _), vector in zip(taught, vectors[: len(taught)], strict=True)
     ]
     _measure(examples, folds([str(row["id"]) for row, _ in taught], config.seed, config.folds), config, run)
     classes = sorted({one.topic for one in examples})
-    shares = probabilities(fitted(examples, classes, config.penalty, run.scratch / "all"), vectors[len(taught) :])
+    shares = probabilities(fit(examples, classes, config.penalty, run.scratch / "all"), vectors[len(taught) :])
     remaining, topics_by_id = [row for row, _ in requests], {}
     for row, share in zip(remaining, shares, strict=True):
         topics_by_id[row["id"]] = {"fine": _best(dict(zip(classes, share.tolist(), strict=True))), "coarse": _best(_coarse(classes, share))}
-    left = _balanced([row["id"] for row in remaining], {name: one[config.balance][0] for name, one in topics_by_id.items()}, config)
+    left = _above_limit([row["id"] for row in remaining], {name: one[config.balance][0] for name, one in topics_by_id.items()}, config)
     for name, (topic, count) in left.items():
         bad.dropped.append({"id": name, "rule": "topic", "value": float(count), "threshold": config.max_per_topic, "detail": topic})
     run.write_rows([row for row in remaining if row["id"] not in left])
@@ -101,7 +102,7 @@ def coarse(topic: str) -> str:
     return topic.partition("/")[0]
 
 
-def fitted(examples: Sequence[Labelled], classes: Sequence[str], penalty: float, state: Path | None = None) -> NDArray[np.float64]:
+def fit(examples: Sequence[Labelled], classes: Sequence[str], penalty: float, state: Path | None = None) -> NDArray[np.float64]:
     """Fit a softmax regression; return its coefficients and biases [D + 1, C].
 
     The minimum of the mean loss plus `penalty` times the squared coefficients is unique up to a constant on all biases.
@@ -174,7 +175,7 @@ def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsCon
         classes = sorted({one.topic for one in rest})
         if len(classes) < 2:
             raise PunaError(f"topics: without one fold the labelled examples have one topic, {classes}; give more, or fewer folds")
-        weights = fitted(rest, classes, config.penalty, run.scratch / f"fold-{number}")
+        weights = fit(rest, classes, config.penalty, run.scratch / f"fold-{number}")
         shares = probabilities(weights, np.stack([one.vector for one in out]))
         often = Counter(one.topic for one in rest)
         roughly = Counter(coarse(one.topic) for one in rest)
@@ -203,7 +204,7 @@ def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, flo
     return dict(totals)
 
 
-def _balanced(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:
+def _above_limit(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:
     """Return id → (topic, number of instructions of the topic), for the instructions beyond `max_per_topic`."""
     if config.max_per_topic is None:
         return {}

@@ -153,7 +153,7 @@ def _on_worker(
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
-    inputs = rank_jobs.sent(stage, given)
+    inputs = rank_jobs.to_json(stage, given)
     call = submit(_perform_there, module, stage.name, config, inputs, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = call.result()
     artifact = store.find(kind, key)
@@ -168,14 +168,14 @@ def _perform_there(
     """Run a stage in a worker; return kind and key of its artifact, and whether it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
-    values = rank_jobs.received(stage, sent, store)
+    values = rank_jobs.from_json(stage, sent, store)
     outcome = perform(stage, config, values, store, **how)
     return outcome.artifact.kind, outcome.artifact.key, outcome.reused
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
     """Return the artifact of this identity, or an equivalent older artifact (see `accept`); None if it is gone, damaged or suspect."""
-    keys = dict.fromkeys((store.accepted(identity.key), identity.key))
+    keys = dict.fromkeys((store.accepted_key(identity.key), identity.key))
     return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 
 
@@ -230,7 +230,7 @@ def _make(
     return {
         "metrics": run.metrics, "figures": {name: asdict(figure) for name, figure in run.figures.items()},
         "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds}, "peak_memory_bytes": meter.peak_bytes,
-        "libraries": libraries.installed(), "seed": getattr(config, "seed", None),
+        "libraries": libraries.library_versions(), "seed": getattr(config, "seed", None),
     }  # fmt: skip
 
 

@@ -159,26 +159,26 @@ def _local(root: Path) -> list[str]:
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     files = []
 
-    def closed(error: OSError) -> None:  # otherwise the folder's files would be missing silently
+    def on_error(error: OSError) -> None:  # otherwise the folder's files would be missing silently
         raise PunaError(f"input {root}: {error.filename} cannot be read ({error.strerror}); make it readable, or move it away") from error
 
-    for folder, folders, names in os.walk(root, onerror=closed) if root.is_dir() else ():
+    for folder, folders, names in os.walk(root, onerror=on_error) if root.is_dir() else ():
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in [*folders, *names]:
             path = Path(folder, name)
             if name.startswith("."):
                 continue
-            why = _refused(path, whole, name in folders)
+            why = _refusal(path, whole, name in folders)
             if why:
                 raise PunaError(f"input {root}: {str(path.relative_to(root)).encode(errors='backslashreplace').decode()} {why}")
             if name not in folders:
                 files.append(str(path))
-    if not root.is_dir() and (why := _refused(root.resolve(), whole, is_folder=False)):
+    if not root.is_dir() and (why := _refusal(root.resolve(), whole, is_folder=False)):
         raise PunaError(f"input {root}: {why}")
     return sorted(files) if root.is_dir() else [str(root)]
 
 
-def _refused(path: Path, whole: Path, is_folder: bool) -> str | None:
+def _refusal(path: Path, whole: Path, is_folder: bool) -> str | None:
     try:
         path.name.encode()
     except UnicodeEncodeError:
@@ -215,14 +215,14 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     # Threads help: hashing releases the GIL, and remote file systems mostly wait.
     with ThreadPoolExecutor() as pool:
         try:
-            for name, address, facts in zip(names, addresses, pool.map(_digested, addresses, repeat(system)), strict=True):
+            for name, address, facts in zip(names, addresses, pool.map(_digest, addresses, repeat(system)), strict=True):
                 yield ExternalFile(name, system.unstrip_protocol(address), *facts)
         except OSError as error:
             message = without_secrets(str(error), uri)
             raise PunaError(f"input {public(uri)}: a file cannot be read ({message}); make it readable, or move it away") from None
 
 
-def _digested(address: str, system: Any) -> tuple[int, str, str]:
+def _digest(address: str, system: Any) -> tuple[int, str, str]:
     """Return size in bytes, sha256 and state of a file."""
     # Taken before the first read, so that later writes count as a change.
     version = _state(system.info(address))

@@ -29,14 +29,14 @@ def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[st
         stage.function(*arguments, config, run)
         return
     job = {
-        "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": sent(stage, given),
+        "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": to_json(stage, given),
         "store": store.uri, "project": store.project, "scratch": str(run.scratch),
     }  # fmt: skip
     with ranks.together(job):
         stage.function(*arguments, config, run)
 
 
-def sent(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
+def to_json(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
     """Return a stage's inputs as JSON values for the other ranks: artifacts as (kind, key), external inputs as dictionaries."""
     return {
         name: [(item.kind, item.key) if isinstance(item, Artifact) else asdict(item) for item in items]
@@ -44,7 +44,7 @@ def sent(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
     }
 
 
-def received(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[str, Any]:
+def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[str, Any]:
     """Return the inputs that rank 0 sent. Raise PunaError if the store, as this rank sees it, lacks an artifact."""
     values: dict[str, Any] = {}
     for spec in stage.inputs:
@@ -107,6 +107,6 @@ def do(job: dict[str, Any]) -> None:
         raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])
     config = parse(stage.config, job["config"], stage.name)
-    arguments = received(stage, job["inputs"], store).values()
+    arguments = from_json(stage, job["inputs"], store).values()
     with tempfile.TemporaryDirectory() as folder, ranks.together(None):
         stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pyarrow as pa
 
 from puna.stages.contract.config import StageConfig
-from puna.stages.contract.shardwork import Job, Produce, Scattering, produced, scattered, transformed
-from puna.stages.contract.signals import described
-from puna.stages.executors import ordered, ranks
+from puna.stages.contract.shardwork import Job, Produce, Scattering, produce_tables, scatter_rows, transform_shard
+from puna.stages.contract.signals import with_meanings
+from puna.stages.executors import map_in_order, ranks
 from puna.storage import Artifact, Part, PunaError, Work
-from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gathered, level
+from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gather, level
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
 
@@ -64,11 +64,11 @@ class StageRun:
 
     def __post_init__(self) -> None:
         executor = self._executor
-        self._work.mapper = lambda function, jobs: ordered(executor, function, jobs, ())
+        self._work.mapper = lambda function, jobs: map_in_order(executor, function, jobs, ())
 
     def map(self, function: Callable[..., Any], items: Iterable[Any], *args: Any, rows: int | None = None) -> Iterator[Any]:
         """Yield `function(item, *args)` for each item, in order; `function` must be module-level. `rows`: item count, for progress."""
-        for number, result in enumerate(ordered(self._executor, function, items, args), 1):
+        for number, result in enumerate(map_in_order(self._executor, function, items, args), 1):
             if rows:
                 self.progress(number, rows)
             yield result
@@ -116,7 +116,7 @@ class StageRun:
                 jobs.append((job, [_of_shard(a, number, around) for a in args]))
         if not cut:
             self._work.ranges.add(self.kind)
-        infos = self._claimed(transformed, jobs, [job.name for job, _ in jobs], [job.rows.rows for job, _ in jobs])
+        infos = self._run_and_claim(transform_shard, jobs, [job.name for job, _ in jobs], [job.rows.rows for job, _ in jobs])
         self._work.declare(self.kind)
         return [value for values in infos for value in values or ()]
 
@@ -125,11 +125,11 @@ class StageRun:
         self._calls += 1
         return f"{what}{self._calls - 1}"
 
-    def _claimed(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
+    def _run_and_claim(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
         """Run the table-writing jobs that no earlier attempt finished. Claim the output of all jobs and return their JSON values."""
         before = [self._work.earlier(name) for name in names]
         todo = [job for job, earlier in zip(jobs, before, strict=True) if earlier is None]
-        results = ordered(self._executor, function, todo, ())
+        results = map_in_order(self._executor, function, todo, ())
         done, total = 0, sum(sizes)
         infos = []
         for size, earlier in zip(sizes, before, strict=True):
@@ -148,7 +148,7 @@ class StageRun:
         call = self._next("produce")
         jobs = [Produce(function, item, args, self.kind, f"{call}-{n:06d}", self._work.staging) for n, item in enumerate(items)]
         self._work.ranges.add(self.kind)
-        self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
+        self._run_and_claim(produce_tables, jobs, [job.name for job in jobs], [1] * len(jobs))
 
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
         """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
@@ -162,7 +162,7 @@ class StageRun:
             around = span(cut, number)
             part, name = exchange.within(*around), f"{call}-{number:05d}"
             jobs.append(Produce(function, part, args, self.kind, name, self._work.staging, (number, cut, around)))
-        infos = self._claimed(produced, jobs, [job.name for job in jobs], [1] * len(jobs))
+        infos = self._run_and_claim(produce_tables, jobs, [job.name for job in jobs], [1] * len(jobs))
         return [value for values in infos for value in values]
 
     def exchange(
@@ -174,22 +174,22 @@ class StageRun:
         (uint64 or an id) choose the partition, or `by` is its number (int32).
         """
         call, runs = self._next("exchange"), level(partitions)
-        exchange = gathered(self._work.files, self._regrouped(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
+        exchange = gather(self._work.files, self._regroup(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
         if runs.step == 1:
             return exchange
         groups = [range(first, min(first + runs.step, partitions)) for first in runs]
-        results = self._regrouped(f"{call}-group", Partition.tables, exchange.parts, (), by, partitions, groups)
-        parts = [gathered(self._work.files, [one], partitions, by, own).parts for one, own in zip(results, groups, strict=True)]
+        results = self._regroup(f"{call}-group", Partition.tables, exchange.parts, (), by, partitions, groups)
+        parts = [gather(self._work.files, [one], partitions, by, own).parts for one, own in zip(results, groups, strict=True)]
         return replace(exchange, parts=tuple(replace(part, schema=exchange.schema) for part in chain.from_iterable(parts)))
 
-    def _regrouped(
+    def _regroup(
         self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]
     ) -> list[Scattered]:
         """Write the items' rows by partition. `runs`: a range of partitions for each item, or one range for all; see `Scatter`."""
         names = [Scatter(self._work.staging, f"{call}-{n:05d}", by, count, runs[n % len(runs)]) for n in range(len(items))]
         jobs = [Scattering(function, item, args, how) for item, how in zip(items, names, strict=True)]
         results = []
-        for number, (one, warning) in enumerate(ordered(self._executor, scattered, jobs, ()), 1):
+        for number, (one, warning) in enumerate(map_in_order(self._executor, scatter_rows, jobs, ()), 1):
             if warning:
                 self._work.say(warning)
             results.append(one)
@@ -198,7 +198,7 @@ class StageRun:
 
     def write(self, table: pa.Table, name: str | None = None) -> None:
         """Append rows to the main table (None) or a side table."""
-        self._work.add(name or self.kind, described(name or self.kind, table), f"driver-{self._written:06d}")
+        self._work.add(name or self.kind, with_meanings(name or self.kind, table), f"driver-{self._written:06d}")
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.stages.contract.signals import described
+from puna.stages.contract.signals import with_meanings
 from puna.storage import PunaError
 from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, found_before, scatter
 from puna.storage.parts import Beside, Follower, ShardRows, Stored
@@ -40,7 +40,7 @@ class Job:
     filtering: bool
 
 
-def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
+def transform_shard(task: tuple[Job, list[Any]]) -> list[Staged]:
     job, args = task
     followers = {n: Follower(a, *(job.span or ("", None))) for n, a in enumerate(args) if isinstance(a, (Beside, Exchange))}
     placed = {n: _by_row(a) for n, a in enumerate(args) if isinstance(a, Partition)}
@@ -66,8 +66,8 @@ def transformed(task: tuple[Job, list[Any]]) -> list[Staged]:
                 if table == job.kind and job.facts is not None:
                     _compare(outputs, job, rows, start, stop, table_schema(table).conform(content))
                 else:
-                    outputs.add(table, described(table, content))
-        return _numbered(outputs, job.number, job.cut, job.span, values or None)
+                    outputs.add(table, with_meanings(table, content))
+        return _finish_shard(outputs, job.number, job.cut, job.span, values or None)
 
 
 def made_of(result: Any) -> tuple[Any, ...]:
@@ -82,7 +82,7 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
     return table.take(pa.array(order)), row[order]
 
 
-def _numbered(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
+def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
     """Finish writing the tables. A table with rows outside the shard's id range gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
@@ -116,7 +116,7 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
 
 def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, new_rows: pa.Table) -> None:
     """Keep unchanged documents by reference and write the others."""
-    if _shared(new_rows["id"], rows["id"]):
+    if _share_memory(new_rows["id"], rows["id"]):
         at = np.arange(rows.num_rows)
     else:
         place = pc.index_in(new_rows["id"], value_set=rows["id"].combine_chunks())
@@ -130,7 +130,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
     same = np.ones(len(at), bool)
     for name in new_rows.schema.names:
         new, old = new_rows[name], before[name].cast(new_rows[name].type)
-        if _shared(new, old):
+        if _share_memory(new, old):
             continue
         equal = pc.fill_null(pc.equal(new, old), False)
         if new.null_count or old.null_count:
@@ -140,7 +140,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
     outputs.add_mixed(new_rows, pa.array(~same), source[at], row[at])
 
 
-def _shared(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
+def _share_memory(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
     """True if two columns share their memory and need no comparison."""
     if one.num_chunks != other.num_chunks:
         return False
@@ -164,21 +164,21 @@ class Produce:
     shard: tuple[int, int, tuple[str, str | None]] | None = None
 
 
-def produced(job: Produce) -> list[Staged]:
+def produce_tables(job: Produce) -> list[Staged]:
     streamed = job.kind if job.shard is not None and job.kind in STREAMED else ""
     with Outputs(job.staging, job.name, streamed) as outputs:
         infos: list[Any] = []
         for item in [job.item] if job.shard is None else job.item.pieces(*job.shard[2]):
-            infos += _added(outputs, job, item)
+            infos += _add(outputs, job, item)
             del item  # frees the memory for the next rows
-        return outputs.finish() if job.shard is None else _numbered(outputs, *job.shard, infos)
+        return outputs.finish() if job.shard is None else _finish_shard(outputs, *job.shard, infos)
 
 
-def _added(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
+def _add(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
     """Add the tables of one item; return the values that came with them."""
     tables, *info = made_of(job.function(item, *job.args))
     for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
-        outputs.add(table, described(table, rows))
+        outputs.add(table, with_meanings(table, rows))
     return info
 
 
@@ -192,7 +192,7 @@ class Scattering:
     how: Scatter
 
 
-def scattered(job: Scattering) -> tuple[Scattered, str]:
+def scatter_rows(job: Scattering) -> tuple[Scattered, str]:
     """Write the rows of one item by partition. Return the result and a warning about damaged earlier work, empty for none."""
     warning = ""
     try:

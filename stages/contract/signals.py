@@ -100,7 +100,7 @@ def _register(new: Signal) -> Signal:
     return new
 
 
-def described(name_of_table: str, table: pa.Table) -> pa.Table:
+def with_meanings(name_of_table: str, table: pa.Table) -> pa.Table:
     """Return the table; if it is `signals`, with declared types, units and meanings. Raise PunaError for an undeclared column."""
     for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from puna.stages import urls
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
-from puna.stages.reading.files import COMPRESSED, unpacked
+from puna.stages.reading.files import COMPRESSED, decompress
 from puna.storage import PunaError
 
 KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}  # file of a UT1 folder → kind of its lines
@@ -81,14 +81,14 @@ def _kind(path: PurePosixPath) -> str:
 
 
 def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
-    with job.file.open() as handle, unpacked(handle, job.file.name) as content:
+    with job.file.open() as handle, decompress(handle, job.file.name) as content:
         lines = content.read().decode("utf-8", "replace").splitlines()
-    entries, bad = parsed(lines, job.kind)
+    entries, bad = parse(lines, job.kind)
     columns = [[kind for kind, _ in entries], [entry for _, entry in entries], [job.rule] * len(entries)]
     return pa.table([pa.array(column, pa.string()) for column in columns], schema=SCHEMA), bad
 
 
-def parsed(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
+def parse(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
     """Return distinct (kind, entry) pairs of a list's valid lines, and (line number, fault, text) of each invalid line."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []

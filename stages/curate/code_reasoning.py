@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from puna.kernels.text.technical import Technical, measured
+from puna.kernels.text.technical import Technical, measure
 from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Examples, Labels, auc, out_of_fold, prepare, report_calibration
@@ -61,7 +61,7 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
     `judge`; null: not judged). Without `labels`, counts of code lines, deduction words and formulas label the pages with clearly many or
     few of them. The figures then measure consistency, not truth. A kind with too few labels gets no classifier.
     """
-    graded = _graded(labels) if labels else None
+    graded = _graded_labels(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
     about = About("code_reasoning", (), config.folds, config.seed, config.max_characters, config.exempt_sources)
     about.write(run.folder)
@@ -86,7 +86,7 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
     rows = about.scored(documents)
     subset = documents.take(pa.array(rows, pa.int64()))
     ids, texts = subset["id"].to_pylist(), subset["text"]
-    counts = measured(texts, about.about.max_characters)
+    counts = measure(texts, about.about.max_characters)
     columns: dict[str, tuple[pa.DataType, list[float | None]]] = {
         "code_line_fraction": (pa.float64(), [round(text.code_lines / max(text.lines, 1), DIGITS) for text in counts]),
         "formulas": (pa.int64(), [text.formulas for text in counts]),
@@ -107,7 +107,7 @@ def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
 def _labels(documents: pa.Table, graded: dict[str, Artifact] | None, config: TrainCodeReasoningConfig) -> Labels:
     results: dict[str, list[bool | None]] = {}
     if graded is None:
-        counts = measured(documents["text"], config.max_characters)
+        counts = measure(documents["text"], config.max_characters)
         results = {kind: [_label(kind, one, config) for one in counts] for kind in KINDS}
     for kind, artifact in (graded or {}).items():
         name = JUDGEMENT.format(kind)
@@ -128,7 +128,7 @@ def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> boo
     return False if words <= config.max_reasoning_words and not found.formulas else None
 
 
-def _graded(labels: list[Artifact]) -> dict[str, Artifact]:
+def _graded_labels(labels: list[Artifact]) -> dict[str, Artifact]:
     result = {}
     for kind in KINDS:
         name = JUDGEMENT.format(kind)

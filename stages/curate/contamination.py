@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from puna.stages.contract import Documents, Evaluation, External, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
 from puna.stages.contract.declaration import Reads
-from puna.stages.conversations import asking, content_of, messages_of, shown, text_of
+from puna.stages.conversations import as_text, asking, content_of, messages_of, text_of
 from puna.stages.curate.decontaminate import DecontaminateConfig, Search, prompts_of_splits, search_for
 from puna.stages.evaluation.question_scores import OVERLAP, contents
 from puna.stages.evaluation.task_file import load_task, task_files
@@ -106,12 +106,12 @@ def trained_on(model: Artifact) -> tuple[list[Source], int]:
         artifact = waiting.pop()
         unknown += artifact.kind == "model" and any(record.kind == "external" for record in artifact.manifest.inputs)
         inputs = [(record.name, Artifact(record.kind, record.key, model.files)) for record in artifact.manifest.inputs]
-        mixtures = [one for _, one in inputs if one.kind == "mixture" and _stored(one)]
+        mixtures = [one for _, one in inputs if one.kind == "mixture" and _is_stored(one)]
         for name, one in inputs:
             if one.key in seen or name in UNLEARNED or one.kind not in (*COLUMNS, *FOLLOWED):
                 continue
             seen.add(one.key)
-            if not _stored(one):
+            if not _is_stored(one):
                 unknown += 1
             elif one.kind in FOLLOWED:
                 waiting.append(one)
@@ -120,7 +120,7 @@ def trained_on(model: Artifact) -> tuple[list[Source], int]:
     return list(sources.values()), unknown
 
 
-def _stored(artifact: Artifact) -> bool:
+def _is_stored(artifact: Artifact) -> bool:
     return artifact.files.stat(f"{artifact.place}/{NAME}") is not None
 
 
@@ -180,7 +180,7 @@ def _report(rows: list[dict[str, Any]], held: dict[int, Held], scores: dict[str,
     for row in rows:
         if (one := overlaps.get(row["id"])) is not None:
             detail = f"task {row['task']}: {one.share:.2f} of it in {one.place}"
-            example = {"id": row["id"], "kind": "contaminated prompt", "prompt": shown(messages_of(row)), "detail": detail}
+            example = {"id": row["id"], "kind": "contaminated prompt", "prompt": as_text(messages_of(row)), "detail": detail}
             run.write_rows([{**example, "text": " ".join(one.text.split())}], "examples")
     figure = Figure("Questions that stand in training data", "task", "share of questions", {"contaminated": bars}, kind="bar")
     run.figure("contamination", figure)

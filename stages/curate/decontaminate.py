@@ -17,7 +17,7 @@ from puna.kernels.text.fuzzy_match import FuzzyIndex, build_fuzzy, fuzzy_match
 from puna.kernels.text.grams import Hashed, Sieve, gram_hashes, may_hold, places_held, sieve, word_hashes
 from puna.kernels.text.hash_table import table_of
 from puna.stages.contract import Documents, Figure, Prompts, StageConfig, StageRun, stage
-from puna.stages.conversations import asking, messages_of, shown, text_of
+from puna.stages.conversations import as_text, asking, messages_of, text_of
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
@@ -99,7 +99,7 @@ def decontaminate(
 
 
 def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    questions = {f"{row['task']} prompt {row['id']}": shown(messages_of(row)) for row in prompts}
+    questions = {f"{row['task']} prompt {row['id']}": as_text(messages_of(row)) for row in prompts}
     return [
         {"id": name, "kind": "contaminated prompt", "prompt": questions[name], "text": row["detail"].partition(": ")[2],
          "detail": f"{count} documents, the first is {row['id']} ({row['rule']}, {row['value']:.2f})"}

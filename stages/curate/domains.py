@@ -71,11 +71,11 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
-    from puna.kernels.text.word_counts import listed
+    from puna.kernels.text.word_counts import list_words
     from puna.kernels.text.words import words_listed
 
     types, owner = seed_words()
-    return Lexicon(types, listed(words_listed(list(owner)).folded), np.array(list(owner.values()), np.int64))
+    return Lexicon(types, list_words(words_listed(list(owner)).folded), np.array(list(owner.values()), np.int64))
 
 
 def looked_at(text: str) -> NDArray[np.int64]:

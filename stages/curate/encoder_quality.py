@@ -13,8 +13,8 @@ from pydantic import Field
 
 from puna.models.training.resumable_loop import iterate
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
-from puna.stages.curate.classifiers.classifier import counted, report_quality
-from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
+from puna.stages.curate.classifiers.classifier import report_quality, score_counts
+from puna.stages.curate.classifiers.encoder import Place, embed, place_of
 from puna.stages.curate.classifiers.fold_models import About, trained
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
@@ -77,7 +77,7 @@ def train_encoder_quality(
         raise PunaError(f"train_encoder_quality.judgement: {labels.id} has no signal {config.judgement!r}; it has {there}")
     parts = run.parts(documents, columns=["id", "source", "text"])
     examples = run.exchange(_examples, parts, labels, place, config, by="all", partitions=1)
-    ((heads, counts),) = run.map(_fitted, list(examples.parts), config, labels.id if labels is not None else "", str(run.scratch))
+    ((heads, counts),) = run.map(_fit_heads, list(examples.parts), config, labels.id if labels is not None else "", str(run.scratch))
     mean, scale, weights, bias = (np.stack([getattr(head, name) for head in heads]) for name in Head._fields)
     np.savez(run.folder / HEADS, mean=mean, scale=scale, weights=weights, bias=bias)
     About(
@@ -88,7 +88,7 @@ def train_encoder_quality(
     report_quality(run, counts)
 
 
-def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str, scratch: str) -> tuple[list[Head], NDArray[np.int64]]:
+def _fit_heads(examples: Partition, config: TrainEncoderQualityConfig, labels: str, scratch: str) -> tuple[list[Head], NDArray[np.int64]]:
     """Return the head of each fold, and the examples `counted` by out-of-fold score. Unfinished fits are saved in `scratch`."""
     results = examples.read()
     positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
@@ -105,7 +105,7 @@ def _fitted(examples: Partition, config: TrainEncoderQualityConfig, labels: str,
     for fold in range(config.folds):
         rest = of_fold != fold
         heads.append(fit(vectors[rest], positive[rest], config.penalty, Path(scratch) / f"fold-{fold}"))
-    return heads, counted(_probabilities(heads, of_fold, vectors), positive)
+    return heads, score_counts(_probabilities(heads, of_fold, vectors), positive)
 
 
 @stage(kind="signals")
@@ -143,7 +143,7 @@ def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEn
         good = {i: grade >= config.min_judgement for i, grade in pairs if grade is not None}
     rows = [row for row, i in enumerate(ids) if i in good and sources[row] not in config.exempt_sources]
     subset = table.take(pa.array(rows, pa.int64()))
-    vectors = embedded(subset["text"].to_pylist(), place, config.max_tokens)
+    vectors = embed(subset["text"].to_pylist(), place, config.max_tokens)
     columns = {"id": subset["id"], "positive": pa.array([good[ids[row]] for row in rows], pa.bool_())}
     values = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
     return pa.table({"all": np.zeros(len(rows), np.int32), **columns, "vector": values})
@@ -153,7 +153,7 @@ def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
     table, model = part.read(), trained(classifier, PURPOSE)
     about, rows = model.about, model.scored(table)
     subset = table.take(pa.array(rows, pa.int64()))
-    vectors = embedded(subset["text"].to_pylist(), place, about.max_tokens)
+    vectors = embed(subset["text"].to_pylist(), place, about.max_tokens)
     of_fold = folds(subset["id"].to_pylist(), about.seed, about.folds) if rows else np.zeros(0, np.int64)
     return scores_of(table["id"], rows, _probabilities(_heads(classifier.path(HEADS)), of_fold, vectors))
 

@@ -13,8 +13,8 @@ from pydantic import Field
 from puna.models.extraction.bounds import Burden, burden
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
 from puna.models.extraction.model import content, load
-from puna.models.extraction.scan import read_pages, serialised
-from puna.models.extraction.technical import hinted, prepared
+from puna.models.extraction.scan import read_pages, serialise
+from puna.models.extraction.technical import may_be_technical, prepared
 from puna.models.extraction.write import texts_of
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
@@ -91,7 +91,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
     bodies = (body.as_py() for body in pages.column("body"))
     rows = zip(bodies, *(pages.column(name).to_pylist() for name in ("content_type", "charset")), strict=True)
     names = zip(*(pages.column(name).to_pylist() for name in ("id", "url")), strict=True)
-    for index, (results, (identity, url)) in enumerate(zip(_found(rows, config), names, strict=True)):
+    for index, (results, (identity, url)) in enumerate(zip(_extract_pages(rows, config), names, strict=True)):
         if isinstance(results, Unreadable):
             why = {"rule": results.rule, "value": results.value, "threshold": results.threshold, "detail": f"{url}: {results.detail}"}
             dropped.append({"id": identity, **why})
@@ -108,13 +108,13 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
     """Return the title and text of one page; raise Unreadable if it gives none."""
-    (results,) = _found([(body, media, charset)], config)
+    (results,) = _extract_pages([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results
     return PageText(results.title, results.text.decode())
 
 
-def _found(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
+def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
     """Return the extraction or the error of each page (body, media type, character set), in order.
 
     Pages for the model are parsed one by one and read in batches of up to `TOGETHER` bytes; a larger page is read by itself.
@@ -180,9 +180,9 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
         tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
-        if config.code_and_maths and hinted(html) and prepared(tree, len(html.decode())):
-            html = serialised(tree)
-        return _Parsed(title or None, serialised(tree))
+        if config.code_and_maths and may_be_technical(html) and prepared(tree, len(html.decode())):
+            html = serialise(tree)
+        return _Parsed(title or None, serialise(tree))
     except (HTMLParserException, *FAILURES) as error:
         raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
 

@@ -38,13 +38,13 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
     names = config.sources or ("",) * len(documents)
     parts = [(part, at, name) for at, (artifact, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(artifact)]
-    rows = run.exchange(_named, parts, by="id", partitions=partitions(sum(artifact.record().characters for artifact in documents)))
+    rows = run.exchange(_read_part, parts, by="id", partitions=partitions(sum(artifact.record().characters for artifact in documents)))
     removed = run.produce_shards(_once, rows, count(table_schema("documents"), sum(rows.infos)))
     run.count_input(sum(artifact.rows() for artifact in documents))
     run.metric("removed", sum(removed))
 
 
-def _named(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
+def _read_part(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
     """Return a part's rows, with the column `input` (the input's number) and the new source, if any; and the texts' size in bytes."""
     part, at, name = given
     table = part.read()

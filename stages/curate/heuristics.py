@@ -68,7 +68,7 @@ class HeuristicsConfig(SeededConfig):
 
     @field_validator("signals")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         """Raise ValueError unless every name is a declared signal with a definition and without compiled code."""
         plugins.offers("puna.signals")
         own = {name for name, signal in SIGNALS.items() if signal.definition and not signal.compiled}
@@ -120,7 +120,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
             files[name] = folder / f"{number}.npy"
             np.save(files[name], tallies[name].dense())
     draws = [(str(file), run.generator("expected", name)) for name, file in files.items()]
-    expected = {name: (str(file), levels) for (name, file), levels in zip(files.items(), run.map(_expected, draws), strict=True)}
+    expected = {name: (str(file), levels) for (name, file), levels in zip(files.items(), run.map(_expected_divergence, draws), strict=True)}
     run.transform(_diverge, documents, str(run.scratch), expected, columns=["id"])
     if not parts:
         empty = {"id": pa.array([], pa.string())}
@@ -132,7 +132,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     _report(run, quantiles, {name: tallies[name].words for name in tallies}, expected)
 
 
-def _expected(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
+def _expected_divergence(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
     file, generator = job
     return Corpus.of(np.load(file)).expected(generator)
 

@@ -96,7 +96,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     read = run.exchange(_read, batches, config, by="id", partitions=partitions(input_bytes))
     came, raw = (sum(info[name] for info in read.infos) for name in ("rows", "bytes"))
     run.count_input(came)
-    shards = run.produce_shards(_sorted, read, count(table_schema("pages"), raw))
+    shards = run.produce_shards(_sort, read, count(table_schema("pages"), raw))
     without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
     examples = {ending: min(info["examples"][ending] for info in read.infos if ending in info["examples"]) for ending in without}
     rules = sum((Counter(shard["rules"]) for shard in shards), Counter[str]())
@@ -136,7 +136,7 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
         yield held
 
 
-def _sorted(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     """Return the pages and dropped rows of a range of ids, sorted by id, and their counts. Of rows with one id, the first is kept."""
     ids = rows["id"].to_pylist()
     first, repeated = repetitions(ids)
@@ -194,7 +194,7 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
         assert job.file is not None
         body_bytes = 0
         for record in _records(job, config):
-            judged = _judged(record, config, {})
+            judged = _judge(record, config, {})
             if isinstance(judged, Page):
                 pages.append(judged)
                 body_bytes += len(judged.body)
@@ -210,7 +210,7 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
 def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | None:
     """Return the first rejection among the first `LOOKED_AT` records of each file; None if all of them are pages."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
-    judged = (_judged(record, config, {}) for job in jobs for record in itertools.islice(_records(job, config), LOOKED_AT))
+    judged = (_judge(record, config, {}) for job in jobs for record in itertools.islice(_records(job, config), LOOKED_AT))
     return next((one for one in judged if isinstance(one, Rejected)), None)
 
 
@@ -286,7 +286,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
     for job in jobs:
         why: str | None = None
         for record in _records(job, config):
-            results = _judged(record, config, accepted)
+            results = _judge(record, config, accepted)
             if isinstance(results, Page) or results.rule not in NO_PAGE:
                 why = ""  # the file has other records
             elif why is None:
@@ -332,7 +332,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
         raise PunaError(f"input {job.file.location}: the file is gone ({error})") from error
 
 
-def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
+def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
     """Return the page or its rejection; `accepted` caches the verdict on each media type."""
     if isinstance(record, Rejected):
         return record
@@ -341,7 +341,7 @@ def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, b
     if len(record.body) > config.max_body_bytes:
         size, limit = float(len(record.body)), float(config.max_body_bytes)
         return Rejected("body_too_large", record.where, f"{record.where}: {record.url}", size, limit)
-    media = record.content_type or sniffed(record.body)
+    media = record.content_type or sniff(record.body)
     if media not in accepted:
         accepted[media] = any(fnmatch.fnmatchcase(media, pattern) for pattern in config.content_types)
     if not accepted[media]:
@@ -349,7 +349,7 @@ def _judged(record: Page | Rejected, config: IngestConfig, accepted: dict[str, b
     return record._replace(content_type=media)
 
 
-def sniffed(body: bytes) -> str:
+def sniff(body: bytes) -> str:
     """Return the media type of a page whose server gave none: HTML by its first tag, else empty."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

@@ -95,7 +95,7 @@ class Grader:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, question: Question, max_tokens: int) -> None:
         """Encode the question. Raise PunaError if it does not suit the model."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
-        before, after = _framed(tokenizer, question)
+        before, after = _frame(tokenizer, question)
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
         self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
         self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
@@ -126,7 +126,7 @@ class Grader:
         return grades.cpu().numpy(), chances.cpu().numpy()
 
 
-def _framed(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
+def _frame(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
     prompt = question.prompt.replace(TEXT, MARK)
     if not question.chat:
         whole = f"{prompt}\n{question.start}"
@@ -226,9 +226,9 @@ def judge(
     grades, chances = np.full(len(ids), np.nan), np.zeros(0)
     if len(sample):
         if place is None:
-            grades[sample], chances = _asked(run, documents, sample, config)
+            grades[sample], chances = _ask(run, documents, sample, config)
         else:
-            grades[sample], chances = _graded(run, documents, sample, place, config)
+            grades[sample], chances = _grade_documents(run, documents, sample, place, config)
     column = pa.array(np.round(grades, DIGITS), pa.float64(), from_pandas=True)
     run.write(pa.table({"id": pa.array(ids, pa.string()), config.signal: column}))
     run.metric("graded", len(sample))
@@ -257,7 +257,7 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
     return np.sort(rows[order[rank < config.sample]])
 
 
-def _graded(
+def _grade_documents(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return each chosen document's grade and total probability of the answers. A GPU is used from this process, CPUs from workers."""
@@ -277,7 +277,7 @@ def _graded(
     return both[0], both[1]
 
 
-def _asked(
+def _ask(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the grades that the endpoint's model writes (NaN for a reply without a grade), and 1 for each reply with a grade, else 0."""
@@ -287,12 +287,12 @@ def _asked(
     for texts in _batches(documents, chosen, 100 * config.endpoint.at_once):
         prompts = [question.prompt.replace(TEXT, text[: 4 * config.max_tokens]) for text in texts]
         bodies = [{"messages": [{"role": "user", "content": one}], "temperature": 0, "max_tokens": config.reply_tokens} for one in prompts]
-        grades += [_written(reply.final if reply.finished else "", question) for reply in endpoint.ask(bodies, "grades")]
+        grades += [_read_grade(reply.final if reply.finished else "", question) for reply in endpoint.ask(bodies, "grades")]
     endpoint.write()
     return np.array(grades), (~np.isnan(grades)).astype(np.float64)
 
 
-def _written(text: str, question: Question) -> float:
+def _read_grade(text: str, question: Question) -> float:
     """Return the grade that a reply begins with, NaN without one."""
     if question.answers == ("No", "Yes"):
         word = text.casefold().lstrip("*\"'")

@@ -82,13 +82,13 @@ def _identify(
     wanted = ~np.asarray(pc.is_in(documents["source"], pa.array(config.code_sources, pa.string())))
     read = prose(*buffers(texts), wanted, config.max_characters)
 
-    def said(rows: Sequence[int]) -> list[Found]:
+    def languages_of(rows: Sequence[int]) -> list[Found]:
         seen = {row: classifier_text(texts[row].as_py, read, row, config.max_characters) for row in rows if wanted[row]}
         classifier_texts = {row: text for row, text in seen.items() if text is not None}
         if classifier is None:
             answers = votes(list(classifier_texts.values()), group)
         else:
-            answers = [_classified(classifier, ids[row], text, names) for row, text in classifier_texts.items()]
+            answers = [_classify(classifier, ids[row], text, names) for row, text in classifier_texts.items()]
         by_row = dict(zip(classifier_texts, answers, strict=True))
         return [by_row.get(row, NONE) for row in rows]
 
@@ -98,7 +98,7 @@ def _identify(
     while todo:
         rows = todo.pop()
         try:
-            results += said(rows)
+            results += languages_of(rows)
         except (PunaError, ImportError):  # errors of the machine or the classifier, not of a document
             raise
         except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
@@ -117,7 +117,7 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
     return pa.table({"id": ids, **columns, "script": pa.array(scripts, pa.string())})
 
 
-def _classified(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
+def _classify(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
     model = trained(classifier, "language")
     results = model.probabilities([identity], pa.array([seen]))[0]
     codes, groups = [names.canonical(name) for name in model.classes], names.groups

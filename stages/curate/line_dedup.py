@@ -69,7 +69,7 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     for info in frequent.infos:
         for bucket, occurrences, lines in info:
             counts[bucket][occurrences] += lines
-    run.transform(_remove, documents, frequent, config, sizes, {bucket: _shown(results) for bucket, results in counts.items()})
+    run.transform(_remove, documents, frequent, config, sizes, {bucket: _example_count(results) for bucket, results in counts.items()})
     together: Counter[int] = sum(counts.values(), Counter())
     spared = sum((results for bucket, results in counts.items() if sizes[bucket] < config.min_documents), Counter[int]())
     run.metric("frequent_lines", together.total())
@@ -85,7 +85,7 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
         run.figure("occurrences", Figure(title, "occurrences", "lines", {"beyond the limit": points}, kind="bar"))
 
 
-def _shown(counts: Counter[int]) -> int:
+def _example_count(counts: Counter[int]) -> int:
     left = EXAMPLES
     for often in sorted(counts, reverse=True):
         left -= counts[often]

@@ -13,7 +13,7 @@ from puna.stages.contract import Documents, Signals, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig
 from puna.stages.curate.minhash.decide import Candidates, Found, at_once, candidates
 from puna.stages.curate.minhash.index import INDEX, write_index
-from puna.stages.curate.minhash.sketch import shingled, signed, sketch
+from puna.stages.curate.minhash.sketch import shingle, sign, sketch
 from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
@@ -46,8 +46,8 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
         results = infos[0]["candidates"]
     else:
         members = _members(run, documents, parts, config)
-        components = _gathered(run, documents, parts, members, score, config)
-        infos, results = remove(run, documents, _decided, components.filled, config, **common), members.rows
+        components = _gather(run, documents, parts, members, score, config)
+        infos, results = remove(run, documents, _decide, components.filled, config, **common), members.rows
     if config.keep_index:
         sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, str(run.scratch)))
         list(run.map(write_index, [run.folder / INDEX], sketches, config))
@@ -75,8 +75,8 @@ def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
 
 def _keys(part: Part, config: MinhashDedupConfig) -> Iterator[pa.Table]:
     for block in part.split():
-        results = shingled(block.read()["text"], config)
-        _, keys = signed(results, config)
+        results = shingle(block.read()["text"], config)
+        _, keys = sign(results, config)
         filled = np.flatnonzero(np.diff(results.offsets))  # a document without shingles is no duplicate
         # Equal values in two bands must be different keys.
         own = keys[filled] ^ (np.arange(1, config.bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -107,7 +107,7 @@ def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
     return pa.table({"row": nodes, "component": nodes[roots(parent)] if len(nodes) else nodes, "part": part.astype(np.int32)})
 
 
-def _gathered(
+def _gather(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
     """Return the candidates, partitioned by component, with the columns that the decisions need."""
@@ -128,7 +128,7 @@ def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: 
             yield candidates(results, rows[low:high], component[low:high], signals, config)
 
 
-def _decided(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
+def _decide(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:
     rows = component.read()
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}

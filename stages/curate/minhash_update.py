@@ -48,12 +48,12 @@ def minhash_update(
     (members,) = run.map(_decide, [sketches], previous, run.folder / INDEX, files, settings)
     threshold = settings.threshold if settings.verify else None
     remove(run, documents, pq.read_table, files[:1], method=settings.method, rule="near_duplicate", threshold=threshold)
-    run.produce(_revised, files[1:])
+    run.produce(_revisions, files[1:])
     run.metric("revised", pq.read_metadata(files[1]).num_rows)
     run.metric("candidates", members)
 
 
-def _revised(file: str) -> dict[str, pa.Table]:
+def _revisions(file: str) -> dict[str, pa.Table]:
     return {"revisions": pq.read_table(file)}
 
 
@@ -61,8 +61,8 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
     """Write the index, the removed documents and the changed decisions. Return the number of documents decided."""
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
-    members = _affected(indices, config)
-    ids, results = _decided(indices, members, config)
+    members = _affected_members(indices, config)
+    ids, results = _decide_candidates(indices, members, config)
     own = members.segment == len(previous)
     state = _state(results, ids)
     new_ids = {i for i, new in zip(ids, own.tolist(), strict=True) if new}
@@ -113,11 +113,11 @@ class Members(NamedTuple):
     row: NDArray[np.int64]
 
 
-def _gathered(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
+def _gather(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
     return np.concatenate([getattr(index, name)[members.row[members.segment == s]] for s, index in enumerate(indices)])
 
 
-def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
+def _affected_members(indices: list[Index], config: MinhashDedupConfig) -> Members:
     """Return the added documents with shingles, and all documents linked to them by shared bands, directly or not."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
@@ -135,14 +135,14 @@ def _affected(indices: list[Index], config: MinhashDedupConfig) -> Members:
     return Members(np.repeat(np.arange(len(reached)), [len(r) for r in reached]), np.concatenate(reached))
 
 
-def _decided(indices: list[Index], members: Members, config: MinhashDedupConfig) -> tuple[list[str], Found]:
+def _decide_candidates(indices: list[Index], members: Members, config: MinhashDedupConfig) -> tuple[list[str], Found]:
     from puna.stages.curate.minhash import near_duplicates
 
     names = [index.ids() for index in indices]
     if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1]):
         raise PunaError("minhash_update: a document with the same id was deduplicated before; give documents that are new")
     ids = np.concatenate([names[s][members.row[members.segment == s]] for s in range(len(indices))])
-    facts, signatures = _gathered(indices, members, "facts"), _gathered(indices, members, "signatures")
+    facts, signatures = _gather(indices, members, "facts"), _gather(indices, members, "signatures")
     text = [identity.decode() for identity in ids.tolist()]
     if not len(ids):
         return text, Found.none()

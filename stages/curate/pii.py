@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pydantic import Field, PositiveInt
 
 from puna.kernels.text.number_hints import hints
-from puna.kernels.text.personal import find, masked, needed
+from puna.kernels.text.personal import find, mask, needed_hints
 from puna.kernels.text.strings import buffers
 from puna.stages.contract import Documents, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
@@ -52,7 +52,7 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     scores: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
     # A text that cannot hold personal data is not searched.
-    possible = seen & np.where(in_code, needed(searched_in_code), needed(searched)) != 0
+    possible = seen & np.where(in_code, needed_hints(searched_in_code), needed_hints(searched)) != 0
     for row in np.flatnonzero(possible | (sizes > config.max_text_bytes)).tolist():
         identity = ids[row].as_py()
         if sizes[row] > config.max_text_bytes:
@@ -78,7 +78,7 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
         spans = [span for span in spans if span.entity in entities]
         if spans:
             changed[row] = True
-            clean.append(masked(text, spans))
+            clean.append(mask(text, spans))
         for entity, count in sorted(Counter(span.entity for span in spans).items()):
             scores.append({"id": identity, "name": f"masked_{entity}", "value": float(count)})
     if clean:

@@ -60,7 +60,7 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
     if classifier is None:
         if language is None or _lacking(config, True):
             raise PunaError(f"quality: {_lacking(config, language is not None)[0]}")
-        scored, _ = write_scores(run, documents, language, 0.5, _graded, language)
+        scored, _ = write_scores(run, documents, language, 0.5, _grade, language)
     else:
         about = trained(classifier, "quality")
         if config.positive not in about.classes:
@@ -81,13 +81,13 @@ def write_scores(
         run.write_rows([])
         return 0, 0.0
     scores = run.exchange(score, parts, *args, by="all", partitions=1)
-    ranked = run.exchange(_ranked, scores.parts, language, share, by="id", partitions=cut)
+    ranked = run.exchange(_rank, scores.parts, language, share, by="id", partitions=cut)
     run.produce_shards(_signals, ranked, cut)
     scored, reached = ranked.infos[0]
     return scored, reached
 
 
-def _ranked(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
+def _rank(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
     results = scores.read()
     values = np.array(results["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
     scored = ~np.isnan(values)
@@ -115,7 +115,7 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
     return scores_of(table["id"], rows, results[:, about.classes.index(positive)])
 
 
-def _graded(part: Part, language: Artifact) -> pa.Table:
+def _grade(part: Part, language: Artifact) -> pa.Table:
     table = part.read()
     rows = pc.indices_nonzero(pc.equal(signals_of(language, table["id"], ["language"])["language"], grades.LANGUAGE)).to_numpy()
     results = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())

@@ -13,7 +13,7 @@ from puna.models.languages.registry import FACTOR
 from puna.stages import plugins
 from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, stage
 from puna.stages.curate.rules import groups as rules
-from puna.stages.curate.rules.decide import SqlRule, check_columns, decide, parsed
+from puna.stages.curate.rules.decide import SqlRule, check_columns, decide, parse
 from puna.stages.curate.rules.groups import RULE_GROUPS, Drop, LineRules, Rule, RuleGroup, active_rules, check_signals
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
@@ -70,7 +70,7 @@ class SelectConfig(StageConfig):
             raise ValueError("rules are named with their conditions: {NAME: 'words < 50'}")
         for name, expression in (given or {}).items():
             try:
-                parsed(name, str(expression))
+                parse(name, str(expression))
             except PunaError as error:
                 raise ValueError(str(error)) from error
         return given or {}
@@ -79,7 +79,7 @@ class SelectConfig(StageConfig):
         return [(RULE_GROUPS[name].__module__, RULE_GROUPS[name].__qualname__) for name in self.groups]
 
     def expressions(self) -> list[SqlRule]:
-        return [parsed(name, expression) for name, expression in self.sql.items()]
+        return [parse(name, expression) for name, expression in self.sql.items()]
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
@@ -132,7 +132,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     read = _lines_read(config.lines)
     lines = [next(a for a in signals if name in a.tables).beside(table=name) if name in read else None for name in LINE_TABLES]
     run.metric("rules", len(thresholds) + len(expressions))
-    run.transform(_select, documents, rules, factors, config.lines, *lines, [_named(artifact) for artifact in sources], *beside)
+    run.transform(_select, documents, rules, factors, config.lines, *lines, [_label(artifact) for artifact in sources], *beside)
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
@@ -157,14 +157,14 @@ def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> 
     """Return columns of the signals of the documents `ids`, in their order; raise PunaError if a document has none."""
     if len(ids) == 0:
         return artifact.schema().empty_table().select(columns)
-    return _aligned(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _named(artifact)).select(columns)
+    return _align(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _label(artifact)).select(columns)
 
 
-def _named(artifact: Artifact) -> str:
+def _label(artifact: Artifact) -> str:
     return f"{artifact.id} ({artifact.manifest.stage})"
 
 
-def _aligned(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
+def _align(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
     where = pc.index_in(ids, signals["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
@@ -195,7 +195,7 @@ def _select(
 ) -> dict[str, pa.Table]:  # fmt: skip
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
-        results = _aligned(of, documents["id"], name)
+        results = _align(of, documents["id"], name)
         for column in results.column_names[1:]:
             table = table.append_column(column, results[column])
     dropped = decide(table, rules, languages)

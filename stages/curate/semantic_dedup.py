@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages.contract import Documents, External, Model, SeededConfig, StageRun, stage
-from puna.stages.curate.classifiers.encoder import Place, embedded, place_of
+from puna.stages.curate.classifiers.encoder import Place, embed, place_of
 from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
@@ -49,18 +49,18 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
         method = f"cosine of TF-IDF vectors projected to {config.dimensions} dimensions"
         counts = run.exchange(_frequency, documents.parts(columns=["text"], rows=JOB_ROWS), config, by="all", partitions=1)
         weights = run.exchange(_weights, counts.parts, documents.rows(), config, by="all", partitions=1).parts[0]
-        vectors = run.exchange(_projected, parts, weights, config, by="part", partitions=len(parts))
+        vectors = run.exchange(_project, parts, weights, config, by="part", partitions=len(parts))
     else:
         method = "cosine of an encoder's mean hidden states"
         place = place_of("semantic_dedup", "encoder", model, encoder)
-        vectors = run.exchange(_encoded, parts, place, config, by="part", partitions=len(parts))
+        vectors = run.exchange(_encode, parts, place, config, by="part", partitions=len(parts))
         if vectors.rows:
             common = sum(run.map(_sum, vectors.filled)) / vectors.rows
     centers = _centers(vectors, common, config, run)
     size = partitions(vectors.rows * (8 * config.dimensions if common is None else 8 * len(common)))
-    clustered = run.exchange(_clustered, vectors.filled, common, centers, size, by="place", partitions=size)
+    clustered = run.exchange(_cluster, vectors.filled, common, centers, size, by="place", partitions=size)
     rule: dict[str, Any] = {"method": method, "rule": "semantic_duplicate", "threshold": config.threshold}
-    run.metric("clusters", max(remove(run, documents, _decided, clustered.filled, config, **rule), default=0))
+    run.metric("clusters", max(remove(run, documents, _decide, clustered.filled, config, **rule), default=0))
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -93,7 +93,7 @@ def _weight(weights: Partition) -> NDArray[np.float64]:
     return weights.read()["weight"].to_numpy()  # type: ignore[no-any-return]
 
 
-def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
+def _project(job: tuple[int, Part], weights: Partition, config: SemanticDedupConfig) -> pa.Table:
     from puna.kernels.text.hashing import project
 
     table = job[1].read()
@@ -103,12 +103,12 @@ def _projected(job: tuple[int, Part], weights: Partition, config: SemanticDedupC
     return _vectors(job[0], table.take(pa.array(compared)), np.diff(offsets)[compared], results[compared])
 
 
-def _encoded(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -> pa.Table:
+def _encode(job: tuple[int, Part], place: Place, config: SemanticDedupConfig) -> pa.Table:
     table = job[1].read()
     counts = np.diff(_words(table["text"])[1])
     compared = np.flatnonzero(counts >= config.min_words)
     table = table.take(pa.array(compared))
-    return _vectors(job[0], table, counts[compared], embedded(table["text"].to_pylist(), place, config.max_tokens))
+    return _vectors(job[0], table, counts[compared], embed(table["text"].to_pylist(), place, config.max_tokens))
 
 
 def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: NDArray[np.float32]) -> pa.Table:
@@ -143,7 +143,7 @@ def _centers(
     part = np.searchsorted(ends, draws, side="right")
     begins = np.append(0, ends[:-1])
     jobs = [(vectors.filled[n], draws[part == n] - begins[n]) for n in np.unique(part).tolist()]
-    centers = np.concatenate(list(run.map(_drawn, jobs, common)))
+    centers = np.concatenate(list(run.map(_draw, jobs, common)))
     for step in range(1, config.iterations):
         sums = sum(run.map(_sums, vectors.filled, common, centers))
         norms = np.linalg.norm(sums, axis=1, keepdims=True)
@@ -156,7 +156,7 @@ def _size(vectors: Partition) -> int:
     return sum(table.num_rows for table in vectors.tables())
 
 
-def _drawn(job: tuple[Partition, NDArray[np.int64]], common: NDArray[np.float64] | None) -> NDArray[np.float32]:
+def _draw(job: tuple[Partition, NDArray[np.int64]], common: NDArray[np.float64] | None) -> NDArray[np.float32]:
     return _read(job[0].read(), common)[job[1]]
 
 
@@ -167,7 +167,7 @@ def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArr
     return sums
 
 
-def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
+def _cluster(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
     """Return documents with their cluster number and the cluster's partition, `place` (0 to `size` - 1)."""
     table = vectors.read()
     own = _read(table, common)
@@ -177,7 +177,7 @@ def _clustered(vectors: Partition, common: NDArray[np.float64] | None, centers: 
     return rows.append_column("cluster", pa.array(cluster)).append_column("place", pa.array(place.astype(np.int32)))
 
 
-def _decided(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
+def _decide(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
     """Return the documents to remove from whole clusters, and one more than the largest cluster number."""
     table = clusters.read()
     vectors = _read(table, None)

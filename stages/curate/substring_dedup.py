@@ -41,14 +41,14 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
     windows = run.exchange(_windows, parts, config, by="hash", partitions=size)
-    repeated = run.exchange(_repeated, windows.filled, starts, by="shard", partitions=max(1, len(shards)))
+    repeated = run.exchange(_repeats, windows.filled, starts, by="shard", partitions=max(1, len(shards)))
     first = [(shard, own) for shard, own in zip(shards, repeated.parts, strict=False) if shard.rows]
-    copies = run.exchange(_named, first, starts, by="shard", partitions=max(1, len(shards)))
+    copies = run.exchange(_with_ids, first, starts, by="shard", partitions=max(1, len(shards)))
     run.transform(_cut, documents, copies, config)
     run.metric("repeated_windows", sum(repeated.infos))
 
 
-def _found(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:
+def _window_hashes(texts: pa.ChunkedArray, config: SubstringDedupConfig) -> tuple[Any, ...]:
     from puna.kernels.text.strings import buffers
     from puna.kernels.text.windows import window_hashes
 
@@ -60,13 +60,13 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
     for block in part.split():
         table = block.read()
         rows = np.flatnonzero(~np.asarray(pc.is_in(table["source"], pa.array(config.exempt_sources, pa.string()))))
-        hashes, offsets, *_ = _found(table["text"].take(pa.array(rows)), config)
+        hashes, offsets, *_ = _window_hashes(table["text"].take(pa.array(rows)), config)
         counts = np.diff(offsets)
         number = np.arange(len(hashes)) - np.repeat(offsets[:-1], counts)
         yield pa.table({"hash": hashes, "row": np.repeat(rows, counts) + block.start, "window": number.astype(np.int32)})
 
 
-def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
+def _repeats(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
     """Return the repeated windows, with the shard and row of the first window of equal hash; and the number of repeated hashes."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
@@ -80,7 +80,7 @@ def _repeated(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, 
     return pa.table(columns), int(np.count_nonzero(np.diff(again.astype(np.int8)) > 0))
 
 
-def _named(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
+def _with_ids(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
     """Return repeated windows with their own shard, and the id of the document in `item`'s shard that has the first occurrence."""
     shard, repeated = item
     table = repeated.read()
@@ -94,7 +94,7 @@ def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) 
     repeated = repeated.sort_by([("row", "ascending"), ("window", "ascending")])
     row, window = (repeated[name].to_numpy() for name in ("row", "window"))
     rows, first = np.unique(row, return_index=True)
-    *_, begins, ends, words, data, offsets = _found(documents["text"].take(pa.array(rows)), config)
+    *_, begins, ends, words, data, offsets = _window_hashes(documents["text"].take(pa.array(rows)), config)
     ids, texts = documents["id"].to_pylist(), documents["text"].to_pylist()
     keep = np.ones(len(ids), bool)
     spans: list[dict[str, Any]] = []

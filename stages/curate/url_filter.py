@@ -16,7 +16,7 @@ from xxhash import xxh64_intdigest
 
 from puna.stages import urls
 from puna.stages.contract import Documents, Lists, StageConfig, StageRun, stage
-from puna.stages.curate.block_lists import DEPTH, parsed
+from puna.stages.curate.block_lists import DEPTH, parse
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 
@@ -117,7 +117,7 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
     """Return for each address the rule that drops it; None if it is kept."""
     addresses = [urls.parse(url) for url in written]
     places = [_places(address) if address is not None and address.host else [] for address in addresses]
-    listed = _listed(places, rules)
+    listed = _match_lists(places, rules)
     expressions = [(re.compile(text, re.IGNORECASE), rule) for text, rule in rules.expressions]
     out: list[Verdict | None] = []
     for url, address, own, hit in zip(written, addresses, places, listed, strict=True):
@@ -144,7 +144,7 @@ def _places(address: urls.Address) -> list[str]:
     return result
 
 
-def _listed(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:
+def _match_lists(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:
     hashes, numbers = np.load(rules.hashes, mmap_mode="r"), np.load(rules.numbers, mmap_mode="r")
     flat = [place for own in places for place in own]
     out: list[tuple[str, str] | None] = [None] * len(places)
@@ -175,7 +175,7 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
 
 
 def _add(places: dict[str, str], rule: str, lines: Iterable[str], where: str) -> None:
-    entries, bad = parsed(lines)
+    entries, bad = parse(lines)
     if bad:
         number, fault, text = bad[0]
         raise PunaError(f"{where}, line {number}: {text!r} is no domain and no domain/path below a registrable one ({fault})")
@@ -226,12 +226,12 @@ def adult_name(host: str) -> str:
         if pair := next((a + b for a, b in pairwise(pieces) if a + b in words.adult), ""):
             return pair
         for piece in pieces:
-            if words.stems.search(piece) and (word := _explained(piece, words)):
+            if words.stems.search(piece) and (word := _adult_word(piece, words)):
                 return word
     return ""
 
 
-def _explained(piece: str, words: Vocabulary) -> str:
+def _adult_word(piece: str, words: Vocabulary) -> str:
     """Return the adult word in a piece of a name; empty if the piece splits better into ordinary words, or not at all."""
     # Fewest words that cover the letters up to each place: ordinary words alone; or with one adult word, and that word.
     plain: list[int | None] = [0] + [None] * len(piece)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from puna.models.memory.workload import Work
-from puna.models.serving import ServingSettings, engine_of, prepared
+from puna.models.serving import ServingSettings, engine_of, quantise_for
 from puna.stages.contract import Evaluation, External, Model, Prompts, SeededConfig, StageRun, stage
-from puna.stages.conversations import messages_of, shown
+from puna.stages.conversations import as_text, messages_of
 from puna.stages.draws import identifier
 from puna.stages.endpoint import Endpoint
 from puna.stages.evaluation import question_scores
@@ -28,7 +28,7 @@ from puna.stages.executors import ranks
 from puna.stages.training import intervals
 from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import heldout_prompts
-from puna.stages.verifiers.base import ScoringConfig, ended
+from puna.stages.verifiers.base import ScoringConfig, score_ending
 from puna.stages.verifiers.registry import kind_of
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.storage import Artifact, PunaError
@@ -157,7 +157,7 @@ def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> l
             task=name, dataset_path="parquet", dataset_kwargs={"data_files": prompts.id}, test_split="heldout", doc_to_target="reference",
             generation_kwargs=Generation(until=(), max_gen_toks=longest), verifier="verifier",
         )  # fmt: skip
-        documents = tuple(Document(row["id"], row, shown(messages_of(row)), row["reference"], ()) for row in rows)
+        documents = tuple(Document(row["id"], row, as_text(messages_of(row)), row["reference"], ()) for row in rows)
         digest = identifier("prompts", prompts.data_digest, name)
         tasks.append(Task(spec, f"{prompts.id}, task {name}", digest, documents, (), tuple(row["verifier"] for row in rows), True))
     return tasks
@@ -190,7 +190,7 @@ class Bench:
     def of(model: Artifact, scorers: Mapping[str, Scorer], config: BenchmarkConfig, run: StageRun) -> Bench:
         network, tokenizer, limits = load_served(model, config.serving, Work(), run, config.micro_batch_tokens)
         try:
-            prepared(network, config.serving.weights)
+            quantise_for(network, config.serving.weights)
         except ValueError as error:
             raise PunaError(f"{run.stage}: {model.id}: {error}") from error
         engine = DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout)
@@ -234,10 +234,10 @@ class Bench:
         try:
             tracker = functools.partial(self.run.progress, note=task.name)
 
-            def scored(own: list[Request]) -> list[Likelihood]:
+            def score(own: list[Request]) -> list[Likelihood]:
                 return likelihoods(self.model, own, self.longest, self.config.micro_batch_tokens, tracker)
 
-            dealt = ranks.dealt(requests, scored, self.config.serving.layout, lambda request: tuple(request.context))
+            dealt = ranks.dealt(requests, score, self.config.serving.layout, lambda request: tuple(request.context))
             return [Likelihood(*one) for one in dealt]
         except PunaError as error:
             raise PunaError(f"{task.where}: {error}") from error
@@ -275,7 +275,7 @@ class Bench:
         more: list[list[str]] = [[] for _ in texts]
         if task.file.verifier is not None:
             finished = [[one.finished for one in several] for several in completions]
-            scores, more = self._verified(task, texts, finished)
+            scores, more = self._verify(task, texts, finished)
             columns = [*question_scores.verified_columns(scores, texts), *columns]
         examples = self._examples(task.name, task, asker, columns, [several[0] for several in texts], said=more)
         tokens = sum(map(len, prompts)) + sum(len(one.tokens) for several in completions for one in several)
@@ -309,7 +309,7 @@ class Bench:
         tracker = functools.partial(self.run.progress, note=where)
         return self.engine.generate([ids[-room:] for ids in prompts], params, progress=tracker)
 
-    def _verified(
+    def _verify(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
         """Return the verifier's score and detail for each answer. An answer that cannot be scored gets 0; a metric counts these."""
@@ -318,7 +318,7 @@ class Bench:
         scores = [[next(flat) for _ in several] for several in texts]
         self.run.metric(f"unscored_answers_{task.name}", sum(one.value is None for several in scores for one in several))
         values = [
-            [ended(one.value, whole) or 0.0 for one, whole in zip(several, wholes, strict=True)]
+            [score_ending(one.value, whole) or 0.0 for one, whole in zip(several, wholes, strict=True)]
             for several, wholes in zip(scores, finished, strict=True)
         ]
         return values, [[one.detail for one in several] for several in scores]

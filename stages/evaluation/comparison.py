@@ -80,7 +80,7 @@ def differences(one: Measured, other: Measured, every: bool = False) -> tuple[li
     return holm(rows), remarks
 
 
-def measured(evaluations: Sequence[Artifact]) -> Measured:
+def scores_of(evaluations: Sequence[Artifact]) -> Measured:
     """Return the measurements of each task, from the first of the evaluations that has it."""
     results: Measured = {}
     for evaluation in evaluations:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, JsonValue, model_validator
 
 from puna.models.memory.workload import Work
-from puna.models.serving import ServingSettings, engine_of, prepared, vllm_engine
+from puna.models.serving import ServingSettings, engine_of, quantise_for, vllm_engine
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
-from puna.stages.conversations import answer_text, messages_of, prompt_ids, shown
+from puna.stages.conversations import answer_text, as_text, messages_of, prompt_ids
 from puna.stages.evaluation import multiple_choice
 from puna.stages.evaluation.multiple_choice import heldout_pages, training_text
 from puna.stages.executors import ranks
@@ -26,7 +26,7 @@ from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import heldout_prompts
 from puna.stages.training.turns import TurnsConfig, in_turns, offered, to_score
-from puna.stages.verifiers.base import Score, ScoringConfig, ended, is_correct
+from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_ending
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -133,7 +133,7 @@ def evaluate(
     work = Work(min(512, longest), config.answers.max_tokens, longest=min(longest, config.micro_batch_tokens))
     network, tokenizer, limits = load_served(model, config.serving, work, run, config.micro_batch_tokens)
     try:
-        prepared(network, config.serving.weights)
+        quantise_for(network, config.serving.weights)
     except ValueError as error:
         raise PunaError(f"evaluate: {model.id}: {error}") from error
     if documents is not None:
@@ -220,7 +220,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     if ranks.follows():
         return
     for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
-        right = [multiple_choice.chosen(item, values, normalised) == item.answer for item, values in zip(items, likelihoods, strict=True)]
+        right = [multiple_choice.likeliest(item, own, normalised) == item.answer for item, own in zip(items, likelihoods, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))
@@ -290,7 +290,7 @@ def _answers(
         tasted = [{**row, "verifier": json.dumps(taste)} for row in rows]
         liked = Scorer(tasted, config.answers.scoring, run, judges).scores(list(zip(tasted, texts, strict=True)))
     answers = [
-        {**row, "text": text, "gold": ended(score.value, completion.finished), "liked": like.value, "detail": score.detail,
+        {**row, "text": text, "gold": score_ending(score.value, completion.finished), "liked": like.value, "detail": score.detail,
          "finished": completion.finished}
         for row, text, score, like, completion in zip(rows, texts, scores, liked, completions, strict=True)
     ]  # fmt: skip
@@ -324,17 +324,17 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
             values["accuracy"] = intervals.wilson(sum(map(is_correct, scored)), len(scored)), len(scored)
             values["score"] = intervals.mean(scored), len(scored)
             bars.append((task, values["accuracy"][0].value))
-        if tasted := [_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
+        if tasted := [_is_liked(row) for row in members if row["gold"] is not None and row["liked"] is not None]:
             values["liked"] = intervals.wilson(sum(tasted), len(tasted)), len(tasted)
         values["finished"] = intervals.wilson(sum(row["finished"] for row in members), len(members)), len(members)
-        different = variety([(shown(messages_of(row)), row["text"]) for row in members])
+        different = variety([(as_text(messages_of(row)), row["text"]) for row in members])
         values["variety"] = intervals.mean(different), len(members)
         run.write_rows([intervals.evaluation_row(task, metric, *value) for metric, value in values.items()])
         if task != ALL:
             run.write_rows([_example(row) for row in members[:examples]], "examples")
     judged = [row for row in found if row["gold"] is not None]
     scores = [{"id": row["id"], "name": "score", "value": row["gold"]} for row in judged]
-    scores += [{"id": row["id"], "name": "liked", "value": float(_liked(row))} for row in judged if row["liked"] is not None]
+    scores += [{"id": row["id"], "name": "liked", "value": float(_is_liked(row))} for row in judged if row["liked"] is not None]
     run.write_rows(scores, "scores")
     if not bars:
         raise PunaError(f"evaluate: no answer could be scored; the first: {found[0]['detail']}")
@@ -345,11 +345,11 @@ def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> Non
 
 def _example(row: dict[str, Any]) -> dict[str, Any]:
     about = {"task": row["task"], "reference": row["reference"], "score": row["gold"], "verifier": row["detail"]}
-    prompt, detail = shown(messages_of(row)), json.dumps(about, ensure_ascii=False)
+    prompt, detail = as_text(messages_of(row)), json.dumps(about, ensure_ascii=False)
     return {"id": f"prompt-{row['id']}", "kind": "answer", "prompt": prompt, "text": row["text"], "detail": detail}
 
 
-def _liked(row: dict[str, Any]) -> bool:
+def _is_liked(row: dict[str, Any]) -> bool:
     """True if an answer is right and to the annotators' taste."""
     return is_correct(row["gold"]) and is_correct(row["liked"])
 

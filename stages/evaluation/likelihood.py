@@ -92,12 +92,12 @@ def likelihoods(
     results = [Likelihood(0.0, True)] * len(requests)
     done = 0
     for batch in _batches(requests, longest, micro_batch_tokens):
-        forest, nodes = shared([ids for _, ids in batch])
+        forest, nodes = share_beginnings([ids for _, ids in batch])
         counts = [len(requests[number].continuation) for number, _ in batch]
         positions = torch.tensor([node for path, count in zip(nodes, counts, strict=True) for node in path[len(path) - count :]])
         targets = torch.tensor([token for number, _ in batch for token in requests[number].continuation])
         with torch.no_grad(), exact_passes(weight.dtype, weight.device, exact):
-            logprobs, top = _scored(model, forest, positions, targets)
+            logprobs, top = _score(model, forest, positions, targets)
         parts = zip(logprobs.double().split(counts), top.split(counts), strict=True)
         for (number, _), (values, likeliest) in zip(batch, parts, strict=True):
             results[number] = Likelihood(float(values.sum()), bool(likeliest.all()))
@@ -134,7 +134,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]:
+def share_beginnings(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]:
     """Return a forest in which sorted sequences share their prefixes, and each sequence's token positions in the forest's row."""
     import torch
 
@@ -159,7 +159,7 @@ def shared(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]
     return Forest(torch.tensor(tokens), torch.tensor(ends, dtype=torch.int32), torch.tensor(depths)), paths
 
 
-def _scored(model: Transformer, forest: Forest, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _score(model: Transformer, forest: Forest, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return, as CPU tensors, log p of each target at its position, and whether it is the likeliest token there."""
     import torch
 

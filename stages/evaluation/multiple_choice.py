@@ -27,7 +27,7 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
-    rows = run.map(_ranked, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
+    rows = run.map(_rank, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
     pages = [row[3] for row in smallest(rows, max_bytes)]
     if not pages:
         raise PunaError(f"{documents.id} has no held-out page of at most {max_page_bytes} bytes")
@@ -44,7 +44,7 @@ def training_text(
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []
     parts, most, seed = run.parts(documents, columns=["id", "text"]), 16 * trained, run.seed("training text")
-    pages = [row[3] for row in smallest(run.map(_ranked, parts, mixture, "train", seed, most, most), most)]
+    pages = [row[3] for row in smallest(run.map(_rank, parts, mixture, "train", seed, most, most), most)]
     whole = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch([row.text for row in pages])]
     if sum(map(len, whole)) <= trained:
         return whole
@@ -58,7 +58,7 @@ def training_text(
     return read
 
 
-def _ranked(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
+def _rank(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_bytes: int, max_bytes: int) -> list[Ranked]:
     sized = [(len(row.text.encode()), row) for row in chosen_of(part, mixture, split)]
     return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 
@@ -113,7 +113,7 @@ def likelihoods(
     return [[next(scored).sum for _ in item.options] for item in items]
 
 
-def chosen(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
+def likeliest(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
     """Return the index of the likeliest option, the first of equals. `normalised`: compare likelihoods per byte."""
     values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))

@@ -15,7 +15,7 @@ from puna.stages.conversations import answer_text, prompt_ids
 from puna.stages.evaluation.calibration import confidence
 from puna.stages.evaluation.likelihood import Encoder, Likelihood, Request
 from puna.stages.evaluation.task_file import Document, Task
-from puna.stages.evaluation.task_programs import filtered, matching
+from puna.stages.evaluation.task_programs import matching, run_filter
 from puna.stages.training.intervals import Interval, mean, ratio, wilson
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.lists import LETTERS
@@ -73,7 +73,7 @@ def has_letters(task: Task) -> bool:
     return any(isinstance(one.text, int) or letters.issuperset(one.choices) for one in task.documents)
 
 
-def lettered(text: str, choices: Sequence[str]) -> str:
+def with_letters(text: str, choices: Sequence[str]) -> str:
     """Return a question with its options listed by letter, before its last line if that ends in a colon (`Answer:`)."""
     if len(choices) > len(LETTERS):
         raise PunaError(f"a question has {len(choices)} options, more than there are letters")
@@ -94,7 +94,7 @@ def contents(task: Task) -> Iterator[tuple[str, str, str]]:
 def _question(task: Task, document: Document, options: Options) -> str:
     if isinstance(document.text, int):
         return document.choices[document.text]
-    return lettered(document.text, document.choices) if options == "letters" else document.text
+    return with_letters(document.text, document.choices) if options == "letters" else document.text
 
 
 def _answer(task: Task, document: Document, options: Options) -> str:
@@ -198,11 +198,11 @@ def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]
     """Return a column for each filter and metric of the answers."""
     columns = []
     for one in task.file.filters:
-        texts = [several[0] for several in filtered(answers, one.filter, f"{task.where}: filter {one.name}")]
+        texts = [several[0] for several in run_filter(answers, one.filter, f"{task.where}: filter {one.name}")]
         for metric in task.file.metrics:
             pairs, owners = [], []
             for number, (document, text) in enumerate(zip(task.documents, texts, strict=True)):
-                expected = _expected(document)
+                expected = _right_texts(document)
                 pairs += [(text, wanted) for wanted in expected]
                 owners += [number] * len(expected)
             values = [0.0] * len(texts)
@@ -212,7 +212,7 @@ def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]
     return columns
 
 
-def _expected(document: Document) -> list[str]:
+def _right_texts(document: Document) -> list[str]:
     if document.choices and isinstance(document.target, int):
         return [document.choices[document.target]]
     return [str(one) for one in document.target] if isinstance(document.target, list) else [str(document.target)]

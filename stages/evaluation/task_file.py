@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from puna.stages.contract import External, ExternalFile, StageConfig, parse
 from puna.stages.conversations import asking
 from puna.stages.draws import identifier, place
-from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, filtered, rendered, verifiers_of
+from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH_SETTINGS, Row, render, run_filter, verifiers_of
 from puna.stages.reading.rows import Fault, read_rows
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
@@ -301,7 +301,7 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
     for document in documents:
         task.examples(document)
     for one in spec.filters if spec.output_type == "generate_until" else ():
-        filtered([[""]], one.filter, f"{where}: filter {one.name}")
+        run_filter([[""]], one.filter, f"{where}: filter {one.name}")
     for number, row in enumerate(task.asked() if spec.verifier is not None else (), 1):
         try:
             from_text(row["verifier"]).check(question_of(row))
@@ -357,7 +357,7 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
         templates["description"] = spec.description
     documents = []
     seen: dict[str, int] = {}
-    for number, (row, values) in enumerate(zip(rows, rendered(templates, rows, spec.doc_to_choice is not None, where), strict=True), 1):
+    for number, (row, values) in enumerate(zip(rows, render(templates, rows, spec.doc_to_choice is not None, where), strict=True), 1):
         choices = values.get("doc_to_choice", spec.doc_to_choice or ())
         choices = tuple(choices.values()) if isinstance(choices, dict) else choices
         text = values.get("doc_to_text", spec.doc_to_text)
@@ -376,19 +376,19 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
                     raise ValueError(f"no right one among {len(document.choices)} options")
             except ValueError as error:
                 raise PunaError(f"{where}: doc_to_target, row {number}: {error}") from error
-        documents.append(_permuted(document) if spec.permuted else document)
+        documents.append(_permute(document) if spec.permuted else document)
     return documents
 
 
-def _permuted(document: Document) -> Document:
+def _permute(document: Document) -> Document:
     """Return a question with its options ordered by a hash of its id and their places, and the right options' indices adapted."""
     order = sorted(range(len(document.choices)), key=lambda at: place(0, document.id, str(at)))
 
-    def moved(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, list):
-            return [moved(one) for one in value]
+            return [move(one) for one in value]
         return order.index(value) if isinstance(value, int) and value in order else value
 
-    text = document.text if isinstance(document.text, str) else moved(document.text)
-    target = document.target if isinstance(document.text, int) else moved(document.target)
+    text = document.text if isinstance(document.text, str) else move(document.text)
+    target = document.target if isinstance(document.text, int) else move(document.target)
     return replace(document, text=text, target=target, choices=tuple(document.choices[at] for at in order))

@@ -30,21 +30,21 @@ FAULTS = (
 )  # fmt: skip
 
 
-def rendered(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:
+def render(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:
     """Return each row's template values. A template that is a column's name gives that column's value unchanged.
 
     `choices`: questions and answers of digits are indices of choices. Raise a PunaError that begins with `where` if a row fails."""
-    return _asked("render", [dict(row) for row in rows], where, dict(templates), choices)
+    return _ask("render", [dict(row) for row in rows], where, dict(templates), choices)
 
 
-def filtered(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
+def run_filter(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
     """Return the answers to each question after the steps of a filter (`FILTERS`)."""
-    return _asked("filter", [list(several) for several in answers], where, [dict(step) for step in steps])
+    return _ask("filter", [list(several) for several in answers], where, [dict(step) for step in steps])
 
 
 def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
     """Return, per pair, whether answer and expected text are equal by the metric exact_match with these settings."""
-    return _asked("match", list(pairs), where, dict(settings))
+    return _ask("match", list(pairs), where, dict(settings))
 
 
 def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -58,7 +58,7 @@ def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str
     spec = {"name": verifier} if isinstance(verifier, str) else verifier
     texts = {path: text for path, text in texts_of(spec) if path[-1] != "name"}
     results = []
-    for values in rendered({".".join(map(str, ("verifier", *path))): text for path, text in texts.items()}, rows, False, where):
+    for values in render({".".join(map(str, ("verifier", *path))): text for path, text in texts.items()}, rows, False, where):
         filled: Any = json.loads(json.dumps(spec))
         for path, value in zip(texts, values.values(), strict=True):
             reduce(getitem, path[:-1], filled)[path[-1]] = value
@@ -69,7 +69,7 @@ def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str
 _process = Process(__name__)
 
 
-def _asked(work: str, rows: list[Any], where: str, *settings: Any) -> list[Any]:
+def _ask(work: str, rows: list[Any], where: str, *settings: Any) -> list[Any]:
     """Return the process's value for each row, `ROWS` rows per request. Raise a PunaError that begins with `where` if a row fails."""
     values: list[Any] = []
     for start in range(0, len(rows), ROWS):
@@ -99,13 +99,13 @@ def serve() -> None:
 @lru_cache(maxsize=256)
 def _program(text: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_printed
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_printable
     )
     environment.filters["regex_replace"] = lambda text, pattern, repl, count=0: re.sub(pattern, repl, text, count=count)
     return environment.from_string(text)
 
 
-def _printed(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if value is None:
         raise ValueError("the template writes a null")
     return value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from puna.stages.executors.parts import PartExecutor, ordered
+from puna.stages.executors.parts import PartExecutor, map_in_order
 from puna.stages.executors.processes import Processes, cores
 from puna.storage import PunaError
 
-__all__ = ["FORMS", "PROCESSES", "PartExecutor", "connected", "cores", "local", "ordered"]
+__all__ = ["FORMS", "PROCESSES", "PartExecutor", "connect", "cores", "local", "map_in_order"]
 
 PROCESSES = "processes"
 FORMS = "processes, dask, dask://HOST:PORT, ray or ray://HOST:PORT"
@@ -18,7 +18,7 @@ def local(workers: int | None = None) -> PartExecutor | None:
     return None if count == 1 else Processes(count)
 
 
-def connected(name: str, workers: int | None = None) -> PartExecutor | None:
+def connect(name: str, workers: int | None = None) -> PartExecutor | None:
     """Return the executor of this name. Without an address, start Dask or Ray on this machine with `workers` workers."""
     engine, _, address = name.partition("://")
     if engine == "dask":

@@ -10,7 +10,7 @@ import uuid
 from concurrent.futures import CancelledError
 from typing import Any
 
-from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor, probed
+from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor, probe
 from puna.stages.executors.worker import Answer, compute
 from puna.storage import PunaError
 
@@ -42,7 +42,7 @@ class DaskCluster(PartExecutor):
         self._local: Any = None
         self._workers = workers
         if address:
-            target: Any = f"tcp://{probed('dask', address)}"
+            target: Any = f"tcp://{probe('dask', address)}"
         else:
             with dask.config.set(LOCAL):
                 self._local = target = LocalCluster(
@@ -60,7 +60,7 @@ class DaskCluster(PartExecutor):
         self._topic = f"puna-{uuid.uuid4().hex}"
         self._begun: dict[str, tuple[Part, Any, int]] = {}
         self._begun_lock = threading.Lock()
-        self._client.subscribe_topic(self._topic, self._attempted)
+        self._client.subscribe_topic(self._topic, self._on_attempt)
         self._looked = 0.0
         self._threads = 1
         self._devices = False
@@ -143,7 +143,7 @@ class DaskCluster(PartExecutor):
         answer: Answer = result.result()
         return answer
 
-    async def _attempted(self, event: tuple[float, Any]) -> None:
+    async def _on_attempt(self, event: tuple[float, Any]) -> None:
         key = event[1]
         with self._begun_lock:
             if key not in self._begun:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from puna.stages.executors.worker import Answer, packed
+from puna.stages.executors.worker import Answer, pack
 from puna.storage import PunaError
 
 ATTEMPTS = 3
@@ -19,7 +19,7 @@ BYTES_UNDER_WAY = 1 << 30
 AHEAD = 64
 
 
-def probed(engine: str, address: str) -> str:
+def probe(engine: str, address: str) -> str:
     """Return the address if a connection succeeds, else raise PunaError at once; an engine would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -36,7 +36,7 @@ class Part:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: bool) -> None:
         self.name = getattr(function, "__qualname__", str(function))
-        self.payload = packed(function, args, kwargs)
+        self.payload = pack(function, args, kwargs)
         self.device = device
         self.attempts = 0
         self.future = PartFuture()
@@ -183,7 +183,7 @@ class PartExecutor(Executor):
         raise NotImplementedError
 
 
-def ordered(
+def map_in_order(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
     """Yield `function(item, *arguments)` in the order of `items`.

@@ -117,7 +117,7 @@ def tell(line: str) -> None:
     mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
 
 
-def heard() -> list[str]:
+def lines_of_ranks() -> list[str]:
     """Return the log lines that other ranks sent to rank 0 since the last call."""
     if count() == 1:
         return []

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from puna.stages.executors.parts import Part, PartExecutor, probed
+from puna.stages.executors.parts import Part, PartExecutor, probe
 from puna.stages.executors.worker import Answer, compute
 from puna.storage import PunaError
 
@@ -33,7 +33,7 @@ class RayCluster(PartExecutor):
         environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
         self._folder = ""
         if address:
-            ray.init(f"ray://{probed('ray', address)}", log_to_driver=False)
+            ray.init(f"ray://{probe('ray', address)}", log_to_driver=False)
         else:
             self._folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it: its path must be short
             try:

@@ -20,7 +20,8 @@ class Apart:
 
     def __init__(self, work: Work) -> None:
         names = [work.__module__, work.__name__]
-        self._process = Process(__name__, own=True, arguments=lambda: [*names, *(file or name for name, file in plugins.added().items())])
+        added = plugins.added_modules
+        self._process = Process(__name__, own=True, arguments=lambda: [*names, *(file or name for name, file in added().items())])
         self.close = self._process.end
 
     def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:

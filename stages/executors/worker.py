@@ -44,8 +44,8 @@ class Fingerprint:
 
 
 def fingerprint() -> Fingerprint:
-    files = {name: sources.seen(Path(file)) for name, file in plugins.added().items() if file}
-    return Fingerprint(platform.python_version(), sources.whole(), files | _packages(), libraries.installed())
+    files = {name: sources.source_digest(Path(file)) for name, file in plugins.added_modules().items() if file}
+    return Fingerprint(platform.python_version(), sources.whole(), files | _packages(), libraries.library_versions())
 
 
 @functools.cache
@@ -72,17 +72,17 @@ class Answer:
         return pickle.loads(self.result)  # noqa: S301
 
 
-def packed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Return a part packed for a worker, with the definitions in the driver's `__main__` (a notebook or script) that it uses."""
     call = cloudpickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
-    return pickle.dumps((asdict(fingerprint()), plugins.added(), call), protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((asdict(fingerprint()), plugins.added_modules(), call), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def compute(payload: bytes) -> Answer:
     """Return the answer of one part. It also holds an error, so that every engine passes errors on in the same way."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
-        if refused := _refused(Fingerprint(**driver), modules):
+        if refused := _refusal(Fingerprint(**driver), modules):
             return Answer(refused=refused)
         start_time = time.process_time()
         function, args, kwargs = pickle.loads(call)  # noqa: S301
@@ -92,11 +92,11 @@ def compute(payload: bytes) -> Answer:
     return Answer(result, cpu_seconds=time.process_time() - start_time, resident_bytes=psutil.Process().memory_info().rss)
 
 
-def _refused(driver: Fingerprint, modules: dict[str, str]) -> str:
+def _refusal(driver: Fingerprint, modules: dict[str, str]) -> str:
     """Return the reason why this worker must not compute for that driver; empty if both compute with the same versions."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
-        if name not in plugins.added():
+        if name not in plugins.added_modules():
             if file and not Path(file).is_file():
                 return f"{here} has no file {file}, which --module names: share its folder with the workers, or install it as a package"
             plugins.add(file or name)

@@ -20,8 +20,8 @@ from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
 from puna.stages.training.needs import documents_apart
 from puna.stages.training.phase import SHAPE, Phase
-from puna.stages.training.pools import Group, Mixed, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.training.proxy_runs import fresh, one_thread, run_trials, set_aside, trained, trial_row
+from puna.stages.training.pools import Group, Mixed, PoolRows, Pools, Sizes, build_pools, grouped_documents
+from puna.stages.training.proxy_runs import fresh, one_thread, run_trials, set_aside, train_proxy, trial_row
 from puna.stages.training.token_rows import Packed, Reader, mean_loss, pack
 from puna.stages.training.train import load_grown
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
@@ -83,7 +83,7 @@ class AnnealExperimentConfig(SeededConfig):
 
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
     """Return messages if no token separates documents, or if memory does not suffice."""
-    return [*documents_apart(facts, "model"), *needs_of.trained(facts, "model", config.optimizer)]
+    return [*documents_apart(facts, "model"), *needs_of.training_memory(facts, "model", config.optimizer)]
 
 
 @stage(kind="evaluation", needs=needs)
@@ -108,7 +108,7 @@ def anneal_experiment(
     row = Packed.read(tokens).row_length
     tokens_needed = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(tokens_needed, config.heldout_tokens, row, config.document_tokens)
-    groups = grouped(documents, mixture, config.categories, sizes, run)
+    groups = grouped_documents(documents, mixture, config.categories, sizes, run)
     names = [group.name if mixture is not None else "candidate" for group in groups]
     if unknown := sorted(set(config.sets) - set(names)):
         raise PunaError(f"anneal_experiment.sets: {unknown[0]!r} is not among the data sets {', '.join(names)}")
@@ -155,7 +155,7 @@ def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config
         network = fresh(config.model.complete(vocabulary.vocab_size, packed.row_length), seed)
         settings, size = config.base.train_config(config.optimizer, config.compute), config.compute.micro_batch_tokens
         state = run.scratch / "base"
-        trained(network, "anneal_experiment, base", lambda step: reader.batches(step, size), reader.lengths, settings, seed, state)
+        train_proxy(network, "anneal_experiment, base", lambda step: reader.batches(step, size), reader.lengths, settings, seed, state)
         save(network, folder, vocabulary)
     return str(folder)
 
@@ -194,7 +194,7 @@ def _digest(document: npt.NDArray[Any]) -> bytes:
     return hashlib.sha256(document.astype(np.int32).tobytes()).digest()
 
 
-def shuffled(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Packed:
+def shuffle_words(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Packed:
     """Return the documents in rows of `row` tokens, with each document's words in random order."""
     texts = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in _documents(packed)]
     mixed = [" ".join(np.random.default_rng([seed, number]).permutation(text.split())) for number, text in enumerate(texts)]
@@ -219,7 +219,7 @@ def _anneal(
         new, out = sets.training[number], _different(sets, number)[0] | sets.training[number].of(aside)
         if arm == "shuffled":
             left = {new.ids[owner] for owner in np.unique(new.owners[~out])}
-            new = shuffled(new, vocabulary, seed, packed.row_length)
+            new = shuffle_words(new, vocabulary, seed, packed.row_length)
             out = ~new.of(left)
         readers.append(Reader(new, out, 1, seed, vocabulary.begin))
         shares = [1.0 - config.share, config.share]
@@ -227,7 +227,7 @@ def _anneal(
     size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
     name = DEFAULT if arm == DEFAULT else f"{names[number]} {arm}" if arm != "set" else names[number]
     title = f"anneal_experiment, run {name} {repeat}"
-    proxy = trained(load(Path(model)), title, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    proxy = train_proxy(load(Path(model)), title, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
     own = range(len(names)) if arm == DEFAULT else [number]
     losses = {
         **{f"set {each}": mean_loss(proxy.model, sets.heldout[each], size) for each in own},

@@ -18,7 +18,7 @@ from puna.stages.experiments.law import LawConfig, forecaster_of, loss_figure, r
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.intervals import Interval, evaluation_row
 from puna.stages.training.phase import Phase
-from puna.stages.training.proxy_runs import resized
+from puna.stages.training.proxy_runs import resize
 from puna.stages.training.scaling_laws import fit_power
 from puna.storage import PunaError
 
@@ -94,7 +94,7 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     note = f"The forecast {loss.value:.3f}, and the ends of its interval, {loss.low:.3f} and {loss.high:.3f}."
     run.figure("forecast", loss_figure(forecaster, size.flops, note, forecast=[(size.flops, value) for value in loss]))
     run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")
-    _chosen(size, rows).write(run.folder)
+    _recipe_of(size, rows).write(run.folder)
 
 
 def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Size]:
@@ -152,7 +152,7 @@ def _family(base: ModelShape) -> Iterator[ModelShape]:
         if fitting not in shapes:
             shapes.add(fitting)
             with contextlib.suppress(ValueError):
-                yield resized(base, fitting)
+                yield resize(base, fitting)
         width *= 1.06
 
 
@@ -170,7 +170,7 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
     return accounting.step_time(shape, [row], machine, "bf16", update=False).total / row
 
 
-def _chosen(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
+def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
     """Return the chosen size, with the batch size, learning rate, schedule and optimizer of the ladder's runs."""
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]

@@ -16,8 +16,8 @@ from puna.stages.experiments.mix_experiment import PROXY
 from puna.stages.training.corpus import KEPT
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.phase import OPTIMIZER, Phase
-from puna.stages.training.pools import PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.training.proxy_runs import fresh, run_trials, trained, trial_row
+from puna.stages.training.pools import PoolRows, Pools, Sizes, build_pools, grouped_documents
+from puna.stages.training.proxy_runs import fresh, run_trials, train_proxy, trial_row
 from puna.stages.training.token_rows import mean_loss
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
@@ -63,7 +63,7 @@ def filter_ablation(
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
-    every = grouped(documents, selected, config.rules + 1, sizes, run) if "dropped" in selected.tables else []
+    every = grouped_documents(documents, selected, config.rules + 1, sizes, run) if "dropped" in selected.tables else []
     groups = [group for group in every if group.amount.documents > 1]
     names = [group.name for group in groups]
     if KEPT not in names or len(names) < 2:
@@ -117,8 +117,8 @@ def _trial(
     shares[kept] = 1.0
     if arm != kept:
         shares[[arm, kept]] = config.share, 1 - config.share
-    mixed = text.mixed(shares.tolist(), config.phase.rows_per_step, begin)
+    mixed = text.mix(shares.tolist(), config.phase.rows_per_step, begin)
     size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
     network = fresh(config.model.complete(vocab_size, config.sequence_length), seed)
-    proxy = trained(network, f"a small run, {name},", lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    proxy = train_proxy(network, f"a small run, {name},", lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
     return trial_row(job, name, {"share": shares[arm], "seed": seed}, mean_loss(proxy.model, text.heldout[kept], size), proxy)

@@ -17,7 +17,7 @@ from puna.models.training.settings import ComputeSettings, OptimizerSettings, Sc
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.training.intervals import evaluation_row
 from puna.stages.training.phase import OPTIMIZER, SHAPE
-from puna.stages.training.proxy_runs import fresh, moments_in, remembered, resized, run_trials, set_aside, trained
+from puna.stages.training.proxy_runs import cached_object, fresh, moments_in, resize, run_trials, set_aside, train_proxy
 from puna.stages.training.scaling_laws import fit_power
 from puna.stages.training.token_rows import Packed, Reader, mean_loss
 from puna.stages.training.train import SMALL, device
@@ -71,7 +71,7 @@ class LadderConfig(SeededConfig):
             if min(values) <= 0 or sorted(set(values)) != list(values):
                 raise ValueError(f"{name} must be positive and rise, not {values}")
         for width in self.widths:
-            resized(self.model, width)
+            resize(self.model, width)
         return self
 
 
@@ -100,12 +100,12 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
         check_tokens(artifact, tokenizer)
     vocabulary = tokenizer_of(tokenizer)
     packed, _ = set_aside(tokens, config.validation_share, config.validation_tokens)
-    shapes = [resized(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
+    shapes = [resize(config.model, width).complete(vocabulary.vocab_size, packed.row_length) for width in config.widths]
     place = device() if matrix_parameters(shapes[-1]) > SMALL else torch.device("cpu")
     shared = (tokens, tuple(heldout or ()), vocabulary.begin, place)
     for shape in shapes:  # raise errors before the first run
         _rung(shape, max(config.rows), config.rates[0], packed.row_length, config)
-    tuned = _tuned(shapes, packed.row_length, shared, config, run)
+    tuned = _tune(shapes, packed.row_length, shared, config, run)
     rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
     # The longest run first, so that no worker waits for it at the end.
     jobs = [(f"{shape.hidden_size}", rung, run.seed("trunk", shape.hidden_size)) for shape, rung in zip(shapes, rungs, strict=True)][::-1]
@@ -134,7 +134,7 @@ class Tuned(NamedTuple):
         return max(1, round(rows)), rate
 
 
-def _tuned(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
+def _tune(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:
     """Tune learning rates at two model sizes with the smallest batch, then batch sizes at the best rates, at the middle token multiple."""
     if len(config.rows) == len(config.rates) == 1:
         return Tuned((1.0, 2.0), (config.rows[0],) * 2, (config.rates[0],) * 2, {})
@@ -211,15 +211,15 @@ def _trunk(
         state = folder / f"trunk-{number}"
         flops += _train(model, reader, at, stem, schedule, rung, seed, config, state, moments)
         at, moments = stem, moments_in(state)
-        decay = partial(_decayed, model, reader, at, steps, rung, seed, config, moments, sets, questions, flops)
-        point = remembered(folder / f"point-{number}.json", decay)
+        decay = partial(_decay, model, reader, at, steps, rung, seed, config, moments, sets, questions, flops)
+        point = cached_object(folder / f"point-{number}.json", decay)
         read = sum(sum(reader.lengths(step)) for step in range(1, steps + 1))
         about = {"shape": rung.shape.model_dump_json(), "parameters": matrix_parameters(rung.shape), "tokens": read, "steps": steps}
         points.append({**about, "rows": rung.rows, "learning_rate": rung.rate, "seed": seed, **point})
     return {"name": f"width {name}", "points": points}
 
 
-def _decayed(
+def _decay(
     trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
     sets: dict[str, list[Any]], questions: list[Question], flops: float, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
@@ -234,7 +234,7 @@ def _decayed(
     # Measure the loss in the precision of training, as pretrain does.
     with computing_in(branch, config.compute.precision_on(next(branch.parameters()).device.type)):
         losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
-        task_loss, accuracy = _answered(branch, questions, size)
+        task_loss, accuracy = _answer(branch, questions, size)
     return {"flops": flops, "losses": losses, "task_loss": task_loss, "accuracy": accuracy}
 
 
@@ -249,7 +249,7 @@ def _train(
     def lengths(step: int) -> list[int]:
         return reader.lengths(first + step)
 
-    return trained(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments).flops
+    return train_proxy(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments).flops
 
 
 # --- questions ------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
     return questions
 
 
-def _answered(model: Transformer, questions: Sequence[Question], micro_batch_tokens: int) -> tuple[float | None, float | None]:
+def _answer(model: Transformer, questions: Sequence[Question], micro_batch_tokens: int) -> tuple[float | None, float | None]:
     """Return the mean loss of the right options in nats per token, and the share of questions whose right option is likeliest."""
     import torch
 

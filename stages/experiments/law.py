@@ -25,7 +25,7 @@ class LawConfig(SeededConfig):
 
 @stage(kind="evaluation")
 def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
-    """Fit the scaling law of a ladder's points: the loss by parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
+    """Find the scaling law of a ladder's points: the loss by parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
     Two surfaces are fitted to all points, and the better fit is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
     tokens limits the loss (Kaplan et al. 2020). For a budget that three shapes reach, an IsoFLOP parabola gives the best number of

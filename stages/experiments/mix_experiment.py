@@ -19,8 +19,8 @@ from puna.stages.training import mixing_laws
 from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
-from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped
-from puna.stages.training.proxy_runs import fresh, run_trials, trained
+from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped_documents
+from puna.stages.training.proxy_runs import fresh, run_trials, train_proxy
 from puna.stages.training.token_rows import mean_loss
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
@@ -84,7 +84,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
-    groups = grouped(documents, split, config.categories, sizes, run)
+    groups = grouped_documents(documents, split, config.categories, sizes, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:
         # The only possible mixture.
@@ -101,16 +101,16 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     natural /= natural.sum()
     design = mixing_laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
     mixtures = [("natural", natural, 0), *((f"design {i + 1}", shares, 0) for i, shares in enumerate(design))]
-    trials = _trained(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
+    trials = _run_mixtures(mixtures, 0, pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     shares = np.array([trial.shares for trial in trials])
     losses = np.array([trial.losses for trial in trials])
     target = _target(config.target, groups)
     fitted = [mixing_laws.fit_surrogate(shares, losses[:, i]) for i in range(len(groups))]
-    best = _recommended(fitted, shares, natural, target, config)
+    best = _recommend(fitted, shares, natural, target, config)
     compared = [("optimum", best, 0)]
     for repeat in range(1, config.repeats):
         compared += [(f"natural, seed {repeat + 1}", natural, repeat), (f"optimum, seed {repeat + 1}", best, repeat)]
-    again = _trained(compared, len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
+    again = _run_mixtures(compared, len(trials), pools, config, vocabulary.vocab_size, vocabulary.begin, run)
     naturals, optima = [trials[0], *again[1::2]], again[::2]
     gain = mean([float(np.dot(target, a.losses) - np.dot(target, b.losses)) for a, b in zip(naturals, optima, strict=True)])
     winner = optima[0] if gain.low > 0 else trials[0]
@@ -118,7 +118,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     _report(trials, optima[0], winner, gain, config.repeats, groups, target, fitted, run)
 
 
-def _recommended(
+def _recommend(
     fitted: Sequence[mixing_laws.Surrogate], shares: mixing_laws.Floats, natural: mixing_laws.Floats, target: mixing_laws.Floats,
     config: MixExperimentConfig,
 ) -> mixing_laws.Floats:  # fmt: skip
@@ -160,7 +160,7 @@ class Trial:
     seconds: float
 
 
-def _trained(
+def _run_mixtures(
     mixtures: Sequence[tuple[str, mixing_laws.Floats, int]], first: int, pools: PoolRows, config: MixExperimentConfig, vocab_size: int,
     begin: int, run: StageRun,
 ) -> list[Trial]:  # fmt: skip
@@ -177,11 +177,11 @@ def _trial(
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
     texts = Pools.read(pools)
-    mixed = texts.mixed(shares, config.phase.rows_per_step, begin)
+    mixed = texts.mix(shares, config.phase.rows_per_step, begin)
     shape = config.model.complete(vocab_size, config.sequence_length)
     size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
     what = f"a small run of width {shape.hidden_size}"
-    proxy = trained(fresh(shape, seed), what, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
+    proxy = train_proxy(fresh(shape, seed), what, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
     losses = [mean_loss(proxy.model, pieces, size) for pieces in texts.heldout]
     costs = {"tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds}
     return {"number": number, "name": name, "shares": shares, "losses": losses, **costs}

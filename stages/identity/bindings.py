@@ -48,7 +48,7 @@ def load(name: str) -> Module:
     file = source_file(name)
     if file is not None:
         stat = file.stat()
-        return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.seen(file))
+        return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.source_digest(file))
     cells = notebook() if name == "__main__" else ""
     if not cells:
         raise PunaError(f"module {name}: its source is kept nowhere; declare the stage in a file, or give it version=")
@@ -86,7 +86,7 @@ def _parse(name: str, file: Path, content: str) -> Module:
         nodes = within([node])
         for inner in nodes:
             if isinstance(inner, ast.Import | ast.ImportFrom):
-                for local, target in imported(inner, name).items():
+                for local, target in imported_names(inner, name).items():
                     module.imports.setdefault(local, []).append(target)
         if isinstance(node, ast.Import | ast.ImportFrom):
             module.foreign.update({local: origin for local, origin in origins(node).items() if not is_followed(origin)})
@@ -118,7 +118,7 @@ def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
     return {alias.asname or alias.name: base + alias.name for alias in node.names}
 
 
-def imported(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
+def imported_names(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
     """Return local name → (module, symbol or None) for the first-party names that an import binds."""
     targets: dict[str, Target] = {}
     if isinstance(node, ast.Import):

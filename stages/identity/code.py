@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from puna.stages.identity import data_files, libraries, sources
-from puna.stages.identity.bindings import Module, Target, imported, is_followed, is_module, load, origins
+from puna.stages.identity.bindings import Module, Target, imported_names, is_followed, is_module, load, origins
 from puna.stages.identity.modules import source_file
 from puna.stages.identity.reach import Reach, cached_reach, keep
 from puna.stages.identity.syntax import text
@@ -39,8 +39,8 @@ OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
     """Return name → hash or version of all code that affects a stage's output. `named`: symbols that the configuration names."""
     if stage.version:
-        return reached(*named) | {"version": stage.version}
-    return reached(*_roots(stage), *named)
+        return reach(*named) | {"version": stage.version}
+    return reach(*_roots(stage), *named)
 
 
 def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:
@@ -52,7 +52,7 @@ def _roots(stage: Stage) -> tuple[Name, Name]:
     return (stage.function.__module__, stage.function.__name__), (stage.config.__module__, stage.config.__qualname__.split(".")[0])
 
 
-def reached(*roots: Name) -> dict[str, str]:
+def reach(*roots: Name) -> dict[str, str]:
     """Return `module.symbol` → hash of these symbols (module, name) and of all symbols that they reach, `module:path` → hash of data files,
     and `library:name` → version. A key depends only on `contract`, the contract's version, and `meaning`, one hash of all the others
     without module names.
@@ -63,7 +63,7 @@ def reached(*roots: Name) -> dict[str, str]:
     for name, file in reach.data:
         # The stage may have read the file before, and cached it.
         sources.check([file])
-        hashes[name] = sources.seen(file)
+        hashes[name] = sources.source_digest(file)
         data.append((os.path.basename(file), hashes[name]))
     versions = {f"library:{name}": version for name in reach.libraries if (version := libraries.version_in_key(name))}
     content = json.dumps([reach.meaning, sorted(set(data)), versions])
@@ -73,10 +73,10 @@ def reached(*roots: Name) -> dict[str, str]:
 def _reach(*roots: Name) -> Reach:
     reach = cached_reach(roots)
     if reach is None:
-        followed = _followed(*roots)
+        followed = _follow(*roots)
         reach = Reach(
             {f"{where}.{what}": symbol.hash for (where, what), symbol in followed.symbols.items()},
-            {str(file): sources.seen(file) for file in followed.sources},
+            {str(file): sources.source_digest(file) for file in followed.sources},
             [(f"{where}:{os.path.relpath(file, load(where).file.parent)}", str(file)) for where, file in followed.data()],
             sorted({library for symbol in followed.symbols.values() for library in symbol.libraries}),
             followed.meaning(roots),
@@ -137,7 +137,7 @@ class Followed:
                     yield where, file
 
 
-def _followed(*roots: Name) -> Followed:
+def _follow(*roots: Name) -> Followed:
     followed = Followed()
     todo, visited = list(roots), set[Name]()
     while todo:
@@ -188,21 +188,21 @@ def _symbol(source: Module, name: str) -> Symbol | None:
         imports: dict[str, list[Target]] = {}
         for inner in inside:
             if isinstance(inner, ast.Import | ast.ImportFrom):
-                for own, target in imported(inner, source.name).items():
+                for own, target in imported_names(inner, source.name).items():
                     imports[own] = list(dict.fromkeys((*imports.get(own, []), target)))
                 foreign.update({f" {origin}": origin for origin in origins(inner).values() if not is_followed(origin)})
             elif isinstance(inner, ast.Name) and inner.id in source.foreign:
                 foreign[inner.id] = source.foreign[inner.id]
         local = source.imports | imports
-        names, plain_text = _named(plain, source, local)
+        names, plain_text = _names_in(plain, source, local)
         parts.append(plain_text)
         uses += names
         for annotation in annotations:
-            uses += _named(annotation, source, local)[0]
+            uses += _names_in(annotation, source, local)[0]
         words += data_files.texts(inside)
         foreign.update({f" {name}": name for name in _found_packages(inside)})
         if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
-            opened += data_files.opened(plain, partial(_constant, source))
+            opened += data_files.opened_files(plain, partial(_constant, source))
     opened += _beside(dict.fromkeys(words), source.file.parent)
     parts += sorted(f"{local}={origin}" for local, origin in foreign.items() if not local.startswith(" "))
     return Symbol(
@@ -240,13 +240,13 @@ def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
     return [] if symbol is None or module.startswith(OUTSIDE) else [(module, symbol)]
 
 
-def _named(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
+def _names_in(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
     """Return a tree's first-party symbols in order, and its text with `module.symbol` written as `symbol`."""
     uses: list[Name] = []
 
     def reference(inner: ast.AST) -> str | None:
         if isinstance(inner, ast.Import | ast.ImportFrom):
-            return "" if imported(inner, source.name) and not any(not is_followed(o) for o in origins(inner).values()) else None
+            return "" if imported_names(inner, source.name) and not any(not is_followed(o) for o in origins(inner).values()) else None
         if isinstance(inner, ast.Attribute) and (chain := _chain(inner)):
             targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])]
             uses.extend(target for target in targets if target is not None)

@@ -22,25 +22,25 @@ class Opened:
     names: bool = False
 
 
-def opened(node: ast.AST, lookup: Lookup) -> Iterator[Opened]:
+def opened_files(node: ast.AST, lookup: Lookup) -> Iterator[Opened]:
     """Yield the files and folders that a statement's path expressions denote, except a folder that is only assigned to a name."""
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(path := value(node.value, lookup), Path) and path.is_dir():
         return
-    yield from _opened(node, lookup, names=False)
+    yield from _opened_in(node, lookup, names=False)
 
 
-def _opened(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Opened]:
+def _opened_in(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Opened]:
     if node is None:
         return
     if isinstance(node, ast.expr) and isinstance(path := value(node, lookup), Path):
         yield Opened(path, names)
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        yield from _opened(node.left, lookup, names=isinstance(node.right, ast.Name | ast.Attribute | ast.Constant))
-        yield from _opened(node.right, lookup, names=False)
+        yield from _opened_in(node.left, lookup, names=isinstance(node.right, ast.Name | ast.Attribute | ast.Constant))
+        yield from _opened_in(node.right, lookup, names=False)
         return
     for child in ast.iter_child_nodes(node):
-        yield from _opened(child, lookup, names=False)
+        yield from _opened_in(child, lookup, names=False)
 
 
 def value(node: ast.AST | None, lookup: Lookup) -> Value:
@@ -59,10 +59,10 @@ def value(node: ast.AST | None, lookup: Lookup) -> Value:
         base = value(node.value.value, lookup)
         index = node.slice.value if isinstance(node.slice, ast.Constant) else None
         return base.parents[index] if isinstance(base, Path) and isinstance(index, int) and index < len(base.parents) else None
-    return _called(node, lookup) if isinstance(node, ast.Call) else None
+    return _call(node, lookup) if isinstance(node, ast.Call) else None
 
 
-def _called(node: ast.Call, lookup: Lookup) -> Value:
+def _call(node: ast.Call, lookup: Lookup) -> Value:
     arguments = [str(argument) for item in node.args if (argument := value(item, lookup)) is not None]
     if len(arguments) < len(node.args):
         return None

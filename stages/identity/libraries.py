@@ -38,7 +38,7 @@ def version_in_key(module: str) -> str:
 
 
 @functools.cache
-def installed() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that driver and workers must share."""
     return {name: version for name in WORKERS if (version := _version(name))}
 

@@ -22,7 +22,7 @@ def source_file(name: str) -> Path | None:
     if top == "puna":
         return _existing_file(sources.ROOT.joinpath(*rest)) if rest else None
     loaded = getattr(sys.modules.get(name), "__file__", None)
-    file = Path(loaded) if loaded and loaded.endswith(".py") else _searched(top, rest)
+    file = Path(loaded) if loaded and loaded.endswith(".py") else _search(top, rest)
     return file if file is not None and _is_own(top, file) else None
 
 
@@ -46,7 +46,7 @@ def _existing_file(path: Path) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-def _searched(top: str, rest: list[str]) -> Path | None:
+def _search(top: str, rest: list[str]) -> Path | None:
     """Return the file from which Python would import a module, without importing it."""
     if top in sys.stdlib_module_names or top == "__main__":
         return None
@@ -70,12 +70,12 @@ def _is_own(top: str, file: Path) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def installed(path: tuple[str, ...]) -> EntryPoints:
+def entry_points_on(path: tuple[str, ...]) -> EntryPoints:
     """Return the entry points of all packages on `path` (`sys.path`), read once."""
     return entry_points()  # type: ignore[return-value]  # typeshed gives a dictionary for 3.11
 
 
 @functools.cache
 def _offering() -> frozenset[str]:
-    everything = installed(tuple(sys.path))
+    everything = entry_points_on(tuple(sys.path))
     return frozenset(entry.value.split(":")[0].split(".")[0] for group in GROUPS for entry in everything.select(group=group))

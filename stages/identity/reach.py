@@ -56,7 +56,7 @@ def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
     try:
         of = _of(roots)
         reach = _known[of] if of in _known else _read(roots, of)
-        if any(sources.seen(file) != digest for file, digest in reach.sources.items()):
+        if any(sources.source_digest(file) != digest for file, digest in reach.sources.items()):
             return None
         if any(source_file(name) for name in reach.libraries):
             return None

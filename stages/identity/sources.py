@@ -22,7 +22,7 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _started() -> float:
+def _start_time() -> float:
     """Return when this process started, which is before any import, in seconds since 1970."""
     if hasattr(time, "CLOCK_BOOTTIME"):  # Linux; psutil counts from a boot time in whole seconds there
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -30,7 +30,7 @@ def _started() -> float:
     return float(psutil.Process().create_time())
 
 
-def _walked() -> Iterator[Path]:
+def _source_files() -> Iterator[Path]:
     """Yield all files in Puna's source folders, without Python's caches and hidden files."""
     for room in ROOMS:
         for folder, folders, names in os.walk(ROOT / room):
@@ -44,7 +44,7 @@ def _read(files: Iterable[Path]) -> dict[str, str]:
     The inode's change time (ctime) decides, because an archive may set any modification time. A file with a ctime in the future (clocks
     differ) counts as unedited.
     """
-    start_time, digests = _started(), {}
+    start_time, digests = _start_time(), {}
     for file in files:
         if file.suffix == ".py":
             digests[str(file)] = "edited" if start_time <= file.stat().st_ctime <= time.time() else digest(file)
@@ -55,14 +55,14 @@ def _together(digests: dict[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()[:16]
 
 
-_FILES = list(_walked())
+_FILES = list(_source_files())
 _AT_START = _read(_FILES)
 _WHOLE = _together(_AT_START)
 _unedited: dict[str, tuple[str, int, int, int, int]] = {}
 """Files verified as unedited: their digest, and inode, size and times at that check."""
 
 
-def seen(file: Path | str) -> str:
+def source_digest(file: Path | str) -> str:
     """Return the digest of a source file at the start of this process, or at the first call."""
     name = str(file)
     if name not in _AT_START:
@@ -77,7 +77,7 @@ def check(files: Iterable[Path | str]) -> None:
     for file in map(str, files):
         try:
             now = os.stat(file)
-            state = (seen(file), now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+            state = (source_digest(file), now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
             if _unedited.get(file) == state:
                 continue
             same = digest(Path(file)) == state[0]

@@ -63,14 +63,14 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
         return replaced
     fields = dict(ast.iter_fields(node))
     if isinstance(node, ast.JoinedStr):
-        fields["values"] = _joined(node.values)
+        fields["values"] = _join_texts(node.values)
     texts = [
         f"{name}={text(value, reference)}" for name, value in fields.items() if name not in SILENT and value is not None and value != []
     ]
     return f"{type(node).__name__}({','.join(texts)})"
 
 
-def _joined(values: list[ast.expr]) -> list[ast.expr]:
+def _join_texts(values: list[ast.expr]) -> list[ast.expr]:
     """Return an f-string's pieces with neighbouring texts joined, because parsers split them differently."""
     pieces: list[ast.expr] = []
     for value in values:
@@ -108,7 +108,7 @@ class _Canonical(ast.NodeTransformer):
         self.annotations: list[ast.AST] = []
         self.scopes: list[Scope] = []
 
-    def _named(self, name: str) -> str:
+    def _canonical_name(self, name: str) -> str:
         for index, scope in enumerate(reversed(self.scopes)):
             if scope.is_class and index:
                 continue  # a class's names are not seen in its methods
@@ -116,7 +116,7 @@ class _Canonical(ast.NodeTransformer):
                 return scope.renamed.get(name, name)
         return name
 
-    def _numbered(self, names: Iterator[str], kept: set[str], outer: Collection[str] = ()) -> Scope:
+    def _number_names(self, names: Iterator[str], kept: set[str], outer: Collection[str] = ()) -> Scope:
         scope = Scope(kept=kept)
         for name in names:
             if name not in kept and name not in outer and name not in scope.renamed:
@@ -124,21 +124,21 @@ class _Canonical(ast.NodeTransformer):
         return scope
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = self._named(node.id)
+        node.id = self._canonical_name(node.id)
         return node
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
-        node.names = [self._named(name) for name in node.names]
+        node.names = [self._canonical_name(name) for name in node.names]
         return node
 
     def _names_one(self, node: Any) -> ast.AST:
-        node.name = node.name and self._named(node.name)
+        node.name = node.name and self._canonical_name(node.name)
         return self.generic_visit(node)
 
     visit_ExceptHandler = visit_MatchAs = visit_MatchStar = _names_one
 
     def visit_MatchMapping(self, node: ast.MatchMapping) -> ast.AST:
-        node.rest = node.rest and self._named(node.rest)
+        node.rest = node.rest and self._canonical_name(node.rest)
         return self.generic_visit(node)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
@@ -152,7 +152,7 @@ class _Canonical(ast.NodeTransformer):
         fixed = {argument.arg for argument in _arguments(node.args)} | _fixed_names(inside)
         outer = {name for item in inside if isinstance(item, ast.Nonlocal) for name in item.names}
         sees_names = any(isinstance(inner, ast.Name) and inner.id in SEES_NAMES for inner in inside)
-        self.scopes.append(self._numbered(iter(()) if sees_names else _bound(inside), fixed, outer))
+        self.scopes.append(self._number_names(iter(()) if sees_names else _bound(inside), fixed, outer))
         return self._with_body(node)
 
     visit_FunctionDef = visit_AsyncFunctionDef = _function
@@ -165,7 +165,7 @@ class _Canonical(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         node.args = self.visit(node.args)
-        self.scopes.append(self._numbered(_bound(within([node.body])), {argument.arg for argument in _arguments(node.args)}))
+        self.scopes.append(self._number_names(_bound(within([node.body])), {argument.arg for argument in _arguments(node.args)}))
         node.body = self.visit(node.body)
         self.scopes.pop()
         return node
@@ -182,7 +182,7 @@ class _Canonical(ast.NodeTransformer):
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> ast.AST:
         first = self.visit(node.generators[0].iter)  # evaluated outside
         names = (name for generator in node.generators for name in _bound(within([generator.target])))
-        self.scopes.append(self._numbered(names, set()))
+        self.scopes.append(self._number_names(names, set()))
         node.generators[0].iter = ast.Constant(None)
         new = self.generic_visit(node)
         self.scopes.pop()
@@ -198,7 +198,7 @@ class _Canonical(ast.NodeTransformer):
         marks = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node.annotation) if isinstance(n, ast.Name | ast.Attribute)}
         # An annotation with one of these defines no normal dataclass field.
         special = sorted(marks & {"ClassVar", "InitVar", "KW_ONLY"})
-        arguments = [] if in_function else [new for item in _added(node.annotation) if not _is_bare_field(new := self.visit(item))]
+        arguments = [] if in_function else [new for item in _annotations(node.annotation) if not _is_bare_field(new := self.visit(item))]
         word = ast.Constant(" ".join(special))
         node.annotation = ast.Tuple([word, *arguments], ast.Load()) if arguments else word
         node.target = self.visit(node.target)
@@ -278,12 +278,12 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return (body[1:] or [ast.Pass()]) if is_text else body
 
 
-def _added(annotation: ast.expr) -> Iterator[ast.expr]:
+def _annotations(annotation: ast.expr) -> Iterator[ast.expr]:
     """Yield the arguments that `Annotated` adds to a type, anywhere in an annotation, including quoted annotations."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "Annotated" in node.value:
             with suppress(SyntaxError):
-                yield from _added(ast.parse(node.value, mode="eval").body)
+                yield from _annotations(ast.parse(node.value, mode="eval").body)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
             name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             yield from node.slice.elts[1:] if name == "Annotated" else ()

@@ -16,7 +16,7 @@ from puna.stages.draws import identifier
 from puna.stages.io import turns
 from puna.stages.io.turns import Refused
 from puna.stages.reading.files import field_at
-from puna.stages.verifiers.extraction import HASHES, boxed
+from puna.stages.verifiers.extraction import HASHES, boxed_text
 from puna.stages.verifiers.lists import LETTERS
 from puna.stages.verifiers.numeric import numbers
 
@@ -62,7 +62,7 @@ def find(rows: Sequence[Fields], given: Mapping[str, str], layout: str) -> tuple
     return None
 
 
-def _asked(question: str, reference: str | None, verifier: str, **settings: Any) -> Values:
+def _question(question: str, reference: str | None, verifier: str, **settings: Any) -> Values:
     text = json.dumps({"name": verifier, **settings}, sort_keys=True, ensure_ascii=False)
     return {"messages": asking(question), "tools": None, "reference": reference, "verifier": text}
 
@@ -78,7 +78,7 @@ def _optional(plan: Plan, row: Fields, name: str) -> str | None:
 def _value(plan: Plan, row: Fields, name: str) -> Any:
     """Return a field's value; text, such as a CSV cell, is parsed as JSON."""
     value = plan.get(row, name)
-    return turns.parsed(value, plan.name(name)) if isinstance(value, str) else value
+    return turns.parse(value, plan.name(name)) if isinstance(value, str) else value
 
 
 def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
@@ -112,7 +112,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
     raise Refused(plan.name(name), "no_answer", f"holds {str(value)[:40]!r}, none of the {len(options)} options; a test split may hide it")
 
 
-def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
+def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
     """Return a multiple-choice prompt with lettered options. `mixed`: a hash decides the order of the options."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
@@ -123,7 +123,7 @@ def _chosen(question: str, options: Sequence[str], right: Sequence[int], mixed: 
         raise Refused("options", "all_right", "are all right: there is nothing to choose")
     lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, texts, strict=False))
     text = f"{question}\n\n{lines}\n\nAnswer with the letter of the right option alone."
-    return _asked(text, LETTERS[places[0]], "choice", options=texts, right=places)
+    return _question(text, LETTERS[places[0]], "choice", options=texts, right=places)
 
 
 def _gsm8k(plan: Plan, row: Fields) -> Values:
@@ -131,20 +131,20 @@ def _gsm8k(plan: Plan, row: Fields) -> Values:
     matches = HASHES.findall(answer)
     if not matches or not list(numbers(matches[-1])):
         raise Refused(plan.name("answer"), "no_answer", "has no line with #### and a number")
-    return _asked(_text(plan, row, "question"), answer, "numeric", answer=str(matches[-1]).strip())
+    return _question(_text(plan, row, "question"), answer, "numeric", answer=str(matches[-1]).strip())
 
 
 def _math(plan: Plan, row: Fields) -> Values:
     solution = _text(plan, row, "solution")
     short = plan.get(row, "answer")
-    answer = str(short).strip() if short is not None else (boxed(solution) or "").strip()
+    answer = str(short).strip() if short is not None else (boxed_text(solution) or "").strip()
     if not answer:
         raise Refused(plan.name("solution"), "no_answer", "has no \\boxed{} with an answer")
     values = list(numbers(answer.strip("$ ")))
     question = f"{_text(plan, row, 'problem')}\n\nPut the final answer into \\boxed{{}}."
     if len(values) == 1 and (values[0].start, values[0].end) == (0, len(answer.strip("$ "))):
-        return _asked(question, solution, "numeric", answer=answer.strip("$ "))
-    return _asked(question, solution, "exact", answer=answer, ignore_space=True)
+        return _question(question, solution, "numeric", answer=answer.strip("$ "))
+    return _question(question, solution, "exact", answer=answer, ignore_space=True)
 
 
 def _ifeval(plan: Plan, row: Fields) -> Values:
@@ -153,14 +153,14 @@ def _ifeval(plan: Plan, row: Fields) -> Values:
         for one in _list(plan, row, "kwargs")
     ]
     instructions = _list(plan, row, "instruction_id_list")
-    return _asked(_text(plan, row, "prompt"), None, "constraints", instruction_id_list=instructions, kwargs=kwargs)
+    return _question(_text(plan, row, "prompt"), None, "constraints", instruction_id_list=instructions, kwargs=kwargs)
 
 
 def _humaneval(plan: Plan, row: Fields) -> Values:
     prompt, name = _text(plan, row, "prompt"), _text(plan, row, "entry_point")
     question = f"Complete this Python function. Answer with the whole function in a fenced block.\n\n```python\n{prompt.rstrip()}\n```"
     tests = [f"{_text(plan, row, 'test')}\n\ncheck({name})\n"]
-    return _asked(question, _optional(plan, row, "solution"), "code", prefix=prompt, tests=tests)
+    return _question(question, _optional(plan, row, "solution"), "code", prefix=prompt, tests=tests)
 
 
 def _mbpp(plan: Plan, row: Fields) -> Values:
@@ -170,7 +170,7 @@ def _mbpp(plan: Plan, row: Fields) -> Values:
     further = _texts(plan, row, "further") if plan.get(row, "further") else []
     question = f"{_text(plan, row, 'prompt').strip()}\n\nAnswer with Python code that passes these tests:\n\n" + "\n".join(tests)
     prefix = {"prefix": f"{setup}\n"} if setup else {}
-    return _asked(question, _optional(plan, row, "solution"), "code", tests=[*tests, *further], **prefix)
+    return _question(question, _optional(plan, row, "solution"), "code", tests=[*tests, *further], **prefix)
 
 
 def _arc(plan: Plan, row: Fields) -> Values:
@@ -181,20 +181,20 @@ def _arc(plan: Plan, row: Fields) -> Values:
     if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
         raise Refused(plan.name("choices"), "wrong_type", "holds no lists text and label of one length")
     right = _index(plan, row, "answer", options, [str(label) for label in labels], start=-1)
-    return _chosen(_text(plan, row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
+    return _choice(_text(plan, row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
 
 
 def _hellaswag(plan: Plan, row: Fields) -> Values:
     endings = _texts(plan, row, "endings")
     about = _optional(plan, row, "activity")
     context = f"{about}: {_text(plan, row, 'context')}" if about else _text(plan, row, "context")
-    return _chosen(f"Which ending continues this text?\n\n{context}", endings, [_index(plan, row, "answer", endings)])
+    return _choice(f"Which ending continues this text?\n\n{context}", endings, [_index(plan, row, "answer", endings)])
 
 
 def _mmlu(plan: Plan, row: Fields) -> Values:
     options, question = _texts(plan, row, "choices"), _text(plan, row, "question")
     passage = _optional(plan, row, "passage")
-    return _chosen(f"{passage}\n\n{question}" if passage else question, options, [_index(plan, row, "answer", options)])
+    return _choice(f"{passage}\n\n{question}" if passage else question, options, [_index(plan, row, "answer", options)])
 
 
 def _winogrande(plan: Plan, row: Fields) -> Values:
@@ -203,7 +203,7 @@ def _winogrande(plan: Plan, row: Fields) -> Values:
     if "_" not in sentence:
         raise Refused(plan.name("sentence"), "no_blank", "has no blank _ to fill")
     question = f"Which option fills the blank _ in this sentence?\n\n{sentence}"
-    return _chosen(question, options, [_index(plan, row, "answer", options, start=1)])
+    return _choice(question, options, [_index(plan, row, "answer", options, start=1)])
 
 
 def _boolq(plan: Plan, row: Fields) -> Values:
@@ -212,17 +212,17 @@ def _boolq(plan: Plan, row: Fields) -> Values:
     right = turns.truth(value, plan.name("answer"), numbers=True)
     question = f"{_text(plan, row, 'passage')}\n\n{_text(plan, row, 'question').rstrip('?')}?\n\nAnswer yes or no."
     words = ["yes", "no"]
-    return _asked(question, words[not right], "choice", options=words, labels=words, right=[int(not right)])
+    return _question(question, words[not right], "choice", options=words, labels=words, right=[int(not right)])
 
 
 def _piqa(plan: Plan, row: Fields) -> Values:
     options = [_text(plan, row, "first"), _text(plan, row, "second")]
-    return _chosen(f"Which way reaches this goal?\n\n{_text(plan, row, 'goal')}", options, [_index(plan, row, "answer", options)])
+    return _choice(f"Which way reaches this goal?\n\n{_text(plan, row, 'goal')}", options, [_index(plan, row, "answer", options)])
 
 
 def _blimp(plan: Plan, row: Fields) -> Values:
     options = [_text(plan, row, "good"), _text(plan, row, "bad")]
-    return _chosen("Which of these two sentences is acceptable English?", options, [0], mixed=True)
+    return _choice("Which of these two sentences is acceptable English?", options, [0], mixed=True)
 
 
 def _truthfulqa(plan: Plan, row: Fields) -> Values:
@@ -236,7 +236,7 @@ def _truthfulqa(plan: Plan, row: Fields) -> Values:
     if not right:
         raise Refused(plan.name("targets"), "no_answer", "labels no choice with 1")
     options = [turns.text(option, plan.name("targets")) for option in choices]
-    return _chosen(_text(plan, row, "question"), options, right, mixed=True)
+    return _choice(_text(plan, row, "question"), options, right, mixed=True)
 
 
 def _ruler(plan: Plan, row: Fields) -> Values:
@@ -254,15 +254,15 @@ def _contains(question: str, outputs: Sequence[str]) -> Values:
     checks = [{"name": "regex", "pattern": f"(?i){re.escape(text.strip())}"} for text in outputs]
     reference = ", ".join(text.strip() for text in outputs)
     if len(checks) == 1:
-        return _asked(question, reference, "regex", pattern=checks[0]["pattern"])
-    return _asked(question, reference, "weighted", of=checks, weights=[1.0] * len(checks))
+        return _question(question, reference, "regex", pattern=checks[0]["pattern"])
+    return _question(question, reference, "weighted", of=checks, weights=[1.0] * len(checks))
 
 
 def _with_hashes(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
     return _mostly(rows, columns["answer"], lambda value: isinstance(value, str) and HASHES.search(value) is not None)
 
 
-def _listed(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
+def _has_lists(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
     """True if outputs are lists, and rows have no instruction."""
     listed = _mostly(rows, columns["outputs"], lambda value: isinstance(value, list) or str(value).startswith("["))
     return listed and not any("instruction" in row for row in rows)
@@ -272,7 +272,7 @@ def _boolean(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
     return _mostly(rows, columns["answer"], lambda value: str(value).strip().lower() in ("true", "false", "yes", "no", "0", "1", "-1"))
 
 
-def _labelled(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
+def _has_labels(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
     """True if choices have texts and labels."""
     return _mostly(rows, columns["choices"], lambda value: isinstance(value, dict) or '"label"' in json.dumps(value).replace("\\", ""))
 
@@ -301,7 +301,7 @@ _ALL = (
     Benchmark("math", _math, _same("problem", "solution"), _same("answer") | {"id": ("unique_id",), "task": ("type", "subject")}),
     Benchmark(
         "arc", _arc, {"question": ("question.stem", "question", "question_stem"), "choices": ("question.choices", "choices"),
-                      "answer": ("answerKey",)}, {"id": ("id",)}, tells=_labelled,
+                      "answer": ("answerKey",)}, {"id": ("id",)}, tells=_has_labels,
     ),
     Benchmark(
         "hellaswag", _hellaswag, {"context": ("ctx",), "endings": ("endings",), "answer": ("label",)}, {"activity": ("activity_label",)}
@@ -315,7 +315,7 @@ _ALL = (
               {"id": ("question_id",), "task": ("category",), **PASSAGE}),
     Benchmark("mmlu", _mmlu, QUESTION | _same("choices", "answer"), {"task": ("subject",), **PASSAGE}),
     Benchmark("needle", _needle, QUESTION | {"context": ("context", "haystack"), "needle": ("needle",)}, _same("answer")),
-    Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_listed),
+    Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_has_lists),
 )  # fmt: skip
 BENCHMARKS = {one.name: one for one in _ALL}
 """Benchmarks in the order in which rows are matched against them."""

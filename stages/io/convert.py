@@ -25,7 +25,7 @@ def instructions(plan: Plan, row: Fields) -> Values:
         messages = turns.messages(plan.get(row, "messages"), plan.name("messages"))
     else:
         answer = "completion" if plan.layout == "prompt_completion" else "output"
-        messages = [*_context(plan, row), *_answered(plan.get(row, answer), plan.name(answer))]
+        messages = [*_context(plan, row), *_answer(plan.get(row, answer), plan.name(answer))]
     if not any(message["role"] == "assistant" for message in messages):
         raise Refused(plan.name("messages"), "no_answer", "has no turn of the assistant to learn from")
     return {"messages": dump(_with_system(plan, row, messages)), "tools": _tools(plan, row)}
@@ -50,7 +50,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
         reference = json.dumps(reference, ensure_ascii=False)
     verifier = plan.get(row, "verifier")
     if verifier is not None:
-        value = turns.parsed(verifier, plan.name("verifier")) if isinstance(verifier, str) else verifier
+        value = turns.parse(verifier, plan.name("verifier")) if isinstance(verifier, str) else verifier
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise Refused(plan.name("verifier"), "wrong_type", "is no verifier: an object with a name and parameters")
         verifier = dump(value)
@@ -59,7 +59,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
 
 def preferences(plan: Plan, row: Fields) -> Values:
     """Return the columns of the preferences table, except the row's ids."""
-    context, values = {"pairs": _pair, "kto": _labelled, "ranked": _ranked, "compared": _compared}[plan.layout](plan, row)
+    context, values = {"pairs": _pair, "kto": _labelled_row, "ranked": _ranked_row, "compared": _compared_row}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
     columns = dict.fromkeys(("edited", "others", "level", "margin", "chosen_model", "rejected_model")) | values
@@ -118,7 +118,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
     return []
 
 
-def _answered(value: Any, field: str) -> list[Message]:
+def _answer(value: Any, field: str) -> list[Message]:
     if isinstance(value, list | dict):
         return turns.messages(value, field)
     return [{"role": "assistant", "content": turns.text(value, field)}]
@@ -143,7 +143,7 @@ def _with_system(plan: Plan, row: Fields, messages: list[Message]) -> list[Messa
 def _tools(plan: Plan, row: Fields) -> str | None:
     value = plan.get(row, "tools")
     if isinstance(value, str):
-        value = turns.parsed(value, plan.name("tools")) if value.strip() else None
+        value = turns.parse(value, plan.name("tools")) if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -193,7 +193,7 @@ def _side(value: Any, field: str) -> list[Message]:
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
         with contextlib.suppress(Refused):  # a cell of CSV holds messages as JSON; an answer may be JSON, too, and then is text
             return turns.messages(value, field)
-    return _answered(value, field)
+    return _answer(value, field)
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
@@ -218,13 +218,13 @@ def _margin(plan: Plan, row: Fields) -> Values:
     return values
 
 
-def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+def _labelled_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     """Return the context of a labelled row, and its answer: as `chosen` if the label is good, else as `rejected`; the other is None."""
     good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
     messages = _context(plan, row)
     if "completion" in plan.columns:
         field = plan.name("completion")
-        answer = _one_answer(_answered(plan.get(row, "completion"), field), field)
+        answer = _one_answer(_answer(plan.get(row, "completion"), field), field)
     else:
         field = plan.name("messages")
         answer = _one_answer(messages[-1:], field)
@@ -232,11 +232,11 @@ def _labelled(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     return messages, {"chosen": answer if good else None, "rejected": None if good else answer}
 
 
-def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     """Return context and ranking: the best answer is chosen, the worst rejected, the others keep their rank. Equal answers share a rank."""
     field = plan.name("answers")
     answers = plan.get(row, "answers")
-    answers = turns.parsed(answers, field) if isinstance(answers, str) else answers
+    answers = turns.parse(answers, field) if isinstance(answers, str) else answers
     if not isinstance(answers, list):
         raise Refused(field, "missing" if answers is None else "wrong_type", f"holds {turns.kind_of(answers)}, not a list of answers")
     if len(answers) < 2:
@@ -256,13 +256,13 @@ def _ranked(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     return _context(plan, row), values | ({"edited": edited} if edited else {})
 
 
-def _compared(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
+def _compared_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     """Return context and pair of two answers. Preference -3: the first answer is significantly better; 3: the second is."""
     worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
     if worth not in (-3, -2, -1, 1, 2, 3):
         rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")
         raise Refused(field, rule, f"holds {worth:g}: {reason}")
-    sides = [_one_answer(_answered(plan.get(row, side), plan.name(side)), plan.name(side)) for side in ("first", "second")]
+    sides = [_one_answer(_answer(plan.get(row, side), plan.name(side)), plan.name(side)) for side in ("first", "second")]
     better, worse = sides if worth < 0 else reversed(sides)
     value, field = plan.get(row, "history"), plan.name("history")
     one_turn = isinstance(value, str) and not value.lstrip().startswith("[{")
@@ -278,7 +278,7 @@ def _candidate(answer: Any, field: str) -> Message:
         return {"role": "assistant", "content": turns.text(answer[name], f"{field}.{name}")}
     if isinstance(answer, dict):
         return {"role": "assistant", "content": turns.text(answer.get("content", answer.get("value", answer.get("text"))), field)}
-    return _one_answer(_answered(answer, field), field)
+    return _one_answer(_answer(answer, field), field)
 
 
 def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:
@@ -286,7 +286,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
     if "scores" in plan.columns:
         field = plan.name("scores")
         values = plan.get(row, "scores")
-        values = turns.parsed(values, field) if isinstance(values, str) else values
+        values = turns.parse(values, field) if isinstance(values, str) else values
         if not isinstance(values, list) or len(values) != len(answers):
             amount = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
             raise Refused(field, "wrong_number", f"holds {amount} for {len(answers)} answers")
@@ -315,4 +315,4 @@ def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float
     if len(edits) > 1 or edits[0][0] != first:
         raise Refused(f"{plan.name('answers')}.{edits[0][0]}.edited", "edit_of_another", "is an edit of an answer that is not the best one")
     field = f"{plan.name('answers')}.{first}.edited"
-    return _one_answer(_answered(edits[0][1], field), field)
+    return _one_answer(_answer(edits[0][1], field), field)

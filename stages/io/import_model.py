@@ -145,17 +145,17 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
 
 def _local(model: External, scratch: Path) -> Path:
     if model.uri.startswith("hf://") and not model.files:
-        return _chosen(snapshot("import_model", model.uri, scratch / "hub", _needed), model.uri)
+        return _gguf_file(snapshot("import_model", model.uri, scratch / "hub", _needed_files), model.uri)
     if len(model.files) == 1 and not model.files[0].name.endswith(".gguf"):
         raise PunaError(f"import_model: {model.uri}: give the model's folder, which holds its configuration and tokenizer, or a GGUF file")
-    return _chosen(local_folder(model, scratch), model.uri)
+    return _gguf_file(local_folder(model, scratch), model.uri)
 
 
-def _needed(names: list[str]) -> tuple[str, ...]:
+def _needed_files(names: list[str]) -> tuple[str, ...]:
     return NEEDED if any(name.endswith(".safetensors") for name in names) else (*NEEDED, "*.gguf")
 
 
-def _chosen(path: Path, uri: str) -> Path:
+def _gguf_file(path: Path, uri: str) -> Path:
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         return path
     files = sorted(path.glob("*.gguf"))

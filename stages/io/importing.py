@@ -89,7 +89,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
         from_text(named_verifier(config.verifier))
     plans, examples = {}, []
     for name in dict.fromkeys(job.source for job in jobs):
-        plan, example = _planned(kind, layout, name, [job for job in jobs if job.source == name], config)
+        plan, example = _plan(kind, layout, name, [job for job in jobs if job.source == name], config)
         if plan is not None:
             plans[name] = plan
             run.metric(f"layout_{name}", plan.layout)
@@ -198,7 +198,7 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
         raise PunaError(f"input {job.file.location}: the file is gone ({error})") from error
 
 
-def _planned(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
+def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
     sample: list[dict[str, Any]] = []
     fault: Fault | None = None
     for job in jobs:
@@ -245,7 +245,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     fields = {*paths, *(path.partition(".")[0] for path in paths)}
     left: set[str] = set()
 
-    def flushed() -> pa.Table:
+    def flush() -> pa.Table:
         nonlocal size, total
         table, size = _records(kind, waiting), 0
         total += int(row_bytes(table.filter(pc.is_valid(table["place"])).select(columns)).sum())
@@ -255,7 +255,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
     for row in _rows(job, config):
         if isinstance(row, Row):
             left.update(column for column, value in row.fields.items() if column not in fields and value not in EMPTY)
-        values = _taken(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
+        values = _take_row(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(values, dict) and not is_text(values):  # JSON inside of a text may hold what the text itself does not
             values = Fault(row.number, "", "invalid_utf8", "holds halves of surrogate pairs, which are no Unicode text")
         if isinstance(values, Fault):
@@ -271,8 +271,8 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         rows += 1
         size += 300 + sum(len(value) for value in values.values() if isinstance(value, str))
         if size >= CHUNK_BYTES:
-            yield flushed()
-    yield flushed()
+            yield flush()
+    yield flush()
     yield {"rows": rows, "bytes": total, "source": job.source, "left": sorted(left)}
 
 
@@ -282,7 +282,7 @@ def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=pa.schema([*fields.values(), pa.field("place", pa.string()), pa.field("order", pa.int64())]))
 
 
-def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
+def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
     fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
     try:
         values = convert.CONVERT[kind](plan, fields)
@@ -300,7 +300,7 @@ def _taken(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> d
             assert isinstance(config, PromptRowsConfig)
             _check_verifier(plan.name("verifier"), values["verifier"], config.code_from)
         more = {"source": job.source, "score": None} if kind == "instructions" else {}
-        return _identified(kind, values | more | _about(plan, fields, job, config), row_id, config)
+        return _with_ids(kind, values | more | _about(plan, fields, job, config), row_id, config)
     except Refused as error:
         return Fault(row.number, error.field, error.rule, error.reason)
 
@@ -348,7 +348,7 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
             raise Refused(field, "names_code", f"names a function of {module}, which this import does not allow: {allow}")
 
 
-def _identified(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
+def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
     """Return the row with its id (`named`, or a digest of its content), the id of its prompt and its split."""
     context, tools = values["messages"], values["tools"] or ""
     content: tuple[Any, ...]

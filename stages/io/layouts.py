@@ -194,11 +194,11 @@ def _fits(one: Layout, rows: Sequence[Fields], given: Mapping[str, str]) -> bool
     if one.name == "kto":
         return bool(_present("messages", rows, given) or _present("completion", rows, given))
     if one.name == "ranked":
-        return bool(_present("scores", rows, given)) or any(_scored(field_at(row, _present("answers", rows, given)[0])) for row in rows)
+        return bool(_present("scores", rows, given)) or any(_has_scores(field_at(row, _present("answers", rows, given)[0])) for row in rows)
     return True
 
 
-def _scored(answers: Any) -> bool:
+def _has_scores(answers: Any) -> bool:
     """True if a list of answers, or its JSON text, has an answer with a score."""
     if isinstance(answers, str):
         try:

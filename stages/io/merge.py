@@ -30,7 +30,7 @@ def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -
         network, tokenizer = load_with_tokenizer(model.path(), dtype=None)
     except CheckpointError as error:
         raise PunaError(f"{model.id} cannot be read: {error}") from error
-    merged, parameters = _merged(network, folder, model, adapter.uri)
+    merged, parameters = _merge(network, folder, model, adapter.uri)
     run.metric("adapter_parameters", parameters)
     save(merged, run.folder, tokenizer)
 
@@ -48,7 +48,7 @@ def _folder(adapter: External, run: StageRun) -> Path:
     return folder
 
 
-def _merged(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
+def _merge(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
     """Return the network with merged adapters, and the number of LoRA and `modules_to_save` parameters (other types count 0)."""
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError

@@ -30,7 +30,7 @@ def messages(value: Any, field: str) -> list[Message]:
     if isinstance(value, str):
         if HUMAN.match(value):
             return dialogue(value, field)
-        value = parsed(value, field)
+        value = parse(value, field)
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
@@ -40,7 +40,7 @@ def messages(value: Any, field: str) -> list[Message]:
     return [message(turn, f"{field}.{number}") for number, turn in enumerate(value)]
 
 
-def parsed(text: str, field: str) -> Any:
+def parse(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -83,7 +83,7 @@ def _content(content: Any, field: str, calls: bool) -> str:
 
 def _calls(value: Any, field: str) -> list[Message]:
     """Return the tool calls of a turn whose content is a call or a list of calls, as objects or as JSON text."""
-    value = parsed(value, field) if isinstance(value, str) else value
+    value = parse(value, field) if isinstance(value, str) else value
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

@@ -69,7 +69,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     """
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
-    facts = run.exchange(_measured, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)
+    facts = run.exchange(_measure, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}
     for part_amounts in run.map(of_part, facts.filled, _amounts):
         for category, own in part_amounts.items():
@@ -91,7 +91,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     total = sum(training.values())
     bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     notes = [f"{weights.id} does not weigh {', '.join(late)}: their share is that of the text"] if weights and late else []
-    note = "; ".join(notes + _explained(shares, factors, config.max_repeats, max_share, total))
+    note = "; ".join(notes + _explain(shares, factors, config.max_repeats, max_share, total))
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
     run.metric("documents", facts.rows)
     run.metric("heldout_documents", sum(own.heldout for own in amounts.values()))
@@ -144,7 +144,7 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
     return {category: factor for category, factor in config.down_sample.items() if category in training}
 
 
-def _explained(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
+def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
     """Return notes that name the categories with limited weights, and the reason."""
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
@@ -171,7 +171,7 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
         raise PunaError(f"{where}: {'; '.join(problems)}; the categories with training text are {categories}")
 
 
-def _measured(part: Part, split: Artifact) -> pa.Table:
+def _measure(part: Part, split: Artifact) -> pa.Table:
     """Return a part's documents: id, category, `heldout` and size in bytes."""
     table = part.read()
     ids = table["id"]

@@ -19,7 +19,7 @@ from puna.stages.contract import Evaluation, External, Facts, Figure, Model, Sta
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
 from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
-from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, trained
+from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, training_memory
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.token_rows import Packed, Relay, mean_loss
 from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
@@ -65,7 +65,7 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
-        return [*in_vain, *others, *trained(facts, "model", config.optimizer)]
+        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer)]
     count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
@@ -88,7 +88,7 @@ def pretrain(
     """
     vocabulary = tokenizer_of(tokenizer)
     choice = None if size is None else ChosenSize.read(size)
-    config = config if choice is None else config.sized(choice)
+    config = config if choice is None else config.with_size(choice)
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
     if choice and choice.sequence_length != packed.row_length:
@@ -96,7 +96,7 @@ def pretrain(
                         "choose_size.sequence_length, or take the ladder's tokens")  # fmt: skip
     heldout = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
-    phases, starts = _counted(config, sources)
+    phases, starts = _count_steps(config, sources)
     watch = Watch(packed.validation_pieces(heldout), sum(phase.steps for phase in phases), vocabulary, config, run)
     watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
     state: dict[str, torch.Tensor] | Path | None
@@ -109,7 +109,7 @@ def pretrain(
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
         short = watch.loss(network) if phase.accept else math.nan
-        network = _prepared(network, phase, own.row_length)
+        network = _prepare(network, phase, own.row_length)
         for attempt in range(phase.accept.attempts if phase.accept else 1):
             place = (number, attempt) if attempt else (number,)
             relay = phase.relay(sources, aside, run.seed("rows", *place), vocabulary.begin, before)
@@ -146,7 +146,7 @@ def _sources(
     return packed
 
 
-def _counted(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
+def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
     """Return the phases with their steps, and the number of tokens that the run reads before each phase if all rows are full."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
@@ -197,7 +197,7 @@ def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int)
     return on_threads(Transformer(shape, generator=torch.Generator().manual_seed(seed))).to(device())
 
 
-def _prepared(model: Transformer, phase: Phase, row_length: int) -> Transformer:
+def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
     """Return the model with the phase's context length, rotary base and rotary scaling."""
     from puna.models.transformer import Transformer
 
@@ -259,7 +259,7 @@ class Watch:
                             "attempts, a smaller change of length or base, or wider bounds")  # fmt: skip
         return not faults
 
-    def averaged(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
+    def try_average(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
         """Measure the averaged weights in `model`; restore the last step's weights unless the average has the lower validation loss."""
         loss = self.loss(model)
         self.gain, better = self.before - loss, loss < self.before
@@ -285,18 +285,18 @@ def _train(
     file = run.scratch / f"validation-{'.'.join(map(str, place))}.json"  # survives a crash
     losses: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
-    def validated(step: int) -> bool:
+    def validates_at(step: int) -> bool:
         return step % config.validate_every == 0 or step == phase.steps
 
-    def asked(step: int) -> bool:
+    def asks_at(step: int) -> bool:
         return watch.tasks is not None and watch.tasks.due(step, phase.steps)
 
     def on_step(row: dict[str, float]) -> None:
         step = int(row["step"])
-        if validated(step) and str(step) not in losses:
+        if validates_at(step) and str(step) not in losses:
             losses[str(step)] = watch.loss(model)
             write_text(file, json.dumps(losses))
-        if watch.tasks is not None and asked(step):
+        if watch.tasks is not None and asks_at(step):
             watch.tasks.ask(done + step, model)
         run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
@@ -306,11 +306,11 @@ def _train(
             model, LanguageModeling(config.z_loss), lambda step: relay.at(step).later(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute), run.seed("loop", *place), checkpoint_dir=folder,
             checkpoint_every=config.checkpoint_every, on_step=on_step, state=state,
-            watched=lambda step: validated(step) or asked(step), device=device(),
+            watched=lambda step: validates_at(step) or asks_at(step), device=device(),
         )  # fmt: skip
     watch.before = watch.after = losses[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:
-        watch.averaged(model, lambda: _restored(model, load_state(folder)), phase.name)
+        watch.try_average(model, lambda: _restore(model, load_state(folder)), phase.name)
     watch.flops += sum(accounting.training_flops(model.config, relay.at(step).lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(losses.items(), key=lambda m: int(m[0]))]
@@ -334,7 +334,7 @@ def _fitting_state(phase: Phase) -> Iterator[None]:
         raise PunaError(f"phase {phase.name}: {error}; or set its optimizer to fresh") from error
 
 
-def _restored(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | None) -> Transformer:
+def _restore(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | None) -> Transformer:
     """Return a model with the weights of a checkpoint, before averaging."""
     from puna.models.transformer import Transformer
 

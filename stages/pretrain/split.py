@@ -60,7 +60,7 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
             hint = f"give {', '.join(names)} as domains" if config.kinds else f"set split.category to one of {', '.join(columns)}"
             raise PunaError(f"{there} no signal {name!r}; {hint}")
     cut = max(1, documents.record().cut)
-    facts = run.exchange(_measured, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
+    facts = run.exchange(_measure, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
     sides = sides_of(lambda function, *args: run.map(of_part, facts.filled, function, *args), config)
     training, heldout_documents, heldout_bytes = Counter[str](), 0, 0
     for bytes_of, documents_out, bytes_out in run.map(of_part, facts.filled, _amounts, sides):
@@ -73,7 +73,7 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
     run.metric("heldout_bytes", heldout_bytes)
 
 
-def _measured(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig) -> pa.Table:
+def _measure(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig) -> pa.Table:
     """Return a part's documents: id, chance (a hash of the normalised address, 0 to 1), category and size in bytes."""
     table = part.read()
     ids = table["id"]

@@ -11,9 +11,9 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
-from puna.stages.training.corpus import check_mixture, chosen, rank
+from puna.stages.training.corpus import check_mixture, rank, split_documents
 from puna.stages.training.token_rows import pack
-from puna.stages.training.vocabulary import loaded
+from puna.stages.training.vocabulary import load
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
@@ -58,8 +58,8 @@ def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle
     """Encode a part. Return its copies with bucket and order; and counts: tokens by bucket and by category, documents, copies, bytes."""
     documents = part.read()
     place = {id_: (part.start + i) // size for i, id_ in enumerate(documents["id"].to_pylist())}
-    rows = [row for row in chosen(documents, mixture, "train") if row.text]
-    tokenizer = loaded(tokenizer_folder)
+    rows = [row for row in split_documents(documents, mixture, "train") if row.text]
+    tokenizer = load(tokenizer_folder)
     ids = [[tokenizer.begin, *encoding, *tokenizer.end] for encoding in tokenizer.encode_batch([row.text for row in rows])]
     copies = [(index, copy) for index, row in enumerate(rows) for copy in range(row.repeats)]
     buckets: Counter[str] = Counter()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from puna.models.training.state import Stop, interruptible, remembered
+from puna.models.training.state import Stop, cached_json, interruptible
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, stage
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
-from puna.stages.training.vocabulary import FILES, loaded
+from puna.stages.training.vocabulary import FILES, load
 from puna.storage import Artifact, Part, PunaError
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     if not sample:
         raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
     size, last = sum(row[2] for row in sample), sample[-1][:2]
-    texts = (row.text for part in parts for row in _sampled(part, mixture, seed, last))
+    texts = (row.text for part in parts for row in _sample(part, mixture, seed, last))
     if model is None:
         _learn(lambda: Tokenizer.train(texts, config.vocab_size), config.vocab_size, size, run)
     elif config.new_tokens:
-        own = loaded(str(model.path()))
+        own = load(str(model.path()))
         try:
             _learn(lambda: grown_tokenizer(own, texts, config.new_tokens), own.vocab_size + config.new_tokens, size, run)
         except TokenizerError as error:
@@ -71,7 +71,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
         for name in model.manifest.files:
             if name in FILES or name.endswith(".jinja"):
                 run.folder.joinpath(name).write_bytes(model.path(name).read_bytes())
-    run.metric("vocab_size", loaded(str(run.folder)).vocab_size)
+    run.metric("vocab_size", load(str(run.folder)).vocab_size)
     run.metric("sample_documents", len(sample))
     run.metric("sample_bytes", size)
     # An imported tokenizer may normalise texts; only a tokenizer trained here must decode to the same text.
@@ -81,14 +81,14 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
 def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun) -> None:
     """Write the tokenizer that `learn` returns; raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample."""
 
-    def learned() -> dict[str, str]:
+    def learn_files() -> dict[str, str]:
         interruptible(learn).save(run.folder)
         return {name: (run.folder / name).read_text(encoding="utf-8") for name in FILES}
 
     with Stop():  # one call of a library: a stop waits for its result, which the next attempt takes over
-        for name, text in remembered(run.scratch / "fit-merges.json", learned).items():
+        for name, text in cached_json(run.scratch / "fit-merges.json", learn_files).items():
             (run.folder / name).write_text(text, encoding="utf-8")
-    if (count := loaded(str(run.folder)).vocab_size) < tokens:
+    if (count := load(str(run.folder)).vocab_size) < tokens:
         raise PunaError(
             f"the sample of {size} bytes has words for {count} tokens only, not for {tokens}; "
             "give more documents, raise max_bytes or ask for fewer tokens"
@@ -101,7 +101,7 @@ def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> l
     return candidates(((rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text), max_bytes)
 
 
-def _sampled(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
+def _sample(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
     """Return a part's documents of the sample, which ends with the hash and id `last`."""
     return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
@@ -110,7 +110,7 @@ def _lengths(
     part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str, exact: bool
 ) -> tuple[Counter[str], Counter[str]]:
     """Return bytes and tokens of a part's sampled documents by category. `exact`: raise PunaError if decoding does not restore a text."""
-    rows, tokenizer = _sampled(part, mixture, seed, last), loaded(folder)
+    rows, tokenizer = _sample(part, mixture, seed, last), load(folder)
     sizes, tokens = Counter[str](), Counter[str]()
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
         if exact and tokenizer.decode(ids) != row.text:

@@ -20,7 +20,7 @@ import numpy as np
 from puna.stages.conversations import messages_of, text_of
 from puna.stages.verifiers.base import BoundedVerifier, Item, Verifier, attempt, is_correct
 from puna.stages.verifiers.registry import from_json
-from puna.stages.verifiers.scoring import combined, leaves, question_of
+from puna.stages.verifiers.scoring import combine, leaves, question_of
 from puna.storage import PunaError
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -80,7 +80,7 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
         NUMBERS: [max(examples, key=lambda one: _close_numbers(text, one)).answer for text in texts],
         WORDS: [max(examples, key=lambda one: _shared_words(text, one)).answer for text in texts],
         EDITS: [one.answer for one in by_edits],
-        REPLACED: [_replaced(one, text) for one, text in zip(by_edits, texts, strict=True)],
+        REPLACED: [_replace_tokens(one, text) for one, text in zip(by_edits, texts, strict=True)],
         MAJORITY: [majority(text) for text in texts],
     }
     return {
@@ -101,7 +101,7 @@ def _checker(row: Mapping[str, Any], trusted: bool) -> Verifier | None:
 def _right(row: Mapping[str, Any], verifier: Verifier, answer: str) -> float:
     question = question_of(dict(row))
     scores = iter([attempt(Item(leaf, question, answer)) for leaf in leaves(verifier)])
-    return float(is_correct(combined(verifier, lambda: next(scores)).value))
+    return float(is_correct(combine(verifier, lambda: next(scores)).value))
 
 
 def _shared_words(one: _Text, other: _Text) -> float:
@@ -137,7 +137,7 @@ class _Edits:
         return np.take_along_axis(last, self._lengths[:, None], 1)[:, 0]
 
 
-def _replaced(known: _Text, text: _Text) -> str:
+def _replace_tokens(known: _Text, text: _Text) -> str:
     """Return the known answer, in which the tokens that differ between the two questions are replaced by the tokens of `text`."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():

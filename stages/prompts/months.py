@@ -10,7 +10,7 @@ from pydantic import Field
 
 from puna.stages.contract import Evaluation, Figure, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import asking
-from puna.stages.draws import hashed, identifier
+from puna.stages.draws import hash_of, identifier
 from puna.stages.prompts.prompts import Task, draw_questions, verifier_text
 from puna.stages.training.intervals import Interval, evaluation_row, mean, wilson
 from puna.stages.verifiers.base import is_correct
@@ -64,10 +64,10 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
     """Return rows of the prompts table for one task and month. Raise PunaError if the draws give too few different questions."""
     own = month_number(month) % CYCLE
     rows: dict[str, dict[str, Any]] = {}
-    seed = hashed("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))
+    seed = hash_of("dated", month, task.task, json.dumps(task.parameters, sort_keys=True))
     for draw in draw_questions(task, draws, seed, APART):
         text = " ".join(draw.question.split()).casefold()
-        if hashed("dated question", text) % CYCLE != own or text in rows:
+        if hash_of("dated question", text) % CYCLE != own or text in rows:
             continue
         rows[text] = {
             "id": identifier(draw.question), "task": f"{task.name or task.task}@{month}", "split": "heldout",

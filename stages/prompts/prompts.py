@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.contract import SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import asking
-from puna.stages.draws import hashed, identifier
+from puna.stages.draws import hash_of, identifier
 from puna.stages.prompts import tasks
 from puna.stages.prompts.tasks import Drawn
 from puna.stages.verifiers.reasoning_gym import generator
@@ -72,7 +72,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
     pool: dict[str, Drawn] = {}
     for draw in draw_questions(task, config.draws, seed):
         pool.setdefault(draw.question, draw)
-    fresh = sorted(set(pool) - taken, key=lambda question: hashed(config.seed, question))
+    fresh = sorted(set(pool) - taken, key=lambda question: hash_of(config.seed, question))
     taken.update(fresh)
     heldout_structures = _held_out({pool[question].structure for question in fresh}, config)
     sides: dict[str, list[str]] = {"heldout": [], "train": []}
@@ -99,9 +99,9 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
 def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
     """Return the held-out structures: those with a small hash if each question has its own structure, else a share of all."""
     if all(structure.startswith(ALONE) for structure in structures):
-        return {one for one in structures if hashed(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
+        return {one for one in structures if hash_of(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
     count = max(1, round(config.heldout_fraction * len(structures)))
-    return set(sorted(structures, key=lambda one: hashed(config.seed, one))[:count])
+    return set(sorted(structures, key=lambda one: hash_of(config.seed, one))[:count])
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:

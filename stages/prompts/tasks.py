@@ -107,7 +107,7 @@ class SentenceTask(Generator):
         verifier = Product(of=(_has(one), _has(other), spoken_of, _sentence(self.min_characters)))
         answer = f"The {one} stood beside the {other} {random.choice(PLACES)}."
         question = f'Write one sentence that contains the words "{one}" and "{other}".'
-        return Drawn(question, answer, _named(verifier), f"nouns {group} of {GROUPS}")
+        return Drawn(question, answer, _verifier_json(verifier), f"nouns {group} of {GROUPS}")
 
 
 class SceneTask(Generator):
@@ -121,7 +121,7 @@ class SceneTask(Generator):
         noun, job = random.choice(NOUNS[group::GROUPS]), random.choice(JOBS)
         verifier = Product(of=(_has(noun), _has(job), _sentence(self.min_characters)))
         answer = f"The {job} found a {noun} {random.choice(PLACES)}."
-        return Drawn(f"Write one sentence in which a {job} finds a {noun}.", answer, _named(verifier), f"nouns {group} of {GROUPS}")
+        return Drawn(f"Write one sentence in which a {job} finds a {noun}.", answer, _verifier_json(verifier), f"nouns {group} of {GROUPS}")
 
 
 class RecordTask(Generator):
@@ -136,7 +136,7 @@ class RecordTask(Generator):
         schema = {"type": "object", "required": keys, "additionalProperties": False, "properties": properties}
         answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in keys})
         question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(keys)}."
-        return Drawn(question, answer, _named(JsonSchema(json_schema=schema)), f"fields {', '.join(sorted(keys))}")
+        return Drawn(question, answer, _verifier_json(JsonSchema(json_schema=schema)), f"fields {', '.join(sorted(keys))}")
 
 
 def _has(noun: str) -> RegularExpression:
@@ -147,9 +147,9 @@ def _sentence(characters: int) -> RegularExpression:
     return RegularExpression(pattern=rf"[A-Z][^.!?\"“”:\n]{{{characters - 2},}}[.!]", match="whole")
 
 
-def _named(verifier: Verifier) -> dict[str, Any]:
+def _verifier_json(verifier: Verifier) -> dict[str, Any]:
     own = to_json(verifier)
-    return {**own, "of": [_named(part) for part in verifier.parts()]} if verifier.parts() else own
+    return {**own, "of": [_verifier_json(part) for part in verifier.parts()]} if verifier.parts() else own
 
 
 GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTask, SentenceTask, SceneTask, RecordTask)}

@@ -25,7 +25,7 @@ HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
 NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # control characters, except in UTF-16
 
 
-def decoded(body: bytes, encodings: str, limit: int) -> bytes:
+def decode(body: bytes, encodings: str, limit: int) -> bytes:
     """Undo encodings, listed in the order in which they were applied. A body that is plainly not encoded is returned unchanged.
 
     Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or in an unknown encoding.
@@ -49,7 +49,7 @@ def decoded(body: bytes, encodings: str, limit: int) -> bytes:
     return body
 
 
-def gunzipped(body: bytes, limit: int) -> bytes:
+def gunzip(body: bytes, limit: int) -> bytes:
     """Return the content of consecutive gzip members, at most `limit` + 1 bytes; other bytes after them are ignored.
 
     Raise EOFError if the data end inside a member. A missing checksum or length at the very end is accepted: no content is lost.
@@ -80,7 +80,7 @@ def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
     return False
 
 
-def _inflated(body: bytes, limit: int) -> bytes:
+def _inflate(body: bytes, limit: int) -> bytes:
     """Decompress a deflate body, with or without zlib's header, to at most `limit` + 1 bytes; return a body that is text unchanged."""
     bare = body[:1] != b"\x78"
     text = bare and not NO_TEXT.match(body)  # it was decoded before
@@ -108,7 +108,7 @@ def unzstd(body: bytes, limit: int) -> bytes:
     return bytes(out)
 
 
-def _joined(body: bytes, limit: int) -> bytes:
+def _join_chunks(body: bytes, limit: int) -> bytes:
     """Return the joined chunks of a body, which may be truncated after its first chunk; return a body without chunks unchanged."""
     pieces: list[bytes] = []
     at, end = 0, None
@@ -134,11 +134,11 @@ def _unbrotli(body: bytes, limit: int) -> bytes:
 
 
 DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
-    "gzip": lambda body, limit: gunzipped(body, limit) if body.startswith(GZIP_MAGIC[:2]) else body,
-    "deflate": _inflated,
+    "gzip": lambda body, limit: gunzip(body, limit) if body.startswith(GZIP_MAGIC[:2]) else body,
+    "deflate": _inflate,
     "zstd": lambda body, limit: unzstd(body, limit) if body.startswith(ZSTD_MAGIC) else body,
     "br": _unbrotli,
-    "chunked": _joined,
+    "chunked": _join_chunks,
 }
 """Encoding → decoder. gzip, zstd and chunked return other bodies unchanged, deflate only text. Brotli has no signature to test."""
 DECODERS["x-gzip"] = DECODERS["gzip"]

@@ -80,7 +80,7 @@ def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
     """Yield the content of zstd frames in pieces. Raise EOFError if the data end inside a frame. `window`: maximum bytes of a frame's
     window (0: 128 MB), whose memory is allocated only as it fills."""
     engine = None
-    for packed in sliced(data):
+    for packed in slices(data):
         left = packed
         while left:
             engine = engine or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
@@ -91,14 +91,14 @@ def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
         raise EOFError("the file ends inside a zstd frame")
 
 
-def sliced(data: Iterator[bytes]) -> Iterator[bytes]:
+def slices(data: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the same bytes in slices of at most `SLICE_BYTES`."""
     for chunk in data:
         for at in range(0, len(chunk), SLICE_BYTES):
             yield chunk[at : at + SLICE_BYTES]
 
 
-def unpacked(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:
+def decompress(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:
     """Return a reader of a file's bytes. If the name has a compression suffix, they are decompressed, and counted by `unpacking`."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.stages.reading.bodies import gunzipped
+from puna.stages.reading.bodies import gunzip
 from puna.stages.reading.columns import TEXTS, Unread, batches, open_parquet, records, unpacked_bytes, values
 from puna.stages.reading.dates import moment
-from puna.stages.reading.files import DAMAGE, Unpacking, address, address_of, field_at, suffix, unpacked
+from puna.stages.reading.files import DAMAGE, Unpacking, address, address_of, decompress, field_at, suffix
 from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.rows import Row, is_text, read_rows
 from puna.storage import PunaError
@@ -71,9 +71,9 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
         return
     try:
         if name.lower().endswith(".gz"):
-            body = gunzipped(handle.read(2 * max_bytes + PACKED_ROOM), max_bytes)
+            body = gunzip(handle.read(2 * max_bytes + PACKED_ROOM), max_bytes)
         else:
-            body = unpacked(handle, name).read(max_bytes + 1)
+            body = decompress(handle, name).read(max_bytes + 1)
     except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return
@@ -93,7 +93,7 @@ def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Col
 
 def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
     """Return the columns to read from a Parquet file; raise PunaError for a missing column or an unreadable file."""
-    return _chosen(open_parquet(handle, name)[0].schema_arrow.names, name, columns)
+    return _existing(open_parquet(handle, name)[0].schema_arrow.names, name, columns)
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
@@ -102,7 +102,7 @@ def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max
     A dictionary-encoded text is decoded once per batch; a text longer than `max_bytes` is not decoded.
     """
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
-    column_names = _chosen(file.schema_arrow.names, name, columns)
+    column_names = _existing(file.schema_arrow.names, name, columns)
     for group in range(file.num_row_groups):
         number, end = end, end + file.metadata.row_group(group).num_rows
         try:
@@ -137,7 +137,7 @@ def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
     """Yield one page per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
     number, unpacking = 0, Unpacking(name, handle)
     for batch in batches(handle, name, "dataset"):
-        batch = batch.select(_chosen(batch.schema.names, name, columns))
+        batch = batch.select(_existing(batch.schema.names, name, columns))
         unpacking.add(sum(map(unpacked_bytes, batch.columns)), records=batch.num_rows)
         yield from (_row(row, source, name, at, columns) for at, row in enumerate(records(batch), number))
         number += batch.num_rows
@@ -151,7 +151,7 @@ def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator
         yield _row(row, source, name, number, columns)
 
 
-def _chosen(names: list[str], where: str, columns: Columns) -> list[str]:
+def _existing(names: list[str], where: str, columns: Columns) -> list[str]:
     columns.check(names, where)
     fields = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
     if columns.date is None:
@@ -171,11 +171,11 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         except UnicodeEncodeError as error:  # JSON may hold halves of surrogate pairs
             return Rejected("malformed_record", where, f"{name}, row {number + 1}: {error}")
     if not isinstance(body, bytes):
-        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.body} {_held(body)}")
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.body} {_type_named(body)}")
     url = field_at(row, columns.url or "url")
     if not isinstance(url, str) or "://" not in url:
         if columns.url is not None and not isinstance(url, str):
-            return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.url} {_held(url)}")
+            return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.url} {_type_named(url)}")
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not is_text(url):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
@@ -188,5 +188,5 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     return Page(url, at, columns.content_type, "utf-8", body, where)
 
 
-def _held(value: Any) -> str:
+def _type_named(value: Any) -> str:
     return value.reason if isinstance(value, Unread) else f"holds {type(value).__name__}, not text"

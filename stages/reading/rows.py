@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from puna.stages.reading.columns import Unread, batches, records, repeated, unpacked_bytes
-from puna.stages.reading.files import DAMAGE, Unpacking, suffix, unpacked
+from puna.stages.reading.files import DAMAGE, Unpacking, decompress, suffix
 from puna.storage import PunaError
 
 CHUNK_CHARACTERS = 1 << 18
@@ -66,16 +66,16 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
             yield from _batch(batch, number, max_row_bytes, unpacking)
             number += batch.num_rows
     elif kind in ("csv", "tsv"):
-        yield from _checked(_csv(unpacked(handle, name, unpacking), name, "\t" if kind == "tsv" else "", max_row_bytes, unpacking))
+        yield from _check_unicode(_csv(decompress(handle, name, unpacking), name, "\t" if kind == "tsv" else "", max_row_bytes, unpacking))
     else:
-        yield from _checked(_json(unpacked(handle, name, unpacking), max_row_bytes, unpacking))
+        yield from _check_unicode(_json(decompress(handle, name, unpacking), max_row_bytes, unpacking))
 
 
-def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
+def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
     """Yield rows and faults. A row that is nested too deeply, or whose text holds surrogates (no valid Unicode), becomes a fault."""
     for row in rows:
         try:
-            wrong = _broken(row.fields) if isinstance(row, Row) else None
+            wrong = _broken_field(row.fields) if isinstance(row, Row) else None
         except RecursionError:
             yield Fault(row.number, "", "invalid_json", "is nested too deeply")
             continue
@@ -85,7 +85,7 @@ def _checked(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
             yield Fault(row.number, wrong, "invalid_utf8", "holds bytes or halves of surrogate pairs that are no Unicode text")
 
 
-def _broken(fields: dict[str, Any]) -> str | None:
+def _broken_field(fields: dict[str, Any]) -> str | None:
     """Return the name of the first field whose name or text cannot be written as UTF-8; None if there is none."""
     return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not is_text(name, value)), None)
 

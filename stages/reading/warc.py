@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from fastwarc.warc import WarcRecord
 
-from puna.stages.reading.bodies import decoded
+from puna.stages.reading.bodies import decode
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import Unpacking
 from puna.stages.reading.pages import Page, Rejected
@@ -100,7 +100,7 @@ def _response(block: bytes, where: str, said: str, url: str, fetched: int, limit
         fields.setdefault(name.strip().lower(), value.strip())
     encodings = f"{fields.get('content-encoding', '')},{fields.get('transfer-encoding', '')}"
     try:
-        body = decoded(block[end.end() :] if end else b"", encodings.lower(), limit)
+        body = decode(block[end.end() :] if end else b"", encodings.lower(), limit)
     except ValueError as error:
         return Rejected("undecodable_body", where, f"{said}: {error}")
     media, charset = media_type(fields.get("content-type", ""))

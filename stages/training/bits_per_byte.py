@@ -117,7 +117,7 @@ class NGrams:
         tokens, places = _flat(documents)
         share = self._share(tokens, places)
         if page:
-            share = self._paged(tokens, places, share)
+            share = self._with_page_counts(tokens, places, share)
         logs = np.where(places > 0, -np.log(share), 0.0)
         ends = np.cumsum([len(document) for document in documents])
         return [float(part.sum()) for part in np.split(logs, ends[:-1])]
@@ -130,11 +130,11 @@ class NGrams:
             at, hit = _find(level.keys, np.where(mask, contexts * self.vocabulary + tokens, -1))
             of, there = _find(level.contexts, np.where(mask, contexts, -1))
             counts, totals, kinds = level.counts[at] * hit, level.totals[of] * there, level.kinds[of] * there
-            share = _interpolated(counts, totals, kinds, share)
+            share = _interpolate(counts, totals, kinds, share)
             contexts = np.roll(np.where(hit, at, -1), 1)
         return share
 
-    def _paged(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
+    def _with_page_counts(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
         """Return `share` interpolated with counts of the tokens that precede each token in its document, order by order."""
         contexts = np.cumsum(places == 0) - 1
         for length in range(self.order):
@@ -143,7 +143,7 @@ class NGrams:
             there = valid.astype(np.int64)
             before = _earlier(grams, there)
             totals, kinds = _earlier(contexts, there), _earlier(contexts, there * (before == 0))
-            share = np.where(valid, _interpolated(before, totals, kinds, share), share)
+            share = np.where(valid, _interpolate(before, totals, kinds, share), share)
             contexts = np.roll(grams, 1)
         return share
 
@@ -172,7 +172,7 @@ def _earlier(groups: Ints, values: Ints) -> Ints:
     return total
 
 
-def _interpolated(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
+def _interpolate(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
     """Return Witten and Bell's probability; the lower order's for a context that was never seen."""
     below = np.maximum(totals + kinds, 1)
     return np.where(totals > 0, (counts + kinds * lower) / below, lower)

@@ -55,7 +55,7 @@ class SizedConfig(SeededConfig):
         settings = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
         return [name for name, is_set in settings.items() if is_set and (source == "size" or name == source)]
 
-    def sized(self, size: ChosenSize) -> Self:
+    def with_size(self, size: ChosenSize) -> Self:
         """Return the settings with the model, the optimizer and the first phase of a size."""
         first = size.phase.replace(name=self.phases[0].name)
         return self.replace(model=size.model, optimizer=size.optimizer, phases=(first, *self.phases[1:]))

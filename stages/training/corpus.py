@@ -27,7 +27,7 @@ class Chosen(NamedTuple):
     repeats: int
 
 
-def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
+def split_documents(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
     """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, all documents once.
 
     A selection yields every document once: its category is `kept`, or the rule that drops it."""
@@ -56,7 +56,7 @@ def chosen(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterato
 
 def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
     """Return the documents that `chosen` yields for one part of a documents table; for workers."""
-    return list(chosen(part.read(), mixture, split))
+    return list(split_documents(part.read(), mixture, split))
 
 
 def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None:

@@ -94,7 +94,7 @@ def mean(values: Sequence[float]) -> Interval:
     return ratio(values, [1.0] * len(values))
 
 
-def paired(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
+def paired_difference(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
     """Return the mean difference one - other over common items, with Student's interval of the differences.
 
     For two models on the same prompts, this interval is usually narrower than an unpaired one: the prompts' difficulty cancels.

@@ -41,7 +41,7 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 
 @contextmanager
-def adapted(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
+def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
     """Add adapters for the context if `method` is `lora`; save (see `keeps`) and merge them on leaving. Yield `learning_rate_scales`.
 
     With 4-bit matrices, `save_model` merges them instead: until then the model needs less memory.

@@ -72,7 +72,7 @@ def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[
     ]
 
 
-def trained(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None) -> list[str]:
+def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None) -> list[str]:
     """Return complaints about the memory for training the model of input `name`; `method`: `full` or `lora`, if the stage has both."""
     remedy = "take a smaller model or another machine"
     if method == "full":
@@ -97,7 +97,7 @@ def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettin
 
 def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: AdapterConfig) -> list[str]:
     """Return complaints about training the model of input `name`, or its adapters, on conversations: chat template, memory, packages."""
-    return [*chat_template(facts, name), *trained(facts, name, optimizer, config.method), *config.unmet()]
+    return [*chat_template(facts, name), *training_memory(facts, name, optimizer, config.method), *config.unmet()]
 
 
 def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:

@@ -16,7 +16,7 @@ from puna.models.training.packing import batched
 from puna.stages.contract import StageRun
 from puna.stages.training.corpus import Chosen, chosen_of, rank
 from puna.stages.training.token_rows import Packed, Reader, pack
-from puna.stages.training.vocabulary import loaded
+from puna.stages.training.vocabulary import load
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
@@ -66,10 +66,10 @@ class Group:
     amount: Amount
 
 
-def grouped(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
+def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
     """Return at most `most` groups of training documents: the largest categories by bytes, and one group of all others."""
     totals: dict[str, Amount] = {}
-    for part in run.map(_counted, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
+    for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
             totals[name] = totals[name] + one if name in totals else one
     if not totals:
@@ -88,7 +88,7 @@ def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
     return [row for row in chosen_of(part, mixture, "train") if row.text]
 
 
-def _counted(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Amount]:
+def _count(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Amount]:
     """Return the amount of each category in a part. Small runs read at most `most` tokens of a document."""
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for row in _training(part, mixture):
@@ -135,7 +135,7 @@ def _encode(
     """Return the first `most` tokens of a part's documents in the groups, up to the last range of hashes that a group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]
-    vocabulary = loaded(tokenizer)
+    vocabulary = load(tokenizer)
     # Do not encode a whole book for its first page.
     encodings = vocabulary.encode_batch([row.text[: MOST_PER_TOKEN * most] for _, row in rows])
     return pa.table(
@@ -157,10 +157,10 @@ def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
     limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)
     count = max(1, int(np.searchsorted(reached, limit, side="right")))
     pool = int(np.searchsorted(reached, int(reached[count - 1]) + sizes.training * TEXT_PER_TOKEN)) + 1
-    return _packed(rows.slice(count, pool - count), sizes.row), _packed(rows.slice(0, count), sizes.row)
+    return _pack(rows.slice(count, pool - count), sizes.row), _pack(rows.slice(0, count), sizes.row)
 
 
-def _packed(rows: pa.Table, sequence_length: int) -> Packed:
+def _pack(rows: pa.Table, sequence_length: int) -> Packed:
     return Packed.read(pa.table(pack(rows["tokens"], rows["id"].to_pylist(), sequence_length)))
 
 
@@ -182,7 +182,7 @@ class Pools:
             tuple(frozenset(held.ids) for _, held in divided),
         )
 
-    def mixed(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
+    def mix(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
         """Return steps whose rows come from the groups in these shares."""
         readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed=0, begin=begin) for p in self.training]
         return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)

@@ -59,7 +59,7 @@ def fresh(shape: ModelConfig, seed: int) -> Transformer:
     return Transformer(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def trained(
+def train_proxy(
     model: Transformer, name: str, batches: Callable[[int], Any], lengths: Callable[[int], Sequence[int]], settings: TrainConfig, seed: int,
     state: Path, moments: Mapping[str, Tensor] | None = None,
 ) -> Proxy:  # fmt: skip
@@ -104,10 +104,10 @@ def run_trials(
 
 def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tuple[Any, ...], scratch: str) -> dict[str, Any]:
     with one_thread():
-        return remembered(Path(scratch) / f"trial-{job[0]}.json", lambda state: make(*job, *shared, state))
+        return cached_object(Path(scratch) / f"trial-{job[0]}.json", lambda state: make(*job, *shared, state))
 
 
-def remembered(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON object in `file`; make and write it first if it is missing. `make` gets a folder for training state."""
     state = file.with_suffix("")
     if not file.exists():
@@ -129,7 +129,7 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
     return packed, packed.validation(share, wanted)
 
 
-def resized(shape: ModelShape, width: int) -> ModelShape:
+def resize(shape: ModelShape, width: int) -> ModelShape:
     """Return the shape at another width: layers, number of heads and feed-forward in proportion, heads of about the same width."""
     share = width / shape.hidden_size
     heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))

@@ -40,7 +40,7 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
         )
 
 
-def ranked(row: dict[str, Any]) -> Tiers:
+def by_tier(row: dict[str, Any]) -> Tiers:
     """Return the answers of a preference in tiers of equals, best first: edited, chosen, others between, rejected."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
@@ -49,7 +49,7 @@ def ranked(row: dict[str, Any]) -> Tiers:
     return [*([edited] if edited else []), best, *between, worst]
 
 
-def labelled(row: dict[str, Any]) -> Tiers:
+def by_label(row: dict[str, Any]) -> Tiers:
     """Return the good and the bad answers of a preference as two tiers, which may be empty; answers between them are in neither."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
@@ -74,7 +74,7 @@ class Ranked(NamedTuple):
 
 
 def render_ranked(
-    tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = ranked,
+    tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
     """Render each prompt with the ranked answers of its preferences. Answers beyond `limit` tokens make another example of the prompt."""
     limit = limit._replace(what="the prompt with its answers")
@@ -84,13 +84,13 @@ def render_ranked(
         if results and results[-1].rows[0]["prompt_id"] == row["prompt_id"] and results[-1].example.prompt == example.prompt:
             last, more = results[-1], len(example) - len(example.prompt)
             if len(last.example) + more <= limit.tokens:
-                results[-1] = Ranked(_joined(last.example, example), [*last.rows, row])
+                results[-1] = Ranked(_join(last.example, example), [*last.rows, row])
                 continue
         results.append(Ranked(example, [row]))
     return results
 
 
-def _joined(one: Example, other: Example) -> Example:
+def _join(one: Example, other: Example) -> Example:
     start = len(one.answers)
     shifted = [[[start + index for index in tier] for tier in tiers] for tiers in other.groups]
     return Example(one.prompt, one.answers + other.answers, one.masks + other.masks, one.groups + shifted)

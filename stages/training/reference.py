@@ -41,7 +41,7 @@ class Reference:
 
         The model computes in the precision of training: otherwise ratios would contain rounding errors of bf16.
         """
-        from puna.models.training.parallel.parallel import asked
+        from puna.models.training.parallel.parallel import part_of
         from puna.models.training.trainer import computing_in
 
         config = self._config
@@ -51,16 +51,16 @@ class Reference:
         missing = [i for i, some in enumerate(names) if not all(name in self._stored for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size, layout = config.training.compute.micro_batch_tokens, config.training.compute.layout
-        held = asked(model, layout, ranks.mesh(layout), device())
+        held = part_of(model, layout, ranks.mesh(layout), device())
         with computing_in(held.model, training_precision(config.training.compute, self._run)):
-            sums = summed(
+            sums = sum_logprobs(
                 held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
             )
         computed = dict(zip(missing, sums, strict=True))
         return [computed[i] if i in computed else [self._stored[name] for name in some] for i, some in enumerate(names)]
 
 
-def summed(
+def sum_logprobs(
     model: Transformer | Parallel, examples: Sequence[Example], mask_format: bool, micro_batch_tokens: int,
     progress: Callable[[int, int], None],
 ) -> list[list[float]]:  # fmt: skip

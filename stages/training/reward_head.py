@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from puna.models.training.resumable_loop import iterate, rows_of
 from puna.stages.contract import StageRun
-from puna.stages.training.proxy_runs import remembered
+from puna.stages.training.proxy_runs import cached_object
 from puna.stages.training.rankings import all_pairs, order
 from puna.stages.training.train import Example
 
@@ -53,7 +53,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
         run.metric("cross_validated_longer_accuracy", sum(longer) / len(longer))
     penalty = best_penalty(pairs, run.scratch)
     run.metric("penalty", penalty)
-    head = _fitted(pairs, penalty, run.scratch) / scale
+    head = _fit(pairs, penalty, run.scratch) / scale
     with torch.no_grad():
         model.score.weight.copy_(head.to(model.score.weight)[None])
 
@@ -109,7 +109,7 @@ def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
 
     def loss(penalty: float) -> float:
         masks = [pairs.fold == number for number in numbers]
-        fits = [(pairs.of(out), _fitted(pairs.of(~out), penalty, scratch)) for out in masks]
+        fits = [(pairs.of(out), _fit(pairs.of(~out), penalty, scratch)) for out in masks]
         return sum(_loss(left.differences, left.weight, head) for left, head in fits)
 
     return min(PENALTIES, key=lambda penalty: (loss(penalty), -penalty))
@@ -124,12 +124,12 @@ def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
     for number in pairs.fold.unique().tolist():
         out = pairs.fold == number
         rest = pairs.of(~out)
-        margins = pairs.of(out).differences @ _fitted(rest, best_penalty(rest, scratch), scratch)
+        margins = pairs.of(out).differences @ _fit(rest, best_penalty(rest, scratch), scratch)
         right += sum(map(order, margins.tolist()))
     return right / len(pairs.fold)
 
 
-def _fitted(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
+def _fit(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
     """Return the head fitted to `pairs`, all pairs of some folds, under a penalty; read it from `scratch` if it is saved there."""
     import torch
 
@@ -140,7 +140,7 @@ def _fitted(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
     def make(state: Path) -> dict[str, Any]:
         return {"head": bradley_terry(pairs.differences, pairs.weight, penalty, state).tolist()}
 
-    return torch.tensor(remembered(scratch / f"fit-{folds}-{penalty:g}.json", make)["head"], dtype=torch.float64)
+    return torch.tensor(cached_object(scratch / f"fit-{folds}-{penalty:g}.json", make)["head"], dtype=torch.float64)
 
 
 def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:

@@ -80,7 +80,7 @@ class Rewards:
         scores = [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
         return {"score": scores, **parts}
 
-    def centered(self, prompts: Ids, completions: Completions) -> Rewards:
+    def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
         """Return rewards centered at the mean number of these answers, weighted by verifier scores; unchanged if all scores are 0."""
         if self.gold is None or self.numbers is None:
             return self
@@ -107,12 +107,12 @@ def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: in
 
     def numbers(prompts: Ids, completions: Completions) -> list[list[float]]:
         columns = [member(prompts, completions) for member in members]
-        return [[combined(values, how) for values in zip(*some, strict=True)] for some in zip(*columns, strict=True)]
+        return [[combine(values, how) for values in zip(*some, strict=True)] for some in zip(*columns, strict=True)]
 
     return numbers
 
 
-def combined(numbers: Sequence[float], how: Ensemble) -> float:
+def combine(numbers: Sequence[float], how: Ensemble) -> float:
     """Return the minimum or the mean of the reward models' numbers for one answer, independently of their order."""
     return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 

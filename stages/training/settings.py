@@ -84,7 +84,7 @@ class SftConfig(AdaptableConfig):
             raise ValueError("answers_together needs engine puna: TRL's trainer reads each answer with a prompt of its own")
         return self
 
-    def lengthened(self, examples: int) -> Self:
+    def with_more_steps(self, examples: int) -> Self:
         """Return the settings with `more_steps` added to the steps that `training` takes for this number of examples."""
         if not self.more_steps:
             return self

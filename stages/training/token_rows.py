@@ -191,14 +191,14 @@ class Reader:
         self._groups = firsts[np.add.reduceat(useful.astype(np.int64), firsts) > 0]
         if not len(self._groups):
             raise PunaError("no row has tokens to train on: all its documents are set aside")
-        self._order = lru_cache(maxsize=4)(self._shuffled)
+        self._order = lru_cache(maxsize=4)(self._shuffle)
 
     @property
     def epoch_rows(self) -> int:
         """Return the rows (of `join` packed ones each) of one epoch."""
         return len(self._groups)
 
-    def _shuffled(self, epoch: int) -> Ints:
+    def _shuffle(self, epoch: int) -> Ints:
         return np.random.default_rng([self.seed, epoch]).permutation(self._groups)
 
     def pieces(self, step: int) -> list[tuple[int, int]]:
@@ -237,13 +237,13 @@ class Reader:
     def later(self, step: int, micro_batch_tokens: int) -> list[Later[Targets]]:
         """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up; each is read only when it is needed."""
         spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
-        return [Later(sum(stop - start for start, stop in some), partial(self._made, some)) for some in spans]
+        return [Later(sum(stop - start for start, stop in some), partial(self._targets, some)) for some in spans]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
         """Return the micro-batches of `later`, already read."""
         return [one.make() for one in self.later(step, micro_batch_tokens)]
 
-    def _made(self, spans: Sequence[tuple[int, int]]) -> Targets:
+    def _targets(self, spans: Sequence[tuple[int, int]]) -> Targets:
         from puna.models.training.objectives.base import Targets
 
         return Targets.from_documents([self.packed.tokens[start:stop] for start, stop in spans])

@@ -49,7 +49,7 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
         return SFTTrainer(
             model=PunaForCausalLM.from_transformer(model, pad_token_id=tokenizer.pad_token_id),
             args=SFTConfig(**arguments(config.training, len(examples), run)),
-            train_dataset=Dataset.from_list([labelled(example) for example in examples]), processing_class=tokenizer, peft_config=adapters,
+            train_dataset=Dataset.from_list([sft_row(example) for example in examples]), processing_class=tokenizer, peft_config=adapters,
         )  # fmt: skip
 
     return train(make, model, config, run)
@@ -122,7 +122,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
     return train(make, model, config, run)
 
 
-def labelled(example: Example) -> dict[str, list[int]]:
+def sft_row(example: Example) -> dict[str, list[int]]:
     """Return a row for TRL's SFTTrainer: token ids, and labels, which are -100 in the prompt and at masked tokens."""
     (answer,) = example.answers
     (mask,) = example.masks

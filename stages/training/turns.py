@@ -116,12 +116,12 @@ class Job(NamedTuple):
         if self.verifier is None:
             return []
         job = {"verifier": to_json(self.verifier), "question": tuple(self.question), "turns": self.turns}
-        reply = replied(job) if isinstance(self.verifier, BoundedVerifier) else _child().ask(job, config.seconds)
+        reply = environment_reply(job) if isinstance(self.verifier, BoundedVerifier) else _child().ask(job, config.seconds)
         text = f"{self.verifier.name}: {reply}" if isinstance(reply, str) else reply["reply"]
         return [] if text is None else [{"role": "user", "content": str(text)[:DETAIL].encode("utf-8", "replace").decode()}]
 
 
-def replied(job: dict[str, Any]) -> dict[str, Any]:
+def environment_reply(job: dict[str, Any]) -> dict[str, Any]:
     """Return an environment's reply to a conversation."""
     verifier = from_json(job["verifier"])
     try:
@@ -132,7 +132,7 @@ def replied(job: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _child() -> Apart:
-    return Apart(replied)
+    return Apart(environment_reply)
 
 
 def _reply_chunk(jobs: list[Job], config: ScoringConfig) -> list[list[Message]]:

@@ -16,7 +16,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @lru_cache(maxsize=2)
-def loaded(folder: str) -> Tokenizer:
+def load(folder: str) -> Tokenizer:
     """Load the tokenizer in a folder, once per process."""
     from puna.models.tokens.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ def loaded(folder: str) -> Tokenizer:
 
 def tokenizer_of(artifact: Artifact) -> Tokenizer:
     """Load the tokenizer of a tokenizer or model artifact."""
-    return loaded(str(artifact.path()))
+    return load(str(artifact.path()))
 
 
 def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:

@@ -125,10 +125,10 @@ def attempt(item: Item) -> Score:
         score = item.verifier.score(item.question, item.answer)
     except Exception as error:  # noqa: BLE001  a verifier may be anybody's code: its failure is a result
         return Score(None, f"{item.verifier.name} failed: {type(error).__name__}: {error}"[:DETAIL])
-    return checked(score, item.verifier.name)
+    return check_score(score, item.verifier.name)
 
 
-def checked(score: Score, name: str) -> Score:
+def check_score(score: Score, name: str) -> Score:
     """Return the score if its value and rewards are valid (0 to 1), its detail cut to `DETAIL`; else a score of None with the reason."""
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
@@ -151,7 +151,7 @@ def reference_of(verifier: Verifier, answer: str | None, question: Question) -> 
     return question.reference
 
 
-def ended(value: float | None, finished: bool) -> float | None:
+def score_ending(value: float | None, finished: bool) -> float | None:
     """Return the score of an answer from the score of its text: a truncated answer scores 0."""
     return value if finished or value is None else 0.0
 

@@ -31,7 +31,7 @@ def kind(name: str) -> Callable[[Check], Check]:
     return registered
 
 
-def related(count: int, relation: str, number: int) -> bool:
+def compare_count(count: int, relation: str, number: int) -> bool:
     """True if `count` is at least, or less than, `number`; raise ValueError for another relation."""
     if relation not in (AT_LEAST, LESS_THAN):
         raise ValueError(f"relation {relation!r}: write {AT_LEAST!r} or {LESS_THAN!r}")
@@ -58,7 +58,7 @@ def has_keywords(answer: str, *, keywords: list[str]) -> bool:
 @kind("keywords:frequency")
 def keyword_frequency(answer: str, *, keyword: str, frequency: int, relation: str) -> bool:
     """True if a keyword occurs at least, or less than, `frequency` times, ignoring case; inside words, too."""
-    return related(answer.lower().count(keyword.lower()), relation, frequency)
+    return compare_count(answer.lower().count(keyword.lower()), relation, frequency)
 
 
 @kind("keywords:forbidden_words")
@@ -70,7 +70,7 @@ def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
 @kind("keywords:letter_frequency")
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     """True if a letter or sign occurs at least, or less than, `let_frequency` times, ignoring case."""
-    return related(answer.lower().count(letter.lower()), let_relation, let_frequency)
+    return compare_count(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 # --- language and case ------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def english_lowercase(answer: str) -> bool:
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
     """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, points and apostrophes join parts of a word."""
-    return related(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
+    return compare_count(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
 
 
 def _language(text: str) -> str | None:
@@ -118,13 +118,13 @@ def _language(text: str) -> str | None:
 @kind("length_constraints:number_sentences")
 def number_sentences(answer: str, *, num_sentences: int, relation: str) -> bool:
     """True if the answer has at least, or less than, `num_sentences` sentences."""
-    return related(count_sentences(answer), relation, num_sentences)
+    return compare_count(count_sentences(answer), relation, num_sentences)
 
 
 @kind("length_constraints:number_words")
 def number_words(answer: str, *, num_words: int, relation: str) -> bool:
     """True if the answer has at least, or less than, `num_words` words: runs of letters, digits and underscores."""
-    return related(len(re.findall(r"\w+", answer)), relation, num_words)
+    return compare_count(len(re.findall(r"\w+", answer)), relation, num_words)
 
 
 @kind("length_constraints:number_paragraphs")

@@ -18,7 +18,7 @@ def final_answer(text: str) -> str | None:
     """
     if tagged := TAG.findall(text):
         return str(tagged[-1]).strip()
-    if (inside := boxed(text)) is not None:
+    if (inside := boxed_text(text)) is not None:
         return inside.strip()
     if hashes := HASHES.findall(text):
         return str(hashes[-1]).strip()
@@ -27,7 +27,7 @@ def final_answer(text: str) -> str | None:
     return None
 
 
-def boxed(text: str) -> str | None:
+def boxed_text(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}` with closed braces."""
     start = text.rfind("\\boxed{")
     while start >= 0:

@@ -44,7 +44,7 @@ class JsonSchema(Verifier):
             self.validator.check_schema(self.json_schema)
         except SchemaError as error:
             raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
-        if broken := _unresolved(self.json_schema, self.validator):
+        if broken := _unresolved_reference(self.json_schema, self.validator):
             raise ValueError(f"json_schema: $ref {broken!r} leads nowhere: nothing is fetched, so give it below $defs")
         checkers = self.validator.format_checker.checkers
         if unknown := sorted(set(_formats(self.json_schema)) - set(checkers)):
@@ -53,13 +53,13 @@ class JsonSchema(Verifier):
 
     def score(self, question: Question, answer: str) -> Score:
         try:
-            value = self._parsed(answer)
+            value = self._parse(answer)
         except (ValueError, RecursionError) as error:
             return Score(0.0, f"no JSON: {error}")
         fault = next(iter(self.validator.iter_errors(value)), None)
         return Score(1.0) if fault is None else Score(0.0, f"{_place(fault) or 'the whole'}: {fault.message[:500]}")
 
-    def _parsed(self, answer: str) -> Any:
+    def _parse(self, answer: str) -> Any:
         try:
             return _json(answer)
         except ValueError:
@@ -89,7 +89,7 @@ def _place(error: Any) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
 
 
-def _unresolved(schema: Any, validator: Any) -> str | None:
+def _unresolved_reference(schema: Any, validator: Any) -> str | None:
     """Return the first `$ref` that points neither into the schema nor to a draft; parts with an `$id` are not checked."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from puna.models.training.packing import batched
 from puna.stages.contract import StageConfig, StageRun
-from puna.stages.conversations import messages_of, shown
+from puna.stages.conversations import as_text, messages_of
 from puna.stages.endpoint import Endpoint, grade_of
 from puna.stages.grading import mean_grades, tokens_apart
 from puna.stages.verifiers.base import Item, Question, Score, Verifier
@@ -53,7 +53,7 @@ class Judge(Verifier):
             numbers = [number for number, one in enumerate(kinds) if one == kind]
             requests = [verifier.request(items[n]) for n in numbers if isinstance(verifier := items[n].verifier, Judge)]
             if kind[0] is None and tools.endpoint is not None:
-                scores = asked(tools.endpoint, requests, kind[1], tools.config.reply_tokens)
+                scores = ask_endpoint(tools.endpoint, requests, kind[1], tools.config.reply_tokens)
             else:
                 scores = [grade.score(kind[1]) for grade in grades(tools.judges.find(cls.name, "lm", kind[0]), requests, kind[1])]
             results |= zip(numbers, scores, strict=True)
@@ -69,7 +69,7 @@ class Judge(Verifier):
         return "\n\n".join(parts)
 
 
-def asked(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
+def ask_endpoint(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
     """Return scores from the grades that a remote model writes: one reply per request, at temperature 0, without probabilities."""
     bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens} for text in requests]
     scores = []
@@ -169,7 +169,7 @@ class Graded(NamedTuple):
     scores: list[dict[str, Any]]
 
 
-def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
+def grade(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
     """Return grades of instructions from the judge's probabilities of the digits: one forward pass per grade, without sampling.
 
     Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, and for code bugs and the user's intention;
@@ -178,8 +178,8 @@ def graded(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSetting
     the mean probability that the judge answers with a grade; a low value means that the judge does not understand the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
-    questions = {name: shown(turns[:-1]) for name, turns in messages.items()}
-    texts = {name: shown(turns[-1:]) for name, turns in messages.items()}
+    questions = {name: as_text(turns[:-1]) for name, turns in messages.items()}
+    texts = {name: as_text(turns[-1:]) for name, turns in messages.items()}
     of_code = {name for name, text in texts.items() if "```" in text}
     graded, probabilities = Graded({}, set(), {}, []), list[float]()
 

@@ -88,13 +88,13 @@ class Choice(BoundedVerifier):
 
     def score(self, question: Question, answer: str) -> Score:
         labels = self.labels or tuple(LETTERS[: len(self.options)])
-        option = self._chosen(final_answer(answer) or answer, labels)
+        option = self._option(final_answer(answer) or answer, labels)
         labels_text = " or ".join(labels[index] for index in self.right)
         if option is None:
             return Score(0.0, f"the answer chooses no option; expected {labels_text}")
         return Score(float(option in self.right), f"chose {labels[option]}, expected {labels_text}")
 
-    def _chosen(self, answer: str, labels: tuple[str, ...]) -> int | None:
+    def _option(self, answer: str, labels: tuple[str, ...]) -> int | None:
         """Return the index of the option whose label or text is the whole answer, else whose label, else whose text begins the answer."""
         text = answer.strip().strip("*").strip()
         for options in (labels, self.options):

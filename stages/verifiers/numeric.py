@@ -74,7 +74,7 @@ class Numeric(BoundedVerifier):
         return [(name, Fraction(repr(self.units[name]))) for name in sorted(self.units, key=lambda n: (-len(n), n)) if name]
 
     def score(self, question: Question, answer: str) -> Score:
-        expected = self._expected(question)
+        expected = self._right_number(question)
         final = final_answer(answer)
         text = final if final is not None and self._numbers(final) else answer
         candidates = self._numbers(text)
@@ -90,9 +90,9 @@ class Numeric(BoundedVerifier):
         return Score(float(abs(value - expected) <= room), f"{_format(value)}, expected {_format(expected)}")
 
     def check(self, question: Question) -> None:
-        self._expected(question)
+        self._right_number(question)
 
-    def _expected(self, question: Question) -> Fraction:
+    def _right_number(self, question: Question) -> Fraction:
         text = reference_of(self, None if self.answer is None else str(self.answer), question)
         number = self._number(text)
         if number is None:

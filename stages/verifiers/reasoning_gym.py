@@ -39,7 +39,7 @@ def check_formula(text: str) -> None:
 
     No string, attribute, index or other call is allowed, and no intermediate number of more than `MOST_BITS` bits.
     """
-    tree = _parsed(text)
+    tree = _parse(text)
     if tree is None:
         raise Refused("is no formula")
     try:
@@ -50,13 +50,13 @@ def check_formula(text: str) -> None:
 
 def check_literal(text: str) -> None:
     """Raise Refused for Python that is more than a literal; a text that is not Python cannot be evaluated and passes."""
-    tree = _parsed(text)
+    tree = _parse(text)
     for node in () if tree is None else ast.walk(tree):
         if not isinstance(node, PLAIN):
             raise Refused(f"holds Python that is no literal ({type(node).__name__})")
 
 
-def _parsed(text: str) -> ast.Expression | None:
+def _parse(text: str) -> ast.Expression | None:
     if len(text) > MOST_CHARACTERS:
         raise Refused(f"has more than {MOST_CHARACTERS} characters")
     try:
@@ -120,7 +120,7 @@ class ReasoningGym(Verifier):
         about = self.entry.get("metadata")
         metadata = about if isinstance(about, dict) else {}
         for text in (self.entry.get("answer"), metadata.get("integrand")):
-            if isinstance(text, str) and (message := self._refused(text)):
+            if isinstance(text, str) and (message := self._refusal(text)):
                 raise ValueError(f"the entry {message}, and its scorer would run it: {text[:80]!r}")
         if self.generator in PROBLEMS and not PROBLEMS[self.generator].fullmatch(str(metadata.get("problem"))):
             raise ValueError(f"the entry's problem is no formula, and its scorer would run it: {str(metadata.get('problem'))[:80]!r}")
@@ -136,11 +136,11 @@ class ReasoningGym(Verifier):
         return Score(second.value, f"final answer {final!r}" + (f", {second.detail}" if second.detail else ""))
 
     def _score(self, answer: str) -> Score:
-        if message := self._refused(answer):
+        if message := self._refusal(answer):
             return Score(0.0, f"the answer {message}")
         return Score(float(self.dataset.score_answer(answer, self.entry)))
 
-    def _refused(self, text: str) -> str:
+    def _refusal(self, text: str) -> str:
         """Return the reason why the scorer must not evaluate the text; otherwise ""."""
         try:
             if self.generator in FORMULAS:

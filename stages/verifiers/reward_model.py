@@ -47,7 +47,7 @@ class RewardModel(Verifier):
 
 
 def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
-    rendered = [_rendered(judge, item) for item in items]
+    rendered = [_render(judge, item) for item in items]
     scores = {number: one for number, one in enumerate(rendered) if isinstance(one, Score)}
     pairs = {number: one for number, one in enumerate(rendered) if not isinstance(one, Score)}
     for number, reward in zip(pairs, rewards(judge, list(pairs.values())), strict=True):
@@ -58,7 +58,7 @@ def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
     return [scores[number] for number in range(len(items))]
 
 
-def _rendered(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
+def _render(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
     """Return token ids of the prompt and of the answer; a score of None if they do not fit the model."""
     from puna.models.tokens.tokenizer import ChatError, TemplateError
 

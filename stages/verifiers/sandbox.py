@@ -101,8 +101,8 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
         tested = json.dumps({"program": f"{prefix}{program}", "prefix": prefix, "tests": list(tests)}).encode()
         message = f"{len(head):10d}".encode() + head + tested
         command = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BEGIN]
-        verdict, output = _supervised(command, message, limits.seconds * CLOCK + GRACE_SECONDS, procs)
-        over = memory is not None and memory.exceeded()
+        verdict, output = _supervise(command, message, limits.seconds * CLOCK + GRACE_SECONDS, procs)
+        over = memory is not None and memory.is_exceeded()
     text = output.decode("utf-8", "replace")
     if over:
         return Outcome(None, "memory", text)
@@ -138,7 +138,7 @@ def _visible() -> tuple[list[str], list[str]]:
     return paths, [path for path in sorted(set(places)) if os.path.isdir(path)]
 
 
-def _supervised(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
+def _supervise(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Run a command with these open files; return its report and its output, both truncated. Kill it after `seconds`."""
     read, write = os.pipe()
     process = subprocess.Popen(
@@ -186,7 +186,7 @@ class Group:
         self.folder = folder
         self.procs = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CREAT)
 
-    def exceeded(self) -> bool:
+    def is_exceeded(self) -> bool:
         """True if the kernel killed a process that exceeded the group's memory."""
         with contextlib.suppress(OSError):
             return int(dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())["oom_kill"]) > 0

@@ -23,7 +23,7 @@ class Program(Peer):
         self.names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
         self.own, self.depth = os.getpid(), 0
         self.theirs: dict[Any, int] = {}
-        for value in (self.names, self._start, self._captured, self._content, self._complete):
+        for value in (self.names, self._start, self._capture, self._content, self._complete):
             self.export(value)
 
     def run(self) -> None:
@@ -90,7 +90,7 @@ class Program(Peer):
     def _start(self, source: str) -> None:
         exec(compile(source, "answer.py", "exec"), self.names)
 
-    def _captured(self, given: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, str, int]:
+    def _capture(self, given: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, str, int]:
         """Return a call's result, the text that it printed, and the number of characters that it read from its input."""
         before, sys.stdin = sys.stdin, io.StringIO(given)
         try:

@@ -270,7 +270,7 @@ class Uses:
             self.dotted.add(node.value.id)
 
 
-def parsed(source: str) -> Any:
+def parse(source: str) -> Any:
     """Return the syntax tree of source; an empty one if it does not compile."""
     try:
         return compile(source, "test.py", "exec", ast.PyCF_ONLY_AST)
@@ -281,7 +281,7 @@ def parsed(source: str) -> Any:
 def whole_statements(prefix: str) -> Any:
     """Return the tree of a prefix without its classes and its last definition, which an answer may continue."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
-    tree = parsed(prefix[:last])
+    tree = parse(prefix[:last])
     tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
     return tree
 
@@ -295,7 +295,7 @@ class Names(dict[str, Any]):
 
     def __init__(self, link: Link, prefix: str, tests: list[str], names: dict[str, Any]) -> None:
         super().__init__(vars(builtins))
-        self.link, self.names, uses = link, names, Uses(map(parsed, tests))
+        self.link, self.names, uses = link, names, Uses(map(parse, tests))
         self.given = whole_statements(prefix)
         self.promised = Uses([self.given]).bound
         self.program = Remote(link, Program.NAMES, "dict", None)

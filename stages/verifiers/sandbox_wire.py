@@ -241,13 +241,13 @@ class Peer:
         except BaseException as raised:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
             error = raised
         try:
-            self.send(self._answered(number, objects[:size], table, result if error is None else None, error))
+            self.send(self._reply(number, objects[:size], table, result if error is None else None, error))
         except Ended:
             raise
         except BaseException as unfit:  # noqa: BLE001  a result that cannot be sent is the call's error
-            self.send(self._answered(number, [], [], None, unfit))
+            self.send(self._reply(number, [], [], None, unfit))
 
-    def _answered(self, number: int, objects: list[Any], before: list[Any], result: Any, error: BaseException | None) -> list[Any]:
+    def _reply(self, number: int, objects: list[Any], before: list[Any], result: Any, error: BaseException | None) -> list[Any]:
         packing = Packing(self, objects)
         value = packing.encode(result) if error is None else self.describe(error, packing)
         after = [packing.contents(one) for one in objects]

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow.compute as pc
 
 from puna.stages.contract import External, StageRun
-from puna.stages.conversations import messages_of, shown
+from puna.stages.conversations import as_text, messages_of
 from puna.stages.executors.subprocess_worker import Apart
-from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, Verifier, attempt, checked, to_json
+from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, Verifier, attempt, check_score, to_json
 from puna.stages.verifiers.judges import Tools, chunks
 from puna.stages.verifiers.registry import code_of, from_json, from_text
 from puna.storage import Artifact, PunaError
@@ -36,10 +36,10 @@ class Child(Apart):
 
 @lru_cache(maxsize=1)
 def child() -> Child:
-    return Child(scored)
+    return Child(score_job)
 
 
-def scored(job: dict[str, Any]) -> dict[str, Any]:
+def score_job(job: dict[str, Any]) -> dict[str, Any]:
     return asdict(attempt(Item(from_text(json.dumps(job["verifier"])), Question(**job["question"]), job["answer"])))
 
 
@@ -47,7 +47,7 @@ def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
     """Return scores by `Verifier.score` in separate processes; a process is killed after `scoring.seconds` CPU seconds for an answer."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     scores = (score for chunk in tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds) for score in chunk)
-    return [checked(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
+    return [check_score(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[Score]:
@@ -126,7 +126,7 @@ def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list
 def question_of(row: Row) -> Question:
     """Return the part of a prompt's row that a verifier sees."""
     messages = messages_of(row)
-    return Question(row["id"], row["task"], shown(messages), row["reference"], tuple(messages))
+    return Question(row["id"], row["task"], as_text(messages), row["reference"], tuple(messages))
 
 
 def leaves(verifier: Verifier) -> list[Verifier]:
@@ -147,18 +147,18 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
         group_scores = kind.score_many(group, tools)
         scores |= zip(numbers, in_children(group, tools) if group_scores is None else group_scores, strict=True)
     queue = iter([scores[number] for number in range(len(jobs))])
-    return [combined(item.verifier, lambda: next(queue)) for item in items]
+    return [combine(item.verifier, lambda: next(queue)) for item in items]
 
 
-def combined(verifier: Verifier, following: Callable[[], Score]) -> Score:
+def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
     """Return the score of a verifier from the scores of its leaves, in their order."""
     parts = verifier.parts()
     if not parts:
         return following()
-    scores = [combined(part, following) for part in parts]
+    scores = [combine(part, following) for part in parts]
     if missing := [score.detail for score in scores if score.value is None]:
         return Score(None, missing[0])
-    score = checked(verifier.combine(scores), verifier.name)
+    score = check_score(verifier.combine(scores), verifier.name)
     return replace(score, steps=next((one.steps for one in (score, *scores) if one.steps), ()))
 
 

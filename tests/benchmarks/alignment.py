@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 from puna.flows.report import arms  # noqa: E402
 from puna.flows.report.arms import Arms  # noqa: E402
 from puna.stages.prompts.lookups import REPEATED, answers_without_model  # noqa: E402
-from puna.stages.training.intervals import paired  # noqa: E402
+from puna.stages.training.intervals import paired_difference  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 
 FINETUNED = ("checked", "ranked", "iterated", "best_of_n")
@@ -80,7 +80,7 @@ def gain(rounds: Mapping[int, Arms], metric: str, choice: Choice) -> dict[str, A
     ours = {f"{seed}/{key}": value for seed, (one, _) in chosen.items() for key, value in one.scores["round"][metric].items()}
     theirs = {f"{seed}/{key}": value for seed, (one, name) in chosen.items() for key, value in one.scores[name][metric].items()}
     by_seed = {seed: {"over": name, "gain": list(one.gain("round", name, metric))} for seed, (one, name) in chosen.items()}
-    return dict(zip(("value", "low", "high"), paired(ours, theirs), strict=True)) | {"seeds": by_seed}
+    return dict(zip(("value", "low", "high"), paired_difference(ours, theirs), strict=True)) | {"seeds": by_seed}
 
 
 def equal(one: Arms, name: str) -> bool:

@@ -56,7 +56,7 @@ from puna.stages.contract import External, execute, parse
 from puna.stages.io.import_model import import_model
 from puna.stages.io.imports import import_preferences, import_prompts
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
-from puna.stages.training.intervals import paired, wilson
+from puna.stages.training.intervals import paired_difference, wilson
 from puna.stages.training.rankings import all_pairs, order, read_preferences, render_ranked
 from puna.stages.training.reward_head import FOLDS, cross_validated, pairs_of
 from puna.stages.training.settings import CLEAR
@@ -282,8 +282,8 @@ def gain(seeds: Sequence[dict[str, Any]], arm: str, others: Sequence[str], task:
         {f"{one['seed']}/{key}": value for one in seeds for key, value in one["scores"][f"{name} {task}"].items()}
         for name in (arm, strongest)
     ]
-    by_seed = [paired(one["scores"][f"{arm} {task}"], one["scores"][f"{strongest} {task}"]).value for one in seeds]
-    return dict(zip(("value", "low", "high"), paired(*both), strict=True)) | {"over": strongest, "seeds": by_seed}
+    by_seed = [paired_difference(one["scores"][f"{arm} {task}"], one["scores"][f"{strongest} {task}"]).value for one in seeds]
+    return dict(zip(("value", "low", "high"), paired_difference(*both), strict=True)) | {"over": strongest, "seeds": by_seed}
 
 
 def flat(name: str, one: dict[str, Any] | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any
 import alignment  # the benchmark beside this one
 
 from puna.flows.report import arms
-from puna.stages.training.intervals import paired
+from puna.stages.training.intervals import paired_difference
 from puna.storage import Artifact, Store
 
 DATA = alignment.ROOT.parent / "shared" / "data"
@@ -88,7 +88,7 @@ def measured(command: Command, seed: int, changes: list[str], articles: Artifact
     found["tasks"] = {arm: by_task(evaluation) for arm, evaluation in evaluations.items()}
     there = [arm for arm in ORDER if arm in one.scores]
     found["steps"] = [
-        {"arm": arm, "over": below, "gain": paired(one.scores[arm]["accuracy"], one.scores[below]["accuracy"])}
+        {"arm": arm, "over": below, "gain": paired_difference(one.scores[arm]["accuracy"], one.scores[below]["accuracy"])}
         for below, arm in itertools.pairwise(there)
     ]
     nats = {arm: read(command, evaluations[arm], articles) for arm in READ if arm in evaluations}

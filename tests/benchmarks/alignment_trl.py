@@ -30,7 +30,7 @@ from puna.stages.contract import External, execute, parse
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.io.import_model import import_model
 from puna.stages.prompts.prompts import prompts
-from puna.stages.training.intervals import paired
+from puna.stages.training.intervals import paired_difference
 from puna.storage import Artifact, Store
 
 RATES = {"puna": 4e-4, "trl": 4e-4}
@@ -111,9 +111,9 @@ def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     pooled = {name: {key: statistics.fmean(values) for key, values in some.items()} for name, some in answers.items()}
     found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
     for name, arm, other in (("puna_gain", "puna", "before"), ("trl_gain", "trl", "before"), ("puna_over_trl", "puna", "trl")):
-        gain = paired(pooled[arm], pooled[other])
+        gain = paired_difference(pooled[arm], pooled[other])
         found |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
-        found[f"{name}_by_seed"] = [paired(one["scores"][arm], one["scores"][other]).value for one in seeds]
+        found[f"{name}_by_seed"] = [paired_difference(one["scores"][arm], one["scores"][other]).value for one in seeds]
     found |= {f"right_{name}": statistics.fmean(values.values()) for name, values in pooled.items()}
     for arm in ("puna", "trl"):
         found |= {f"{arm}_{name}": statistics.fmean(one["took"][arm][name] for one in seeds) for name in seeds[0]["took"][arm]}

@@ -242,7 +242,7 @@ def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
     """Weights in bf16, INT8, FP8 and four bits, rounded to the nearest (int4) and by AWQ after 8,192 tokens of the text's end, beside fp32: the KL divergence of next tokens' distributions from those of fp32 in nats, the share of
     positions at which the likeliest token is the same, the mean log-prob of the text, and right sums of 200, after four examples."""
     from puna.models.forest import Forest
-    from puna.models.formats.awq_search import packed
+    from puna.models.formats.awq_search import pack_layers
     from puna.models.formats.checkpoint import load_with_tokenizer
     from puna.models.formats.quantised import quantise
 
@@ -260,7 +260,7 @@ def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
             network = load_with_tokenizer(file, dtype=torch.bfloat16)[0]
         elif kind in ("int4", "awq"):
             network = load_with_tokenizer(file)[0]
-            figures[f"{kind}_seconds"] = best(1, packed=lambda network=network, kind=kind: packed(network, read, kind == "awq"))["packed"]
+            figures[f"{kind}_seconds"] = best(1, packed=lambda network=network, kind=kind: pack_layers(network, read, kind == "awq"))["packed"]
         elif kind != "fp32":
             network = quantise(load_with_tokenizer(file)[0], kind)
         kl = same = likelihood = count = 0.0

@@ -137,7 +137,7 @@ def auc(scores: NDArray[np.float64], good: NDArray[np.bool_]) -> float:
     from puna.stages.curate.classifiers import classifier
 
     places = np.unique(scores, return_inverse=True)[1]
-    return classifier.auc(classifier.counted(places / len(scores), good))
+    return classifier.auc(classifier.score_counts(places / len(scores), good))
 
 
 def _lengths(texts: list[str]) -> list[float]:

@@ -201,7 +201,7 @@ def flips() -> dict[str, Any]:
     from puna.stages.curate.url_filter import UrlFilterConfig, url_filter
     from puna.storage import Store
 
-    generator, wrong, original = np.random.default_rng(0), 0, module.transformed
+    generator, wrong, original = np.random.default_rng(0), 0, module.transform_shard
     with scratch() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         store = Store.open(folder)
@@ -210,7 +210,7 @@ def flips() -> dict[str, Any]:
         expected = execute(url_filter, config, given, store)
         for _ in range(ASKED.flips):
             store.files.remove(expected.place)
-            with mock.patch.object(module, "transformed", stopped(original, 3)), contextlib.suppress(KeyboardInterrupt):
+            with mock.patch.object(module, "transform_shard", stopped(original, 3)), contextlib.suppress(KeyboardInterrupt):
                 execute(url_filter, config, given, store)
             left = sorted(f for f in (Path(folder) / "work").rglob("*") if f.is_file() and "parts" in f.parts)
             flip(left[int(generator.integers(len(left)))], generator)

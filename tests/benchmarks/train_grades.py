@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.models.classifiers.grades import BUCKETS, GOOD, MOST, READ, SHARE, SIZE, SIZES, Model, tokens
-from puna.stages.curate.classifiers.classifier import auc, counted
+from puna.stages.curate.classifiers.classifier import auc, score_counts
 from puna.storage import PunaError
 
 FOLDS = 5
@@ -132,7 +132,7 @@ def main() -> None:
         good = grades >= least
         if good.all() or not good.any():
             continue
-        print(f"{len(texts)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(counted(chances, good)):.4f}")
+        print(f"{len(texts)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(score_counts(chances, good)):.4f}")
     print(f"correlation {np.corrcoef(results, grades)[0, 1]:.3f}")
     scale = np.array([model.bias, model.slope, model.middle], np.float64)
     save_file({"weights": model.weights.astype(np.float16), "scale": scale}, sys.argv[-1])

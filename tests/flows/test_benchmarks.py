@@ -12,10 +12,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows.web import application
-from puna.flows.web.benchmarks import Candidate, ranked
+from puna.flows.web.benchmarks import Candidate, rank
 from puna.stages.contract import External, execute
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
-from puna.stages.evaluation.comparison import differences, measured
+from puna.stages.evaluation.comparison import differences, scores_of
 from puna.storage import Artifact, Store
 from tests.stages.evaluation.conftest import model, store, task  # noqa: F401
 from tests.stages.evaluation.test_benchmark import CHOICE
@@ -49,7 +49,7 @@ def test_two_models_are_compared_by_clicks(asked: tuple[TestClient, list[Artifac
         for row in one.read("task_scores").to_pylist():
             if row["metric"] in ("acc", "bits_per_byte"):
                 assert f"{row['value']:.3f} {row['low']:.3f} to {row['high']:.3f}" in said
-    sides = {one.manifest.inputs[0].key[:12]: measured([one]) for one in made}
+    sides = {one.manifest.inputs[0].key[:12]: scores_of([one]) for one in made}
     first, second = (sides[key] for key in keys)
     for gap in differences(first, second)[0]:
         assert f"{gap.difference.value:+.3f}, p {gap.holm:.2g}" in said
@@ -100,7 +100,7 @@ def test_the_model_that_beats_the_most_is_first(asked: tuple[TestClient, list[Ar
     names = {"t": "acc", "bits": "bits_per_byte"}
     models = [Candidate(asked[1][0], name, {at: {names[at]: ({"value": value}, {})} for at, value in own.items()}) for name, own in rows.items()]
     # Of three: a beats 1, b none, c 2. Of two in bits: b beats 1. Means of the shares: a 1/6, b 1/4, c 1/3.
-    assert [one.name for one in ranked(models)] == ["c", "b", "a"]
+    assert [one.name for one in rank(models)] == ["c", "b", "a"]
 
 
 def test_the_form_says_which_files_may_be_left_out(store: Store) -> None:  # noqa: F811

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
 from puna.flows.engine.declare import first_sentence
-from puna.flows.engine.launch import chosen, stage_config
+from puna.flows.engine.launch import stage_config, target_named
 from puna.flows.engine.trace import load
 from puna.flows.prefect.forms import offers
 from puna.flows.report.run import Run
@@ -94,7 +94,7 @@ def test_every_command_is_one(page: Path) -> None:
         what, recipe, changes = asked.get("what") or asked.get("name"), asked.get("recipe"), list(asked.get("changes") or [])
         if name not in ("run", "plan") or what is None or what in OWN or recipe in OWN or asked.get("modules"):
             continue
-        found = chosen(what)
+        found = target_named(what)
         if isinstance(found, Stage):
             stage_config(found, recipe, changes)
         else:

@@ -184,12 +184,12 @@ def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_tol
 
 def test_a_name_is_a_flow_unless_it_says_stage() -> None:
     assert set(load_flows()) >= {"curate", "experiments", "pretrain", "align", "pipeline"}
-    assert launch.chosen("pretrain") is FLOWS["pretrain"] is launch.chosen("flow:pretrain")
-    assert launch.chosen("stage:pretrain") is load_stages()["pretrain"]
-    assert isinstance(launch.chosen("extract"), Stage)
+    assert launch.target_named("pretrain") is FLOWS["pretrain"] is launch.target_named("flow:pretrain")
+    assert launch.target_named("stage:pretrain") is load_stages()["pretrain"]
+    assert isinstance(launch.target_named("extract"), Stage)
     for wrong, meant in (("stage:pipeline", "no such flow or stage"), ("flow:extract", "no such flow or stage"), ("curat", "did you mean curate")):
         with pytest.raises(PunaError, match=meant):
-            launch.chosen(wrong)
+            launch.target_named(wrong)
 
 
 # --- leaving out, repeating, adding ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
 from puna.flows.report.why import fate
-from puna.models.languages.registry import shipped
+from puna.models.languages.registry import shipped_rows
 from puna.stages.contract import External, execute
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
@@ -52,7 +52,7 @@ def test_a_record_that_was_no_page_is_known_by_its_address(store: Store) -> None
 def test_rules_without_a_basis_in_a_language_are_told(store: Store) -> None:
     rows = {name: fate(store, f"https://x.org/{name}")[-1] for name in ("lo", "en")}
     assert all(row["stage"] == "select" for row in rows.values())
-    silent = {name for name, factor in shipped()["lo-Laoo"].factors.items() if factor is None}
+    silent = {name for name, factor in shipped_rows()["lo-Laoo"].factors.items() if factor is None}
     assert {"mean_word_length", "c4_open_sentences"} <= silent
     told = rows["lo"]["abstained"]
     assert "gopher_quality.min_mean_word_length" in told and "c4.min_sentences" in told and "gopher_quality.min_words" not in told

@@ -101,7 +101,7 @@ def test_accepting_makes_an_old_artifact_stand_for_a_new_key(store: Store) -> No
     with store.work(identity.key) as work:
         new = work.commit("documents", identity.key, identity)
     run(store, "accept", old.id, new.id)
-    assert store.accepted(new.key) == old.key
+    assert store.accepted_key(new.key) == old.key
     with pytest.raises(PunaError, match="cannot be equivalent"):
         run(store, "accept", old.id, next(a.id for a in store.artifacts() if a.kind == "pages"))
 

@@ -67,24 +67,24 @@ def broken() -> None:
 
 
 def test_parts_are_made_at_one_time_and_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "connected", lambda *_: None)
+    monkeypatch.setattr(sessions, "connect", lambda *_: None)
     expected = run(Store.open(tmp_path / "one"), arm(1), arm(2))
     assert len(expected) == 4
-    monkeypatch.setattr(sessions, "connected", lambda *_: Threads(meet=True))
+    monkeypatch.setattr(sessions, "connect", lambda *_: Threads(meet=True))
     assert run(Store.open(tmp_path / "two"), arm(1), arm(2)) == expected
     # Reused, nothing is sent to a worker: two that wait for each other would wait for ever.
     assert run(Store.open(tmp_path / "two"), arm(2)) == [name for name in expected if "_2" in name]
 
 
 def test_parts_that_may_train_in_all_processes_are_made_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "connected", lambda *_: Threads(meet=False))
+    monkeypatch.setattr(sessions, "connect", lambda *_: Threads(meet=False))
     monkeypatch.setattr(sys.modules["puna.stages.contract.execute"], "_on_worker", lambda *_: pytest.fail("a stage went to a worker, which has joined no other process"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert len(run(Store.open(tmp_path), arm(1), arm(2))) == 4
 
 
 def test_a_part_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "connected", lambda *_: Threads(meet=False))
+    monkeypatch.setattr(sessions, "connect", lambda *_: Threads(meet=False))
     store = Store.open(tmp_path)
     with pytest.raises(PunaError, match="this arm fails"):
         run(store, arm(1), broken)

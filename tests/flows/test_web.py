@@ -84,7 +84,7 @@ def test_a_run_shows_what_other_processes_wrote(tmp_path: Path, monkeypatch: pyt
     """Lines of a step are in the run's log once it has ended, those of a failed one too; a run without any has no such section."""
     store = Store.open(tmp_path)
     for waiting in (iter([["rank 1: <loads>"], ["rank 1: ends"], []]), iter([[]] * 3)):
-        monkeypatch.setattr("puna.stages.executors.ranks.heard", lambda waiting=waiting: next(waiting))
+        monkeypatch.setattr("puna.stages.executors.ranks.lines_of_ranks", lambda waiting=waiting: next(waiting))
         with session(store, flow="prompts", workers=1, json=True) as now:
             now.perform(prompts, PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2), {}, "prompts")
             with pytest.raises(PunaError):

@@ -38,7 +38,7 @@ def meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         name = f"operation_{next(_number)}"
         (tmp_path / f"{name}.py").write_text(OPERATION.replace(old, new) if old else OPERATION)
         (tmp_path / f"user_of_{name}.py").write_text(STAGE.format(name))
-        return code_version(code.reached((f"user_of_{name}", "stage")))
+        return code_version(code.reach((f"user_of_{name}", "stage")))
 
     return of
 

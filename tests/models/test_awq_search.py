@@ -9,7 +9,7 @@ import torch
 from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.forest import Forest
 from puna.models.formats import awq_search
-from puna.models.formats.awq_search import group_of, pack, packed, rounded, scales_of, shares_of, stretches, write
+from puna.models.formats.awq_search import group_of, pack, pack_layers, round_to_4_bits, scales_of, shares_of, stretches, write
 from puna.models.formats.checkpoint import load
 from puna.models.formats.families import unpack
 from puna.models.tokens.tokenizer import Tokenizer
@@ -41,11 +41,11 @@ def logits(model):
 def test_four_bits_by_hand():
     """From -3 to 12 in steps of 1: zero is 3; a group of positive numbers begins at 0; half of the range is cut to it."""
     w = torch.stack([torch.arange(32.0) % 16 - 3, torch.linspace(0, 30, 32)])
-    found = rounded(w, 32)
+    found = round_to_4_bits(w, 32)
     assert found.scales.tolist() == [[1.0, 2.0]] and found.zeros.tolist() == [[3, 0]]
     assert torch.equal(found.weight()[0], w[0]) and torch.equal(found.q[0, :, 1], (w[1] / 2).round().int())
-    assert rounded(w, 32, torch.tensor([[1.0], [0.5]])).weight()[1].max() == 15
-    assert rounded(torch.zeros(1, 32), 32).weight().abs().max() == 0
+    assert round_to_4_bits(w, 32, torch.tensor([[1.0], [0.5]])).weight()[1].max() == 15
+    assert round_to_4_bits(torch.zeros(1, 32), 32).weight().abs().max() == 0
 
 
 def test_packing_is_what_reading_unpacks():
@@ -67,8 +67,8 @@ def test_scales_move_without_changing_the_model(monkeypatch):
     before, norm = logits(model), model.model.layers[0].input_layernorm.weight.clone()
     chosen = iter([0.5] * 99)
     monkeypatch.setattr(awq_search, "scales_of", lambda x, weights, group, heads=(1, 1): _steep(x, heads, next(chosen)))
-    monkeypatch.setattr(awq_search, "rounded", Whole)
-    packed(model, ROWS)
+    monkeypatch.setattr(awq_search, "round_to_4_bits", Whole)
+    pack_layers(model, ROWS)
     assert not torch.allclose(norm, model.model.layers[0].input_layernorm.weight)
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-3)
 
@@ -93,10 +93,10 @@ def test_the_best_exponent_and_shares_are_found():
     for exponent in np.linspace(0, 1, 21):
         one = size ** float(exponent)
         one = one / (one.max() * one.min()).sqrt()
-        tried.append(error(w - rounded(w * one, 32).weight() / one))
-    assert error(w - rounded(w * s, 32).weight() / s) == pytest.approx(min(tried), rel=1e-4) and min(tried) < 0.7 * tried[0]
+        tried.append(error(w - round_to_4_bits(w * one, 32).weight() / one))
+    assert error(w - round_to_4_bits(w * s, 32).weight() / s) == pytest.approx(min(tried), rel=1e-4) and min(tried) < 0.7 * tried[0]
     shares = shares_of(x, w, 32)
-    assert shares.shape == (24, 2) and error(w - rounded(w, 32, shares).weight()) < tried[0] and len(shares.unique()) > 2
+    assert shares.shape == (24, 2) and error(w - round_to_4_bits(w, 32, shares).weight()) < tried[0] and len(shares.unique()) > 2
 
 
 def test_inputs_that_are_large_are_spared():
@@ -105,7 +105,7 @@ def test_inputs_that_are_large_are_spared():
     divergence = {}
     for search in (False, True):
         model = model_of()
-        packed(model, ROWS, search)
+        pack_layers(model, ROWS, search)
         divergence[search] = float((whole.exp() * (whole - logits(model).log_softmax(-1))).sum(-1).mean())
     assert 0 < divergence[True] < divergence[False] / 2
 
@@ -113,7 +113,7 @@ def test_inputs_that_are_large_are_spared():
 def test_what_is_written_is_read_back(tmp_path):
     model, again = model_of(), model_of()
     write(model, TOKENIZER, ROWS, tmp_path)
-    numbers = packed(again, ROWS)
+    numbers = pack_layers(again, ROWS)
     found = load(tmp_path)
     assert len(numbers) == 14
     for base, one in numbers.items():

@@ -15,7 +15,7 @@ from puna.models.forest import Forest
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
-from puna.models.generation.draft import DraftedEngine, distribution, judged
+from puna.models.generation.draft import DraftedEngine, accept_guesses, distribution
 from puna.models.generation.sampling import Draw, draw
 from puna.models.generation.schedule import Lookup
 from puna.models.generation.step import run
@@ -298,7 +298,7 @@ def test_judged_guesses_have_the_larger_models_distribution():
     for guess in range(4):
         numbers, uniforms = (x.flatten() for x in torch.meshgrid(grid, grid, indexing="ij"))
         rows = (x.expand(size * size, 4) for x in (p, q))
-        tokens = judged(*rows, [guess] * size**2, numbers.tolist(), uniforms)
+        tokens = accept_guesses(*rows, [guess] * size**2, numbers.tolist(), uniforms)
         found += q[guess] * torch.bincount(tokens, minlength=4) / size**2
     torch.testing.assert_close(found, p.double(), rtol=0, atol=2e-3)
 

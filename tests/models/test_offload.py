@@ -20,7 +20,7 @@ from puna.models.formats.checkpoint import CheckpointError, load, save
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.draft import DraftedEngine
 from puna.models.memory import offload, streams
-from puna.models.memory.offload import Copies, Disk, Host, Source, Streamed, offloaded, spread
+from puna.models.memory.offload import Copies, Disk, Host, Source, Streamed, offload_layers, spread
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, offloaded_model
 from puna.models.transformer import Transformer
@@ -53,20 +53,20 @@ def test_answers_have_the_bits_of_the_model_in_memory(tmp_path, family, dtype):
     for streamed in (5, 2, 0):
         source = Source(folder, torch.float32)
         assert source.as_it_lies == (dtype == torch.float32 and family != "experts")
-        model, _ = offloaded(source, "disk", streamed, CPU)
+        model, _ = offload_layers(source, "disk", streamed, CPU)
         assert sum(isinstance(layer, Streamed) for layer in model.model.layers) == streamed
         assert Engine(model).generate(ASKED, PARAMS) == wanted
 
 
 def test_in_bf16_as_in_memory(tmp_path):
     folder = checkpoint(tmp_path, torch.bfloat16)
-    model, _ = offloaded(Source(folder, torch.bfloat16), "disk", 3, CPU)
+    model, _ = offload_layers(Source(folder, torch.bfloat16), "disk", 3, CPU)
     assert Engine(model).generate(ASKED, PARAMS) == Engine(load(folder, dtype=None)).generate(ASKED, PARAMS)
 
 
 def test_exact_answers_guesses_and_a_draft(tmp_path):
     folder = checkpoint(tmp_path)
-    whole, (model, _) = load(folder), offloaded(Source(folder, torch.float32), "disk", 4, CPU)
+    whole, (model, _) = load(folder), offload_layers(Source(folder, torch.float32), "disk", 4, CPU)
     assert Engine(model, exact=True).generate(ASKED, PARAMS) == Engine(whole, exact=True).generate(ASKED, PARAMS)
     guessing = SamplingParams(temperature=0, max_tokens=12, stop=(), speculate=4)
     assert DraftedEngine(model, whole).generate(ASKED, guessing) == DraftedEngine(whole, whole).generate(ASKED, guessing)
@@ -76,7 +76,7 @@ def test_exact_answers_guesses_and_a_draft(tmp_path):
 def test_a_forward_pass_of_another_kind_than_generations(tmp_path):
     """As `evaluate` measures pages: passes and generation take turns at the layers."""
     folder = checkpoint(tmp_path)
-    whole, (model, _) = load(folder), offloaded(Source(folder, torch.float32), "disk", 4, CPU)
+    whole, (model, _) = load(folder), offload_layers(Source(folder, torch.float32), "disk", 4, CPU)
     forest = Forest.pack([torch.arange(70), torch.arange(30)])
     with torch.no_grad():
         for _ in range(2):
@@ -97,11 +97,11 @@ def test_files_in_parts_and_a_file_system_without_direct_reads(tmp_path, monkeyp
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: file for file, own in parts.items() for name in own}}))
     wanted = Engine(whole).generate(ASKED, PARAMS)
-    assert Engine(offloaded(Source(tmp_path, torch.float32), "disk", 4, CPU)[0]).generate(ASKED, PARAMS) == wanted
+    assert Engine(offload_layers(Source(tmp_path, torch.float32), "disk", 4, CPU)[0]).generate(ASKED, PARAMS) == wanted
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     source = Source(tmp_path, torch.float32)
     assert not source.reader.direct
-    assert Engine(offloaded(source, "disk", 4, CPU)[0]).generate(ASKED, PARAMS) == wanted
+    assert Engine(offload_layers(source, "disk", 4, CPU)[0]).generate(ASKED, PARAMS) == wanted
 
 
 def test_what_the_page_cache_holds_is_taken_from_there(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_nothing_is_left_behind(tmp_path):
     gc.collect()
     time.sleep(0.1)  # for threads of other tests
     folder = checkpoint(tmp_path)
-    model, shelf = offloaded(Source(folder, torch.float32), "disk", 4, CPU)
+    model, shelf = offload_layers(Source(folder, torch.float32), "disk", 4, CPU)
     Engine(model).generate(ASKED, PARAMS)
     assert len(loaders()) == 1 and shelf.counts.bytes > 0 and opened(folder)
     gone = weakref.ref(model)
@@ -176,7 +176,7 @@ def test_nothing_is_left_behind(tmp_path):
 def test_each_pass_reads_each_layer_once(tmp_path):
     folder = checkpoint(tmp_path)
     source = Source(folder, torch.float32)
-    model, shelf = offloaded(source, "disk", 3, CPU)
+    model, shelf = offload_layers(source, "disk", 3, CPU)
     Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=10, stop=()))
     each = [source.layouts[n].extents[0].needed for n in spread(3, 5)]
     until = time.monotonic() + 10
@@ -188,7 +188,7 @@ def test_each_pass_reads_each_layer_once(tmp_path):
 
 def test_a_file_that_changes_is_an_error_that_names_it_and_stays_one(tmp_path):
     folder = checkpoint(tmp_path)
-    model, _ = offloaded(Source(folder, torch.float32), "disk", 5, CPU)
+    model, _ = offload_layers(Source(folder, torch.float32), "disk", 5, CPU)
     os.truncate(folder / "model.safetensors", 8192)
     engine = Engine(model)
     for _ in range(2):
@@ -317,7 +317,7 @@ def test_copies_to_a_gpu_are_ordered_by_events(tmp_path, monkeypatch, level, str
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     folder = checkpoint(tmp_path)
     whole, source, numbers = load(folder), Source(folder, torch.float32), spread(streamed, 5)
-    model, _ = offloaded(source, "disk", streamed, CPU)
+    model, _ = offload_layers(source, "disk", streamed, CPU)
     device = Device(monkeypatch)
     copies = Copies(Host(source, numbers) if level == "host" else Disk(source, numbers, 3), source, numbers, CPU)
     for layer in model.model.layers:

@@ -26,7 +26,7 @@ def test_each_epoch_visits_each_example_once(count: int, batch: int, seed: int):
 @settings(max_examples=60, deadline=None)
 def test_visited_are_those_that_the_steps_draw(count: int, batch: int, steps: int, seed: int):
     sampler = Sampler(range(count), batch, list, length=lambda _: 1, micro_batch_tokens=99, seed=seed)
-    assert sampler.visited(steps) == sorted({i for step in range(1, steps + 1) for part in sampler(step) for i in part})
+    assert sampler.visited_examples(steps) == sorted({i for step in range(1, steps + 1) for part in sampler(step) for i in part})
 
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 60))

@@ -84,7 +84,7 @@ def test_the_gradient_of_both_is_the_difference_quotient() -> None:
         return value
 
     def capped(z: torch.Tensor) -> torch.Tensor:
-        return transformer.softcapped(z, 2.0)
+        return transformer.softcap(z, 2.0)
 
     assert torch.autograd.gradcheck(loss, head.detach().clone().requires_grad_(), fast_mode=True)
 

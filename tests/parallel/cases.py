@@ -40,7 +40,7 @@ from puna.models.training.parallel.base import Parallel, Piece
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
-from puna.models.training.parallel.parallel import asked, parallel
+from puna.models.training.parallel.parallel import parallel, part_of
 from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo, train_ppo
 from puna.models.training.rollouts import Rollouts, Sampled, Source
@@ -124,7 +124,7 @@ def micro_batches(objective: str, step: int, count: int = 3) -> list[Any]:
 
 def teacher(layout: Layout, mesh: Mesh) -> Transformer:
     whole = network("plain", seed=9)
-    return whole if layout.pipeline > 1 else asked(whole, layout, mesh).model  # type: ignore[return-value]
+    return whole if layout.pipeline > 1 else part_of(whole, layout, mesh).model  # type: ignore[return-value]
 
 
 def loss_of(objective: str, layout: Layout, mesh: Mesh) -> Any:
@@ -489,7 +489,7 @@ def sampled(members: Sequence[int], layout: dict[str, int], wavering: bool = Fal
     settings = GrpoSettings(rollouts=1, prompts=10, answers=3, max_tokens=7, compute={"micro_batch_tokens": 64})
     groups = Groups(Layout(**layout), 0, members)
     held = groups.answering(parallel(policy, groups.mesh.layout, groups.mesh))
-    reference = asked(network("plain"), groups.mesh.layout, groups.mesh)
+    reference = part_of(network("plain"), groups.mesh.layout, groups.mesh)
     first = Rollouts(held, reference, score if wavering else by_length, PROMPTS, [1], settings, 5, groups=groups).sample(1)
     return {
         "asked": first.asked, "answers": first.answers, "logprobs": first.logprobs.tolist(), "scores": first.scores.tolist(),
@@ -540,7 +540,7 @@ def rolled(
         return answered
 
     groups = Groups(Layout(**layout), generate, members, tensor)
-    reference = asked(network(variant), groups.mesh.layout, groups.mesh)
+    reference = part_of(network(variant), groups.mesh.layout, groups.mesh)
     source: Rollouts[Any] = Rollouts(policy, reference, score, PROMPTS, [1], settings, 5, groups=groups)
     given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
     with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves

@@ -40,7 +40,7 @@ def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:
         own = Packed.read(rows, Path(folder, "tokens.bin"))
     alone, made = Packed.read(rows), list[int]()
     reader = Reader(own, np.zeros(len(own.owners), dtype=bool), 16, 0, begin=0)
-    with mock.patch.object(Reader, "_made", lambda self, spans: made.append(len(spans))):
+    with mock.patch.object(Reader, "_targets", lambda self, spans: made.append(len(spans))):
         layout = Layout(data=len(members))
         for part, _ in Parallel(network("plain"), Mesh(layout, members)).deal(reader.later(1, 24)):
             part.make()

@@ -16,7 +16,7 @@ from puna.models.config import ModelConfig
 from puna.models.training import state
 from puna.models.training.settings import TrainConfig
 from puna.stages.contract import SeededConfig, StageRun, stage
-from puna.stages.training.proxy_runs import remembered
+from puna.stages.training.proxy_runs import cached_object
 from puna.stages.training.train import fit
 
 SHAPE = ModelConfig(vocab_size=19, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
@@ -103,7 +103,7 @@ def trial(number: int, folder: str, scratch: str, driver: int) -> dict[str, Any]
         train(model, LanguageModeling(), batches, short, 0, state, on_step=on_step)
         return {"number": number, "digest": weights_digest(model), "steps": steps}
 
-    return remembered(Path(scratch) / f"trial-{number}.json", make)
+    return cached_object(Path(scratch) / f"trial-{number}.json", make)
 
 
 @stage(kind="signals", version="1")
@@ -128,5 +128,5 @@ def stopped_call(config: StoppedConfig, run: StageRun) -> None:
         return 7
 
     with state.Stop():
-        run.metric("result", state.remembered(run.scratch / "fit-call.json", lambda: state.interruptible(call)))
+        run.metric("result", state.cached_json(run.scratch / "fit-call.json", lambda: state.interruptible(call)))
     run.write_rows([])

@@ -39,7 +39,7 @@ class World:
         catalog.query(self.store, "select count(distinct text) from newest.documents")
 
     def ask(self) -> None:
-        questions.answered(Store.existing(self.store.uri), "select sum(rot_characters) from signals")
+        questions.answer(Store.existing(self.store.uri), "select sum(rot_characters) from signals")
 
     def rows(self) -> None:
         pages.artifact_page(self.site, "signals", self.signals.key, None, 0)

@@ -52,6 +52,6 @@ def test_a_killed_training_keeps_its_state_and_ends_with_the_same_bits(sent: sig
     # Python ends a command with status 1 at Ctrl-C, or sends itself the signal again: that depends on how it was started.
     assert ended.returncode in ((1, -sent) if sent == signal.SIGINT else (-sent,)), ended.stderr[-2000:]
     record = state.load_record(tmp_path)
-    # A step is saved after its call of `on_step`, which SIGKILL does not let end.
-    assert record is not None and record["step"] == KILLED - (sent == signal.SIGKILL)
+    # SIGKILL ends the write of a state that is under way, too; the state before it is whole.
+    assert record is not None and (0 < record["step"] < KILLED if sent == signal.SIGKILL else record["step"] == KILLED)
     assert run(tmp_path) == run(None)

@@ -139,11 +139,11 @@ def test_a_form_names_no_store_or_executor_elsewhere(store: Store, monkeypatch: 
     with doors.trapped() as (trap, fetched):
         for given in ({"store": trap}, {"store": "s3://bucket/store"}, {"executor": trap.replace("http", "dask")}, {"executor": "ray://127.0.0.1:9"}):
             with pytest.raises(PunaError, match=f"{next(iter(given))} .*forms read only local paths"):
-                deployments._opened({"store": store.uri, "executor": "processes", **given})
-    assert not fetched and deployments._opened({"store": store.uri, "executor": "processes"}).uri == store.uri
+                deployments._open_store({"store": store.uri, "executor": "processes", **given})
+    assert not fetched and deployments._open_store({"store": store.uri, "executor": "processes"}).uri == store.uri
     monkeypatch.setenv(defaults.SERVED, "s3://bucket/store")
     monkeypatch.setattr(deployments.Store, "open", lambda uri: uri)
-    assert deployments._opened({"store": "s3://bucket/store", "executor": "processes"}) == "s3://bucket/store"
+    assert deployments._open_store({"store": "s3://bucket/store", "executor": "processes"}) == "s3://bucket/store"
 
 
 @pytest.fixture(scope="module")

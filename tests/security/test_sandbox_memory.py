@@ -71,8 +71,8 @@ def test_a_program_lies_in_a_cgroup_of_its_own_where_one_can_be_made(
 
 def test_the_kernel_tells_that_a_cgroup_had_too_little_memory(tmp_path: Path) -> None:
     group = sandbox.Group(tmp_path)
-    assert not group.exceeded()
+    assert not group.is_exceeded()
     for count in (0, 2):
         (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom 1\noom_kill {count}\noom_group_kill 0\n")
-        assert group.exceeded() == bool(count)
+        assert group.is_exceeded() == bool(count)
     group.close()

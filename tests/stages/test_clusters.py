@@ -16,7 +16,7 @@ import pytest
 from puna.stages import plugins
 from puna.stages.contract import perform
 from puna.stages.contract.declaration import REGISTRY
-from puna.stages.executors import PartExecutor, connected, parts
+from puna.stages.executors import PartExecutor, connect, parts
 from puna.storage import PunaError, Store
 
 pytest.importorskip("distributed")
@@ -71,7 +71,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def dask(cluster: Cluster) -> Iterator[Executor]:
-    with connected(f"dask://{cluster.address}") as pool:
+    with connect(f"dask://{cluster.address}") as pool:
         assert pool is not None
         yield pool
 
@@ -130,7 +130,7 @@ def waits(folder: str) -> None:
 
 
 def test_stopping_does_not_wait_for_what_is_under_way(cluster: Cluster, tmp_path: Path) -> None:
-    with connected(f"dask://{cluster.address}") as pool:
+    with connect(f"dask://{cluster.address}") as pool:
         assert isinstance(pool, PartExecutor)
         future = pool.submit(waits, str(tmp_path))
         while not (tmp_path / "begun").exists():
@@ -143,7 +143,7 @@ def test_stopping_does_not_wait_for_what_is_under_way(cluster: Cluster, tmp_path
 def test_a_lost_scheduler_is_an_error_that_says_so(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
-        with connected(f"dask://{cluster.address}") as pool:
+        with connect(f"dask://{cluster.address}") as pool:
             assert pool is not None
             futures = [pool.submit(slow, item, str(tmp_path)) for item in range(12)]
             assert futures[0].result(timeout=60)[0] == 0

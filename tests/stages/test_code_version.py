@@ -79,7 +79,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def new_process() -> None:
     """Forget what was imported in this one."""
     sources._AT_START.clear()
-    sources._FILES[:] = sources._walked()
+    sources._FILES[:] = sources._source_files()
     sources.contract.cache_clear()
     sources.listing.cache_clear()
     reach._known.clear()
@@ -89,7 +89,7 @@ def new_process() -> None:
 def version() -> str:
     """The version in a new process."""
     new_process()
-    return code_version(code.reached(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
+    return code_version(code.reach(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
 
 
 def edit(tree: Path, name: str, old: str, new: str) -> None:
@@ -101,7 +101,7 @@ def edit(tree: Path, name: str, old: str, new: str) -> None:
 
 
 def test_reaches_through_imports_classes_constants_and_lazy_imports(tree: Path) -> None:
-    assert set(code.reached(("puna.stages.work", "work"))) == {
+    assert set(code.reach(("puna.stages.work", "work"))) == {
         "puna.stages.work.work", "puna.stages.work.LIMIT", "puna.stages.helpers.helper", "puna.stages.helpers.WORDS",
         "puna.stages.helpers:words.txt", "puna.stages.helpers.Counter", "puna.stages.helpers.Base", "puna.stages.late.lately",
         "puna.models.tool.measure", "puna.models.tool.RULES", "contract", "meaning",
@@ -171,9 +171,9 @@ def test_what_is_added_to_a_fields_type_counts(tree: Path, old: str, new: str, c
     ],
 )
 def test_an_edit_of_reached_code_counts_and_is_named(tree: Path, name: str, old: str, new: str, symbol: str) -> None:
-    before = code.reached(("puna.stages.work", "work"))
+    before = code.reach(("puna.stages.work", "work"))
     edit(tree, name, old, new)
-    after = code.reached(("puna.stages.work", "work"))
+    after = code.reach(("puna.stages.work", "work"))
     assert {s for s in before if before[s] != after.get(s)} == {symbol, "meaning"}
     assert code_version(before) != code_version(after)
 
@@ -379,12 +379,12 @@ def test_conditions_around_what_is_reached_count(tree: Path, old: str, new: str)
     before = version()
     edit(tree, "stages/work.py", old, new)
     assert version() != before
-    assert {"puna.stages.late.lately", "puna.stages.late.later"} & set(code.reached(("puna.stages.work", "work")))
+    assert {"puna.stages.late.lately", "puna.stages.late.later"} & set(code.reach(("puna.stages.work", "work")))
 
 
 def test_both_branches_of_an_import_are_reached(tree: Path) -> None:
     (tree / "stages/work.py").write_text(CONDITIONS)
-    assert {"puna.stages.late.lately", "puna.stages.late.later"} < set(code.reached(("puna.stages.work", "work")))
+    assert {"puna.stages.late.lately", "puna.stages.late.later"} < set(code.reach(("puna.stages.work", "work")))
     before = version()
     edit(tree, "stages/work.py", "return 1", "return 2")
     assert version() == before
@@ -393,7 +393,7 @@ def test_both_branches_of_an_import_are_reached(tree: Path) -> None:
 def test_imports_for_type_checkers_are_not_reached(tree: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from puna.stages.late import lately\ndef work(x: lately):\n    return x\n"
     (tree / "stages/work.py").write_text(text)
-    assert set(code.reached(("puna.stages.work", "work"))) == {"puna.stages.work.work", "contract", "meaning"}
+    assert set(code.reach(("puna.stages.work", "work"))) == {"puna.stages.work.work", "contract", "meaning"}
 
 
 # Whatever minor versions of Python write differently: empty fields, added fields, quotes, f-strings, Unicode tables, docstrings.
@@ -464,7 +464,7 @@ def test_data_files_are_found_through_path_expressions(tree: Path) -> None:
     for name in ("stages/tables/one.txt", "data/two.txt", "data/three.txt", "data/folder/four.bin", "stages/five.txt", "data/x.json", "stages/no.txt"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(name)
-    found = {name for name in code.reached(("puna.stages.work", "work")) if ":" in name}
+    found = {name for name in code.reach(("puna.stages.work", "work")) if ":" in name}
     # The name of one is not known: everything in its folder counts.
     assert {name.partition(":")[2] for name in found} == {
         "tables/one.txt", "../data/two.txt", "../data/three.txt", "../data/folder/four.bin", "five.txt", "../data/x.json"
@@ -489,7 +489,7 @@ def test_versions_of_libraries_that_decide_content_count(tree: Path, monkeypatch
         "import numpy as np\nimport regex\nimport resiliparse.parse.html as html\nimport pyarrow as pa\n\n"
         "def work():\n    import tokenizers\n    return np.ones(3), pa, html.parse, tokenizers\n\ndef other():\n    return regex\n"
     )
-    found = {name: value for name, value in code.reached(("puna.stages.work", "work")).items() if name.startswith("library:")}
+    found = {name: value for name, value in code.reach(("puna.stages.work", "work")).items() if name.startswith("library:")}
     assert set(found) == {"library:numpy", "library:resiliparse", "library:tokenizers"}
     before = version()
 
@@ -510,13 +510,13 @@ def test_versions_of_libraries_that_decide_content_count(tree: Path, monkeypatch
 
 
 def test_an_edited_source_file_is_refused_while_the_process_runs(tree: Path) -> None:
-    before = code.reached(("puna.stages.work", "work"))
+    before = code.reach(("puna.stages.work", "work"))
     file = tree / "stages/helpers.py"
     file.write_text(file.read_text() + "\nX = 1\n")
     with pytest.raises(PunaError, match=r"stages/helpers.py was edited while this process runs"):
-        code.reached(("puna.stages.work", "work"))
+        code.reach(("puna.stages.work", "work"))
     new_process()
-    assert code.reached(("puna.stages.work", "work")) == before
+    assert code.reach(("puna.stages.work", "work")) == before
 
 
 def test_helper_modules_of_a_user_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +531,7 @@ def test_helper_modules_of_a_user_are_followed(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "users_package/__init__.py").write_text("")
     (tmp_path / "users_package/inner.py").write_text("from .deeper import deeper\n\ndef inner():\n    return deeper()\n")
     (tmp_path / "users_package/deeper.py").write_text("def deeper():\n    return 1\n")
-    assert set(code.reached(("users_stage", "work"))) == {
+    assert set(code.reach(("users_stage", "work"))) == {
         "contract", "meaning", "users_stage.work", "users_helper.helper", "users_late.late", "users_package.inner.inner", "users_package.deeper.deeper"
     }  # fmt: skip
 
@@ -541,50 +541,50 @@ def test_the_cells_of_a_notebook_are_followed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(main, "__file__", raising=False)
     cells = ["", "LIMIT = 3", "def helper(x):\n    return x + LIMIT", "def work():\n    return helper(1)", "unused = 5"]
     monkeypatch.setattr(main, "In", cells, raising=False)
-    first = code.reached(("__main__", "work"))
+    first = code.reach(("__main__", "work"))
     assert set(first) == {"contract", "meaning", "__main__.work", "__main__.helper", "__main__.LIMIT"}
     cells.append("def work():\n    return helper(1)")  # the same cell once more
-    assert code.reached(("__main__", "work")) == first
+    assert code.reach(("__main__", "work")) == first
     cells.append("def helper(x):\n    return x - LIMIT")
-    assert code.reached(("__main__", "work"))["__main__.helper"] != first["__main__.helper"]
+    assert code.reach(("__main__", "work"))["__main__.helper"] != first["__main__.helper"]
 
 
 def test_a_stage_whose_source_is_kept_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(PunaError, match="its source is kept nowhere; declare the stage in a file, or give it version="):
-        code.reached(("__main__", "work"))
+        code.reach(("__main__", "work"))
 
 
 WORK = ("puna.stages.work", "work")
 
 
 def test_what_is_reached_is_followed_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = code.reached(WORK)
+    before = code.reach(WORK)
     new_process()
     with monkeypatch.context() as nothing:
-        nothing.setattr(code, "_followed", lambda *roots: pytest.fail("followed again"))
-        assert code.reached(WORK) == before
+        nothing.setattr(code, "_follow", lambda *roots: pytest.fail("followed again"))
+        assert code.reach(WORK) == before
     edit(tree, "stages/words.txt", "two", "three")  # a data file is read each time
-    assert {name for name, hash in code.reached(WORK).items() if hash != before[name]} == {"puna.stages.helpers:words.txt", "meaning"}
+    assert {name for name, hash in code.reach(WORK).items() if hash != before[name]} == {"puna.stages.helpers:words.txt", "meaning"}
 
 
 @pytest.mark.parametrize("damage", [lambda d: b"", lambda d: b"[]", lambda d: d[:-9], lambda d: d.replace(b"models.tool", b"models.tol_")])
 def test_a_damaged_record_of_what_is_reached_counts_for_nothing(tree: Path, damage: Callable[[bytes], bytes]) -> None:
-    before = code.reached(WORK)
+    before = code.reach(WORK)
     (file,) = (tree / "cache/code").iterdir()
     good = file.read_bytes()
     file.write_bytes(damage(good))
     new_process()
-    assert code.reached(WORK) == before
+    assert code.reach(WORK) == before
     assert file.read_bytes() == good  # and is written anew
 
 
 def test_a_file_that_appears_where_code_looks_for_it_counts(tree: Path) -> None:
     edit(tree, "stages/helpers.py", '"words.txt"', '"later.txt"')
-    assert "puna.stages.helpers:later.txt" not in code.reached(WORK)
+    assert "puna.stages.helpers:later.txt" not in code.reach(WORK)
     (tree / "stages/later.txt").write_text("x")
     new_process()
-    assert "puna.stages.helpers:later.txt" in code.reached(WORK)
+    assert "puna.stages.helpers:later.txt" in code.reach(WORK)
 
 
 def test_sources_are_parsed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

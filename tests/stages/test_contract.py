@@ -158,14 +158,14 @@ def stopped_after(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a stage end after some shards as if it were killed."""
     from puna.stages.contract import run as run_module
 
-    original, left = run_module.transformed, iter(range(shards))
+    original, left = run_module.transform_shard, iter(range(shards))
 
     def failing(task):
         if next(left, None) is None:
             raise KeyboardInterrupt
         return original(task)
 
-    monkeypatch.setattr(run_module, "transformed", failing)
+    monkeypatch.setattr(run_module, "transform_shard", failing)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])

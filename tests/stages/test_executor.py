@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from puna.stages import plugins
-from puna.stages.executors import connected, local, ordered, parts, processes, worker
+from puna.stages.executors import connect, local, map_in_order, parts, processes, worker
 from puna.storage import PunaError
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
     """One pool for all tests that do not stop it: it outlives the workers and the errors of each."""
-    with connected("processes", 2) as made:
+    with connect("processes", 2) as made:
         assert made is not None
         yield made
 
@@ -38,7 +38,7 @@ def late(item: int, factor: int) -> int:
 @pytest.mark.parametrize("workers", [0, 3])
 def test_results_keep_the_order_of_the_items(workers: int) -> None:
     pool = ThreadPoolExecutor(workers) if workers else None
-    assert list(ordered(pool, late, range(20), (3,), ahead=4)) == [3 * i for i in range(20)]
+    assert list(map_in_order(pool, late, range(20), (3,), ahead=4)) == [3 * i for i in range(20)]
 
 
 def test_one_worker_needs_no_pool() -> None:
@@ -64,7 +64,7 @@ def dies(item: int) -> int:
 
 def test_a_part_that_ends_its_worker_each_time_is_an_error_that_says_so(pool: Executor) -> None:
     with pytest.raises(PunaError, match="a worker process ended in the middle of its work .*dies; 3 times"):
-        list(ordered(pool, dies, range(20), ()))
+        list(map_in_order(pool, dies, range(20), ()))
 
 
 def dies_once(item: int, folder: str) -> int:
@@ -78,13 +78,13 @@ def dies_once(item: int, folder: str) -> int:
 
 
 def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(pool: Executor, tmp_path: Path) -> None:
-    assert list(ordered(pool, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
+    assert list(map_in_order(pool, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
     assert [(tmp_path / str(i)).stat().st_size for i in range(12)] == [1 + (i % 5 == 0) for i in range(12)]
 
 
 def test_what_is_under_way_is_not_waited_for_when_work_is_stopped(tmp_path: Path) -> None:
     """Not even a part that was begun again because Ctrl-C ended its first worker before the driver was told."""
-    pool = connected("processes", 2)
+    pool = connect("processes", 2)
     assert pool is not None
     part = pool.submit(never_ends, str(tmp_path))
     first = _begun(tmp_path, 1)[0]
@@ -107,7 +107,7 @@ def test_a_worker_that_is_being_started_is_not_waited_for_either(tmp_path: Path,
         start(self)
 
     monkeypatch.setattr(processes._Worker, "start", late)
-    pool = connected("processes", 2)
+    pool = connect("processes", 2)
     assert pool is not None
     end = pool._end
     monkeypatch.setattr(pool, "_end", lambda: (end(), stopping.set()))  # the first look finds no worker alive
@@ -178,7 +178,7 @@ def test_bytes_under_way_are_bounded(pool: Executor, monkeypatch: pytest.MonkeyP
             begun.append(item)
             yield item
 
-    results = ordered(pool, bulky, items(), (10_000,), ahead=20)
+    results = map_in_order(pool, bulky, items(), (10_000,), ahead=20)
     assert next(results)[0] == 0
     time.sleep(0.3)
     ahead = len(begun)
@@ -190,7 +190,7 @@ def test_another_program_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     here = worker.fingerprint()
     there = replace(here, python="3.10.1", code="0" * 16, libraries={**here.libraries, "pyarrow": "1.0"})
     monkeypatch.setattr(worker, "fingerprint", lambda: there)
-    payload = worker.packed(late, (1, 2), {})
+    payload = worker.pack(late, (1, 2), {})
     monkeypatch.setattr(worker, "fingerprint", lambda: here)
     with pytest.raises(PunaError, match=r"was refused: it has Python 3.* instead of 3.10.1; other source files of Puna; pyarrow .* instead of 1.0"):
         worker.compute(payload).value()
@@ -203,10 +203,10 @@ def test_added_modules_are_added_in_the_workers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(plugins, "_modules", {})
     try:
         function = plugins.add(str(file)).work
-        with connected("processes", 2) as pool:
+        with connect("processes", 2) as pool:
             assert pool.submit(function, 1).result() == 2
             file.unlink()
-        with connected("processes", 2) as pool, pytest.raises(PunaError, match=r"has no file .*own_work.py, which --module names"):
+        with connect("processes", 2) as pool, pytest.raises(PunaError, match=r"has no file .*own_work.py, which --module names"):
             pool.submit(function, 1).result()
     finally:
         sys.modules.pop("own_work", None)
@@ -224,26 +224,26 @@ def test_added_modules_are_added_in_the_workers(tmp_path: Path, monkeypatch: pyt
 def test_an_executor_that_is_not_there(name: str, message: str) -> None:
     pytest.importorskip("ray" if name.startswith("ray") else "distributed")
     with pytest.raises(PunaError, match=message):
-        connected(name, 2)
+        connect(name, 2)
 
 
 @pytest.mark.parametrize(("name", "package"), [("dask", "distributed"), ("ray", "ray")])
 def test_an_engine_that_is_not_installed_names_its_extra(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(PunaError, match=rf"pip install 'puna\[{name}\]'"):
-        connected(name, 2)
+        connect(name, 2)
 
 
 @pytest.fixture(scope="module")
 def dask() -> Iterator[Executor]:
     pytest.importorskip("distributed")
-    with connected("dask", 2) as pool:
+    with connect("dask", 2) as pool:
         assert pool is not None
         yield pool
 
 
 def test_dask_workers_that_are_killed(dask: Executor, tmp_path: Path) -> None:
-    assert list(ordered(dask, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
+    assert list(map_in_order(dask, dies_once, range(12), (str(tmp_path),))) == [i * i for i in range(12)]
     sizes = [(tmp_path / str(i)).stat().st_size for i in range(12)]
     assert all(sizes[i] >= 2 for i in (0, 5, 10)) and max(sizes) <= 3
     check_errors(dask)
@@ -298,8 +298,8 @@ def test_dask_workers_have_no_device(dask: Executor) -> None:
 def test_ray_workers_that_are_killed(tmp_path: Path) -> None:
     """Ray gives up by itself when its agents take longer than 15 seconds to start: an import that costs seconds, in each of its processes, does that."""
     pytest.importorskip("ray")
-    with connected("ray", 2) as pool:
-        assert list(ordered(pool, dies_once, range(6), (str(tmp_path),))) == [i * i for i in range(6)]
+    with connect("ray", 2) as pool:
+        assert list(map_in_order(pool, dies_once, range(6), (str(tmp_path),))) == [i * i for i in range(6)]
         check_errors(pool)
         with pytest.raises(PunaError, match="always_dies; 3 times"):
             pool.submit(always_dies, str(tmp_path / "attempts")).result(timeout=60)
@@ -314,7 +314,7 @@ def test_ray_that_does_not_start_says_where_its_logs_are(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ray, "init", fails)
     with pytest.raises(PunaError, match=r"Ray did not start on this machine \(The current node timed out.*its logs are in .*/ray-") as caught:
-        connected("ray", 2)
+        connect("ray", 2)
     Path(str(caught.value).partition("logs are in ")[2].partition(".")[0]).rmdir()
 
 

@@ -63,7 +63,7 @@ def test_entry_points_give_modules_and_objects(tmp_path: Path) -> None:
     found = plugins.offers("puna.stages")
     assert set(found) == {"whole", "one"} and found["one"] is REGISTRY["outer_stage"]
     assert found["whole"] is sys.modules["outer_one"]
-    assert list(plugins.offers("puna.losses")) == ["x"] and plugins.offers("puna.verifiers") == {} and plugins.broken() == []
+    assert list(plugins.offers("puna.losses")) == ["x"] and plugins.offers("puna.verifiers") == {} and plugins.broken_plugins() == []
 
 
 def test_a_broken_plugin_is_named_and_the_others_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ def test_a_broken_plugin_is_named_and_the_others_work(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         assert list(plugins.offers("puna.stages")) == ["good"]
     assert "outer_good_stage" in REGISTRY and "outer_bad_stage" not in REGISTRY
-    bad, gone, lost = plugins.broken()
+    bad, gone, lost = plugins.broken_plugins()
     assert bad.startswith("plugin 'bad' (puna.stages, outer_bad, of outer-two 1.0): cannot be loaded: ModuleNotFoundError: No module named")
     assert f"{tmp_path / 'outer_bad.py'}, line" in bad
     assert "SystemExit: went away" in gone and "AttributeError" in lost
@@ -87,7 +87,7 @@ def test_two_plugins_of_one_name_are_told(tmp_path: Path) -> None:
     for name in ("outer-three", "outer-four"):
         install(tmp_path / name, name, f"[puna.rules]\nsame = {'math:exp' if name == 'outer-three' else 'math:log'}\n")
     assert len(plugins.offers("puna.rules")) == 1
-    (said,) = plugins.broken()
+    (said,) = plugins.broken_plugins()
     assert "'same'" in said and "has the same name" in said
 
 
@@ -96,7 +96,7 @@ def test_a_stage_that_is_declared_twice_is_a_broken_plugin(tmp_path: Path) -> No
         write(tmp_path / f"{name}.py", STAGE, name="outer_same")
     install(tmp_path, "outer-five", "[puna.stages]\na = outer_five\nb = outer_six\n")
     assert list(plugins.offers("puna.stages")) == ["a"] and REGISTRY["outer_same"].function.__module__ == "outer_five"
-    assert "declared twice, in outer_five and in outer_six" in plugins.broken()[0]
+    assert "declared twice, in outer_five and in outer_six" in plugins.broken_plugins()[0]
 
 
 def test_a_group_that_does_not_exist_is_refused() -> None:
@@ -109,7 +109,7 @@ def test_a_file_is_a_module_with_its_neighbours(tmp_path: Path) -> None:
     file = write(tmp_path / "own_stage.py", STAGE + "\n    import own_helper\n", name="own_one")
     module = plugins.add(str(file))
     assert REGISTRY["own_one"].function.__module__ == "own_stage" and module.own_helper.VALUE == 3
-    assert plugins.add(str(file)) is module and plugins.added() == {"own_stage": str(file)}
+    assert plugins.add(str(file)) is module and plugins.added_modules() == {"own_stage": str(file)}
 
 
 def test_a_dotted_module(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_dotted_module(tmp_path: Path) -> None:
     write(tmp_path / "own_package" / "work.py", STAGE, name="own_two")
     sys.path.insert(0, str(tmp_path))
     plugins.add("own_package.work")
-    assert "own_two" in REGISTRY and plugins.added() == {"own_package.work": ""}
+    assert "own_two" in REGISTRY and plugins.added_modules() == {"own_package.work": ""}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_a_module(tmp_path: Path, name: str, text: str | N
         write(tmp_path / name, text)
     with pytest.raises(PunaError, match=message):
         plugins.add(str(tmp_path / name))
-    assert plugins.added() == {}
+    assert plugins.added_modules() == {}
 
 
 def test_a_module_that_is_not_there() -> None:

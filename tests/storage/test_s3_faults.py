@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from puna.storage import PunaError, Store, blocks, cache, catalog, lease, s3
-from puna.storage.bucket import _connected
+from puna.storage.bucket import _connect
 from puna.storage.files import DamagedFile
 from puna.storage.s3 import S3Files
 from tests.storage.conftest import KEY, SECRET
@@ -119,7 +119,7 @@ def test_every_flipped_bit_is_found(seed: int) -> None:
     rng = random.Random(seed)
     data = bytearray(rng.randbytes(rng.choice([1, 1000, 65_536, 65_537, 500_000])))
     sums, size = blocks.of_bytes(bytes(data)), len(data)
-    start, stop = blocks.widened(at := rng.randrange(size), at + 1, size)
+    start, stop = blocks.whole_blocks(at := rng.randrange(size), at + 1, size)
     assert blocks.right(bytes(data[start:stop]), start, size, sums) and start <= at < stop
     data[at] ^= 1 << rng.randrange(8)
     assert not blocks.right(bytes(data[start:stop]), start, size, sums) and not blocks.right(bytes(data), 0, size, sums)
@@ -273,7 +273,7 @@ def test_what_is_missing_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PunaError, match="there is no bucket puna-nobody; make it first"):
         Store.open("s3://puna-nobody/store")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    _connected.cache_clear()
+    _connect.cache_clear()
     with pytest.raises(PunaError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         Store.open(bucket)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import StageConfig, StageRun
 from puna.storage import Artifact, Identity, PunaError, Store, Work, catalog, damage, digest, exchange, maintenance, parts, schemas, shards
-from puna.storage.exchange import Exchange, Partition, Scatter, gathered, scatter
+from puna.storage.exchange import Exchange, Partition, Scatter, gather, scatter
 from puna.storage.files import LocalFiles
 from puna.storage.parts import Follower, span
 from puna.storage.staging import Staging
@@ -276,7 +276,7 @@ def test_what_a_job_holds_does_not_grow_with_the_partitions(tmp_path: Path, monk
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
     tables = [pa.table({"place": np.arange(128, dtype=np.int32) % 2, "value": np.full((128,), n, np.int32)}) for n in range(64)]
     how = exchange.Scatter(staging, "job", "place", partitions, exchange.level(partitions))
-    made = exchange.gathered(staging.files, [exchange.scatter(how, iter(tables), lambda: None)], partitions, "place", how.runs)
+    made = exchange.gather(staging.files, [exchange.scatter(how, iter(tables), lambda: None)], partitions, "place", how.runs)
     assert [[table.column(0).num_chunks for table in part.tables()] for part in made.filled] == [[pieces], [pieces]]
     assert made.parts[1].read()["value"].to_pylist() == [n for n in range(64) for _ in range(64)]
 
@@ -325,7 +325,7 @@ def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     data[len(data) // 4] ^= 4
     file.write_bytes(bytes(data))
     with pytest.raises(PunaError, match="what was written of partition 0 is damaged"):
-        gathered(staging.files, [found], 2, "id", range(2)).parts[0].read()
+        gather(staging.files, [found], 2, "id", range(2)).parts[0].read()
 
 
 def test_files_are_plain_parquet(tmp_path: Path) -> None:

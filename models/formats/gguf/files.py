@@ -64,10 +64,10 @@ class GgufFile:
     def state(self, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return the decoder's state dict on `device` in `dtype` (None: each tensor's own; quantised blocks become float32)."""
 
-        def placed(tensor: Tensor) -> Tensor:
+        def place(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype or tensor.dtype)
 
-        return to_state({name: placed(self._tensor(name)) for name in self._tensors}, config)
+        return to_state({name: place(self._tensor(name)) for name in self._tensors}, config)
 
     def _tensor(self, name: str) -> Tensor:
         from gguf.quants import dequantize

@@ -149,7 +149,7 @@ class Targets:
         return sum_segments(torch.where(self.mask, values, values.new_zeros(())), self.lengths)
 
     def to(self, device: torch.device | str) -> Targets:
-        return moved(self, device)
+        return move(self, device)
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ class Batch:
         return len(self.targets)
 
     def to(self, device: torch.device | str) -> Self:
-        return moved(self, device)
+        return move(self, device)
 
 
-def moved(batch: BatchT, device: torch.device | str) -> BatchT:
+def move(batch: BatchT, device: torch.device | str) -> BatchT:
     """Return a dataclass with its tensors, and the batches among its fields, on a device."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
     changes = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from puna.kernels.linear_cross_entropy import linear_cross_entropy
 from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide, sum_segments
-from puna.models.transformer import by_rows, softcapped
+from puna.models.transformer import by_rows, softcap
 
 
 def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +94,7 @@ class Reward(Objective[RewardBatch]):
         if self.softcap is None:
             loss = linear_cross_entropy(rows, head, tokens, weight[indices])
         else:
-            logprobs = by_rows(lambda rows_CD: softcapped(rows_CD @ head.T, self.softcap), rows, tokens)[0]
+            logprobs = by_rows(lambda rows_CD: softcap(rows_CD @ head.T, self.softcap), rows, tokens)[0]
             loss = -(logprobs * weight[indices]).sum()
         return divide(loss, totals["best"])
 

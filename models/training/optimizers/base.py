@@ -60,7 +60,7 @@ class Optimizer(ABC):
     def __init__(self, groups: Sequence[Group], settings: OptimizerSettings) -> None:
         self.groups, self.settings = groups, settings
         # Read-only mappings: a tensor that `start` does not name would be in no checkpoint.
-        place = _mapped if settings.state_in == "file" else lambda tensor: tensor
+        place = _map_to_file if settings.state_in == "file" else lambda tensor: tensor
         self.state = {
             weight: MappingProxyType({name: place(tensor) for name, tensor in self.start(weight).items()})
             for group in groups for weight in group.weights
@@ -98,7 +98,7 @@ class Optimizer(ABC):
                     weight.copy_(own)
 
 
-def _mapped(tensor: Tensor) -> Tensor:
+def _map_to_file(tensor: Tensor) -> Tensor:
     """Return a CPU copy, mapped to an unnamed temporary file unless it is small; raise ValueError if the disk has no room for it. This
     is ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache."""
     import torch

@@ -53,11 +53,11 @@ class GaLore(Optimizer):
     def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
         for weight, gradient, state in weights:
             tall = weight.shape[-2] > weight.shape[-1]
-            update = self._projected(state, gradient.mT if tall else gradient, factor)
+            update = self._projected_step(state, gradient.mT if tall else gradient, factor)
             weight.mul_(1.0 - rate * weight_decay)
             weight.add_(update.mT if tall else update, alpha=rate * self.scale)
 
-    def _projected(self, state: Mapping[str, Tensor], gradient_MN: Tensor, factor: Tensor | None) -> Tensor:
+    def _projected_step(self, state: Mapping[str, Tensor], gradient_MN: Tensor, factor: Tensor | None) -> Tensor:
         """Return AdamW's update of the projected gradient at learning rate 1, projected back to [..., M, N]."""
         from puna.kernels.adamw import adamw_
 

@@ -24,22 +24,22 @@ def _sum(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def _gathered(x: Tensor, rows: int, group: Any) -> Tensor:
+def _gather(x: Tensor, rows: int, group: Any) -> Tensor:
     out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out[:rows]
 
 
-def _padded(x: Tensor, p: int) -> Tensor:
+def _pad(x: Tensor, p: int) -> Tensor:
     rows = p * cut(len(x), p)
     if rows == len(x):
         return x.contiguous()
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
-def _scattered(x: Tensor, group: Any) -> Tensor:
+def _scatter(x: Tensor, group: Any) -> Tensor:
     p = dist.get_world_size(group)
-    x = _padded(x, p)
+    x = _pad(x, p)
     out = x.new_empty(len(x) // p, *x.shape[1:])
     dist.reduce_scatter_tensor(out, x, group=group)
     return out
@@ -50,7 +50,7 @@ def own_rows(x: Tensor, group: Any) -> Tensor:
     if group is None:
         return x
     p = dist.get_world_size(group)
-    return _padded(x, p).chunk(p)[dist.get_rank(group)].contiguous()
+    return _pad(x, p).chunk(p)[dist.get_rank(group)].contiguous()
 
 
 class _AddParts(torch.autograd.Function):
@@ -78,24 +78,24 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, rows, group, partial):
         ctx.group, ctx.partial, ctx.size = group, partial, len(x) * dist.get_world_size(group)
-        return _gathered(x, rows, group)
+        return _gather(x, rows, group)
 
     @staticmethod
     def backward(ctx, grad):
         if len(grad) < ctx.size:
             grad = torch.cat([grad, grad.new_zeros(ctx.size - len(grad), *grad.shape[1:])])
-        return (_scattered if ctx.partial else own_rows)(grad, ctx.group), None, None, None
+        return (_scatter if ctx.partial else own_rows)(grad, ctx.group), None, None, None
 
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group, ctx.rows = group, len(x)
-        return _scattered(x, group)
+        return _scatter(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gathered(grad, ctx.rows, ctx.group), None
+        return _gather(grad, ctx.rows, ctx.group), None
 
 
 class _ScaleGradient(torch.autograd.Function):

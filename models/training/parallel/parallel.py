@@ -38,7 +38,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     return Sharded(model, mesh, device)
 
 
-def asked(
+def part_of(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Parallel:
     """Return this rank's part of a model for inference by all ranks; if the layout does not cut it, the model, or a copy in `dtype`."""

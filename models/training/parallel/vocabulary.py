@@ -32,7 +32,7 @@ class Share(NamedTuple):
         return chunks(rows, w_VD[:1].expand(self.most, -1))
 
 
-def _normalised(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _normalise(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-sum-exp [C] and the target's logit [C] over all ranks, the probabilities [C, V] of this rank, and sum(p z) [C]."""
     peak = z_CV.amax(1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -58,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
         own, inside = _places(targets, share.start, len(w_VD))
         dx_ND, dw_VD, loss = torch.zeros_like(x_ND), torch.zeros_like(w_VD), x_ND.new_zeros(())
         for rows in share.chunks(len(x_ND), w_VD):
-            lse, picked, p_CV, _ = _normalised(product(x_ND[rows], w_VD), own[rows], inside[rows], share.group)
+            lse, picked, p_CV, _ = _normalise(product(x_ND[rows], w_VD), own[rows], inside[rows], share.group)
             loss += ((lse - picked) * weights[rows]).sum()
             p_CV[torch.arange(len(p_CV), device=own.device), own[rows]] -= inside[rows].to(p_CV.dtype)
             d_CV = p_CV.mul_(weights[rows, None])
@@ -80,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropies = x_ND.new_empty(len(x_ND)), x_ND.new_empty(len(x_ND))
         for rows in share.chunks(len(x_ND), w_VD):
             z_CV = product(x_ND[rows], w_VD) / temperature
-            lse, picked, _, mean = _normalised(z_CV, own[rows], inside[rows], share.group)
+            lse, picked, _, mean = _normalise(z_CV, own[rows], inside[rows], share.group)
             logprobs[rows], entropies[rows] = picked - lse, lse - mean
         ctx.save_for_backward(x_ND, w_VD, own, inside)
         ctx.temperature, ctx.share = temperature, share
@@ -92,7 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dx_ND, dw_VD = torch.zeros_like(x_ND), torch.zeros_like(w_VD)
         for rows in ctx.share.chunks(len(x_ND), w_VD):
             z_CV = product(x_ND[rows], w_VD) / ctx.temperature
-            _, _, p_CV, mean = _normalised(z_CV, own[rows], inside[rows], ctx.share.group)
+            _, _, p_CV, mean = _normalise(z_CV, own[rows], inside[rows], ctx.share.group)
             # d log p(t) = one-hot - p;  d H = -p (z - sum(p z))
             d_CV = -p_CV * (g_logprobs[rows, None] + g_entropies[rows, None] * (z_CV - mean[:, None]))
             d_CV[torch.arange(len(d_CV), device=own.device), own[rows]] += g_logprobs[rows] * inside[rows]

@@ -147,7 +147,7 @@ def out_of_fold(
     return Scores(classes, confusion, counted_.reshape(2, -1))
 
 
-def counted(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
+def score_counts(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the number of positives (row 0) and negatives (row 1) with each score, 0 to 1 by millionths: int64[2, FINEST + 1]."""
     return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
 

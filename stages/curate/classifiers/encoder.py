@@ -57,7 +57,7 @@ def reading() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def embedded(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
+def embed(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
     """Return the mean of the last hidden states of the first `max_tokens` tokens of each text, float32[n, D].
 
     Texts are encoded one at a time, so that a vector does not depend on other texts.

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.sketch import FACTS, Shingles, facts_of, shingled, signed
+from puna.stages.curate.minhash.sketch import FACTS, Shingles, facts_of, shingle, sign
 from puna.storage import Artifact
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def candidates(
     table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig
 ) -> pa.Table:
     """Return the documents of `table`, all of them candidates, with FACTS, signature and shingles as bytes, for an exchange by `hash`."""
-    results = shingled(table["text"], config)
-    values, _ = signed(results, config)
+    results = shingle(table["text"], config)
+    values, _ = sign(results, config)
     shingles = [None, pa.py_buffer(8 * results.offsets.astype(np.int64)), pa.py_buffer(results.hashes)]
     return pa.table(
         {
@@ -190,8 +190,8 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
     slices = [table.slice(at, BLOCK_DOCUMENTS) for at in range(0, len(table), BLOCK_DOCUMENTS)]
     if not slices:
         return Found.none(), 0
-    blocks = [shingled(rows["text"], config) for rows in slices]
-    pairs = [signed(block, config) for block in blocks]
+    blocks = [shingle(rows["text"], config) for rows in slices]
+    pairs = [sign(block, config) for block in blocks]
     signatures, keys = (np.concatenate(columns) for columns in zip(*pairs, strict=True))
     facts = np.concatenate([facts_of(rows, block, signals, config) for rows, block in zip(slices, blocks, strict=True)])
     filled, rows = np.flatnonzero(facts["shingles"]), np.arange(len(table))

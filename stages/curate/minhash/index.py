@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.sketch import Shingles, of_words, shingled, signed
+from puna.stages.curate.minhash.sketch import Shingles, of_words, shingle, sign
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Index(NamedTuple):
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
 
 
-def indexed(documents: Artifact) -> bool:
+def has_index(documents: Artifact) -> bool:
     return f"{INDEX}/facts.npy" in documents.manifest.files
 
 
@@ -154,9 +154,9 @@ def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resem
     With an index (`minhash_dedup.keep_index`), only documents that share a band are compared, so less similar ones may be missed.
     Raise PunaError if the text has no words.
     """
-    at_hand = indexed(documents)
+    at_hand = has_index(documents)
     config = configuration(documents) if at_hand else MinhashDedupConfig()
-    own = shingled(pa.chunked_array([pa.array([text], pa.large_string())]), config)
+    own = shingle(pa.chunked_array([pa.array([text], pa.large_string())]), config)
     if not len(own.hashes):
         raise PunaError("near: the text has no words to compare")
     shingles = np.unique(own.hashes)
@@ -174,7 +174,7 @@ def _beside(wanted: U64, identity: str, hashes: U64) -> Resemblance:
 
 def _by_index(own: Shingles, documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, U64]]:
     index = Index.of(documents)
-    rows = index.sharing(signed(own, config)[1])
+    rows = index.sharing(sign(own, config)[1])
     shingles = index.shingles(rows, config)
     for place, identity in enumerate(index.ids()[rows]):
         yield identity.decode(), shingles.hashes[shingles.offsets[place] : shingles.offsets[place + 1]]
@@ -183,12 +183,12 @@ def _by_index(own: Shingles, documents: Artifact, config: MinhashDedupConfig) ->
 def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tuple[str, U64]]:
     for batch in documents.batches(columns=["id", "text"], rows=BLOCK_ROWS):
         table = pa.Table.from_batches([batch])
-        results = shingled(table["text"], config)
+        results = shingle(table["text"], config)
         for place, identity in enumerate(table["id"].to_pylist()):
             yield identity, results.hashes[results.offsets[place] : results.offsets[place + 1]]
 
 
-def described(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
+def describe(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
     """Return `rows` as dictionaries with `kept` (an index also has removed documents), and the URL and title of kept documents."""
     matches = []
     for row in rows:

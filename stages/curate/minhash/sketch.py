@@ -29,7 +29,7 @@ class Shingles(NamedTuple):
     normal: Words
 
 
-def shingled(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
+def shingle(texts: pa.ChunkedArray, config: MinhashDedupConfig) -> Shingles:
     from puna.kernels.text.shingles import normal
     from puna.kernels.text.strings import buffers
 
@@ -43,7 +43,7 @@ def of_words(words: Words, config: MinhashDedupConfig) -> Shingles:
     return Shingles(hashes, where, np.diff(words.words_D1), words)
 
 
-def signed(found: Shingles, config: MinhashDedupConfig) -> tuple[NDArray[Any], U64]:
+def sign(found: Shingles, config: MinhashDedupConfig) -> tuple[NDArray[Any], U64]:
     """Return signatures [D, P] and band keys [D, B]."""
     from puna.kernels.minhash import signatures
     from puna.stages.curate.minhash.near_duplicates import band_keys
@@ -94,8 +94,8 @@ def sketch(job: tuple[int, Part], signals: Artifact | None, config: MinhashDedup
     """Write the ids, facts, signatures, band keys and texts of one part to files; return the files' common prefix."""
     number, part = job
     table = part.read()
-    results = shingled(table["text"], config)
-    values, keys = signed(results, config)
+    results = shingle(table["text"], config)
+    values, keys = sign(results, config)
     facts = facts_of(table, results, signals, config)
     codec = pa.Codec("zstd", 1)
     bounds, whole = results.normal.offsets_D1.tolist(), memoryview(results.normal.data.tobytes())

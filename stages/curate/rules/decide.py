@@ -44,7 +44,7 @@ class SqlRule:
         return tuple(name for name in self.columns if name != "source")
 
 
-def parsed(name: str, expression: str) -> SqlRule:
+def parse(name: str, expression: str) -> SqlRule:
     """Return the rule `sql.name` of an expression; raise PunaError if it is invalid."""
     where = f"select.sql.{name}: {expression!r}"
     with _connection() as connection:

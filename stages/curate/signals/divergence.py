@@ -57,7 +57,7 @@ class Corpus:
         for length in LENGTHS:
             results = []
             for _ in range(DRAWS):
-                sample, counts = _counted(generator.integers(self.words, size=length), ends, firsts, shift, tally)
+                sample, counts = _count(generator.integers(self.words, size=length), ends, firsts, shift, tally)
                 offsets = np.array([0, len(sample)])
                 results += self.divergences(offsets[:1], offsets, bins[sample].astype(np.uint32), counts, inside=False).tolist()
             means.append(sum(results) / DRAWS)
@@ -65,7 +65,7 @@ class Corpus:
 
 
 @njit(cache=True)
-def _counted(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
+def _count(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
     """Return the bins of the word positions `places`, and the number of positions in each bin; bin i ends before position `ends[i]`.
 
     `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch, zero for each bin before and after.

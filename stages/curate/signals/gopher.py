@@ -119,7 +119,7 @@ def duplicate_pieces(
         if keys[where] == key:
             duplicates += 1
             characters += at - start
-            inked += at - start if stripped(codes, flags, start, at)[0] < at else 0
+            inked += at - start if strip(codes, flags, start, at)[0] < at else 0
         keys[where] = key
         if at == last:
             break
@@ -129,7 +129,7 @@ def duplicate_pieces(
 
 
 @njit(cache=True, borrows=True)
-def stripped(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
+def strip(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
     """Return the range first..last without white space at its ends."""
     while first < last and flags[codes[first]] & SPACE:
         first += 1
@@ -224,7 +224,7 @@ def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: in
     pieces, repeated, characters, inked = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, keys)
     one.duplicate_line_fraction, one.duplicate_line_character_fraction = repeated / pieces, characters / size
     one.repeated_line_character_fraction = inked / max(len(codes) - newlines, 1)
-    first, last = stripped(codes, flags, 0, len(codes))
+    first, last = strip(codes, flags, 0, len(codes))
     keys[:] = 0
     pieces, repeated, characters, _ = duplicate_pieces(codes, flags, hashes, room.powers, first, last, 2, keys)
     one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size

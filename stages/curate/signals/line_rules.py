@@ -17,7 +17,7 @@ from puna.kernels.text.hash_table import bits_of, emptied, mix, perhaps, place, 
 from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, split_ranges, words_listed
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
-from puna.stages.curate.signals.gopher import I32, U8, U16, U32, U64, stripped
+from puna.stages.curate.signals.gopher import I32, U8, U16, U32, U64, strip
 
 NEWLINE, RETURN, CURLY, OPEN, CLOSE, BLANK = 0x0A, 0x0D, 0x7B, 0x5B, 0x5D, 0x20
 MAX_WORD_CHARACTERS = 1000
@@ -163,7 +163,7 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
         first_word = word
         while word < len(start) and start[word] < end:
             word += 1
-        a, b = stripped(codes, flags, at, end)
+        a, b = strip(codes, flags, at, end)
         at = end + 1
         if end + 1 < total and codes[end] == RETURN and codes[end + 1] == NEWLINE:
             at = end + 2

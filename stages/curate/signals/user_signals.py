@@ -59,10 +59,10 @@ def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> I
 @lru_cache(maxsize=1)
 def process() -> Apart:
     """Return the subprocess in which this process measures user-defined signals."""
-    return Apart(measured)
+    return Apart(measure)
 
 
-def measured(job: dict[str, Any]) -> dict[str, Any]:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Return the `value` of one document, or the reason why it has none, as `failed` (an exception) or `wrong` (its type)."""
     try:
         value = _definition(job["definition"])(*job["row"])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from puna.flows.html.markup import duration, excerpt, join, number, percent, short, size, tag, text
 from puna.flows.html.plot import Plot, draw
-from puna.flows.html.scale import Axis, is_curve, thinned
-from puna.flows.report.curate import compared
-from puna.flows.report.lineage import GAP, NODE_WIDTH, layered
-from puna.flows.report.training import smoothed
+from puna.flows.html.scale import Axis, is_curve, thin
+from puna.flows.report.curate import mark_differences
+from puna.flows.report.lineage import GAP, NODE_WIDTH, layout_of
+from puna.flows.report.training import smooth_line
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda v: round(v, 6))
 
@@ -63,7 +63,7 @@ POINTS = st.lists(st.tuples(st.integers(0, 10**6).map(float), NUMBERS), min_size
 @given(POINTS)
 def test_thinning_keeps_the_shape(points: list[tuple[float, float]]) -> None:
     points.sort()
-    kept = thinned(points)
+    kept = thin(points)
     assert len(kept) <= 243 and set(kept) <= set(points) and kept == sorted(kept)
     assert kept[0] == points[0] and kept[-1] == points[-1]
     for choose in (min, max):
@@ -72,7 +72,7 @@ def test_thinning_keeps_the_shape(points: list[tuple[float, float]]) -> None:
 
 def test_smoothing_is_a_mean_over_a_window() -> None:
     line = [(float(x), 3.0 * x + 1) for x in range(400)]
-    for i, ((x, y), (_, raw)) in enumerate(zip(smoothed(line), line, strict=True)):
+    for i, ((x, y), (_, raw)) in enumerate(zip(smooth_line(line), line, strict=True)):
         assert x == line[i][0]
         if i < 390:
             assert y == pytest.approx(raw), "a straight line stays itself where the window is centred"
@@ -133,7 +133,7 @@ def test_values_that_are_missing_are_not_drawn() -> None:
 @given(st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30))
 def test_a_graph_is_drawn_downwards_without_overlaps(inputs: list[set[int]]) -> None:
     edges = {str(i): [str(s) for s in sorted(sources) if s < i] for i, sources in enumerate(inputs)}
-    places, routes = layered(edges)
+    places, routes = layout_of(edges)
     assert set(places) == set(edges)
     assert set(routes) == {(s, t) for t, sources in edges.items() for s in sources}
     rows: dict[int, list[float]] = {}
@@ -150,16 +150,16 @@ def test_a_graph_is_drawn_downwards_without_overlaps(inputs: list[set[int]]) -> 
 
 def test_a_chain_is_drawn_straight() -> None:
     edges = {"a": [], "b": ["a"], "c": ["b"], "d": ["c", "a"]}
-    places, _ = layered(edges)
+    places, _ = layout_of(edges)
     assert [places[n][1] for n in "abcd"] == [0, 1, 2, 3]
     assert places["b"][0] == pytest.approx(places["c"][0], abs=NODE_WIDTH / 10)
 
 
 def test_differing_words_are_marked() -> None:
-    left, right = compared("the llama walks up\nthe hill", "the llama runs up\nthe hill")
+    left, right = mark_differences("the llama walks up\nthe hill", "the llama runs up\nthe hill")
     assert left == "the llama<mark> walks</mark> up\nthe hill"
     assert right == "the llama<mark> runs</mark> up\nthe hill"
-    left, right = compared("same " * 50 + "<a>", "same " * 50 + "<b>")
+    left, right = mark_differences("same " * 50 + "<a>", "same " * 50 + "<b>")
     assert left.startswith("… ") and left.endswith("<mark> &lt;a&gt;</mark>") and right.endswith("<mark> &lt;b&gt;</mark>")
 
 

@@ -14,9 +14,9 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.stages.align.reward_model import RewardModelConfig, collate, reward_model
 from puna.stages.align.sft import SftConfig, read_instructions, sft
 from puna.stages.contract import execute
-from puna.stages.conversations import answering, asking, content_of, dump, messages_of, shown, text_of
+from puna.stages.conversations import answering, as_text, asking, content_of, dump, messages_of, text_of
 from puna.stages.training.bad_rows import BadRows, Limit
-from puna.stages.training.rankings import pairs_of, ranked, read_preferences, render_ranked
+from puna.stages.training.rankings import by_tier, pairs_of, read_preferences, render_ranked
 from puna.stages.training.train import render_conversation
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.catalog import query
@@ -103,7 +103,7 @@ def test_a_ranking_is_one_group_of_tiers(tmp_path: Path, tiny_model: Tiny) -> No
     store = Store.open(tmp_path)
     data = table(store, "preferences", [preference("a", "p", edited=answering("1 2 3"), **RANKED), preference("b", "q", **RANKED)])
     rows = read_preferences([data], ["better"])
-    assert [[content_of(m) for m in tier] for tier in ranked(rows[0])] == [["1 2 3"], ["1 1", "1"], ["3", "and"], ["2"], ["no", "no no"]]
+    assert [[content_of(m) for m in tier] for tier in by_tier(rows[0])] == [["1 2 3"], ["1 1", "1"], ["3", "and"], ["2"], ["no", "no no"]]
     tokenizer = Tokenizer.load(tiny_model(store).path())
     first, second = (one.example for one in render_ranked(tokenizer, rows, Limit(4096, "row"), BadRows(RewardModelConfig(), "test")))
     assert second.groups == [[[0, 1], [2, 3], [4], [5, 6]]]
@@ -145,10 +145,10 @@ def test_conversations_are_read_by_sql_and_by_people(tmp_path: Path) -> None:
     found = query(store, "select messages->>'$[1].content' as asked, messages->>'$[#-1].role' as last from instructions").to_pylist()
     assert found == [{"asked": "1 + 2", "last": "assistant"}]
     assert query(store, "select chosen->>'content' as said from preferences").to_pylist() == [{"said": "1 1"}]
-    assert shown(DIALOGUE[1:2]) == "1 + 2" and shown(DIALOGUE[1:3]) == "user: 1 + 2\n\nassistant: 3"
+    assert as_text(DIALOGUE[1:2]) == "1 + 2" and as_text(DIALOGUE[1:3]) == "user: 1 + 2\n\nassistant: 3"
     assert text_of(DIALOGUE[1:3]) == "1 + 2\n3"
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-    assert json.dumps(call["tool_calls"]) in shown([call])
+    assert json.dumps(call["tool_calls"]) in as_text([call])
 
 
 @pytest.mark.parametrize("text", ["no JSON", "{}", "[]", '["a"]', "3"])

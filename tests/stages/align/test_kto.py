@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from puna.stages.align.dpo import DpoConfig, dpo, mismatched
+from puna.stages.align.dpo import DpoConfig, dpo, mismatch
 from puna.stages.contract import External, execute
 from puna.stages.conversations import answering, asking, content_of, dump
 from puna.stages.io.imports import ImportPreferencesConfig, import_preferences
-from puna.stages.training.rankings import labelled
+from puna.stages.training.rankings import by_label
 from puna.stages.training.train import Example
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -63,7 +63,7 @@ def test_imported_labels_and_pairs_train_together_with_adapters(tmp_path: Path, 
     between = dump([{"role": "assistant", "content": "2", "rank": 1}, {"role": "assistant", "content": "3", "rank": -1}])
     ranking = {"messages": asking("say it"), "chosen": answering("1"), "rejected": answering("no"), "edited": answering("1 !"), "others": between}
     pairs = rows_of(store, [{**ranking, "level": "better"}, {**ranking, "level": "slightly_better"}])
-    tiers = labelled({**ranking, "id": "x"})
+    tiers = by_label({**ranking, "id": "x"})
     assert [[content_of(one) for one in tier] for tier in tiers] == [["1 !", "1"], ["3", "no"]]
     config = DpoConfig(loss="kto", method="lora", lora={"rank": 2}, training={**FIT, "batch_size": 4})
     made = execute(dpo, config, {"model": tiny_model(store), "preferences": [labels, pairs]}, store)
@@ -93,7 +93,7 @@ def test_a_prompt_meets_answers_of_others_that_fit(sizes: list[tuple[int, list[i
             token += 1
             said.append([token] * length)
         examples.append(Example([0] * prompt, said, [[True] * n for n in lengths], []))
-    found = mismatched(examples, room, np.random.default_rng(seed))
+    found = mismatch(examples, room, np.random.default_rng(seed))
     others = [[answer for k, other in enumerate(examples) if k != i for answer in other.answers] for i in range(len(examples))]
     taken = Counter(answer[0] for one in found for answer in one.answers)
     for one, example, known in zip(found, examples, others, strict=True):

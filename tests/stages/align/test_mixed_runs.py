@@ -97,7 +97,7 @@ def test_steps_beyond_those_of_the_settings_are_steps_of_one_run(tmp_path: Path,
     more = execute(sft, SftConfig(training=short, more_steps=2), given, store)
     whole = execute(sft, SftConfig(training=long), given, store)
     assert more.manifest.metrics["steps"] == 5 and more.data_digest == whole.data_digest and more.key != whole.key
-    assert SftConfig(training=TrainingSettings(epochs=2, batch_size=16), more_steps=4).lengthened(40).training.steps == 5 + 4
+    assert SftConfig(training=TrainingSettings(epochs=2, batch_size=16), more_steps=4).with_more_steps(40).training.steps == 5 + 4
 
 
 def test_a_reward_model_may_be_trained_further(tmp_path: Path, tiny_model: Tiny) -> None:

@@ -203,8 +203,8 @@ def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, 
         found = rewards_of(*some, rows, asked, tokenizer, 4096, floor=0.25)
         FOUND.append(found(asked, answers))
     # Of the first answers to the first prompt two are right; of the second, alone, none is.
-    FOUND.append(found.centered(asked[:1], answers[:1])(asked, answers))
-    FOUND.append(found.centered(asked[:1], [answers[0][1:2]])(asked, answers))
+    FOUND.append(found.center_by(asked[:1], answers[:1])(asked, answers))
+    FOUND.append(found.center_by(asked[:1], [answers[0][1:2]])(asked, answers))
     run.write_rows([])
 
 

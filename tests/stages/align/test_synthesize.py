@@ -13,7 +13,7 @@ import pytest
 from puna.models import generation
 from puna.models.generation import Completion
 from puna.models.tokens.tokenizer import Tokenizer
-from puna.stages.align.synthesize import NO_ANSWER, SynthesizeConfig, agreed, assertions, synthesize, trigrams
+from puna.stages.align.synthesize import NO_ANSWER, SynthesizeConfig, assertions, score_agreement, synthesize, trigrams
 from puna.stages.contract import execute
 from puna.stages.conversations import asking, content_of, messages_of
 from puna.storage import Artifact, PunaError, Store
@@ -132,11 +132,11 @@ def test_written_programs_pass_tests_that_tell_them_from_none(tmp_path: Path, ti
 
 def test_agreement_by_its_definition() -> None:
     def values(texts: list[str], share: float = 0.5) -> list[float | None]:
-        return [score.value for score in agreed(texts, share)]
+        return [score.value for score in score_agreement(texts, share)]
 
     said = ["The answer is 4.", "#### 4", "the answer is 5", "I do not know"]
     assert values(said) == [1, 1, 0, 0] and values(said, 0.6) == [0, 0, 0, 0]
     assert values(["The answer is 4.", "The answer is 5."]) == [0, 0]  # as many for each
-    assert agreed(["perhaps"], 0.5)[0].detail == NO_ANSWER
+    assert score_agreement(["perhaps"], 0.5)[0].detail == NO_ANSWER
     assert assertions("```python\nassert a(1)\n  assert a(1)\nx = 1\n```\nassert b") == ["assert a(1)"]
     assert trigrams("One two, THREE four") == {("one", "two", "three"), ("two", "three", "four")} and trigrams("?!") == set()

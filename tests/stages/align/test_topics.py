@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from puna.models.training.state import load_record
-from puna.stages.align.topics import Labelled, TopicsConfig, by_words, coarse, fitted, probabilities, topics
+from puna.stages.align.topics import Labelled, TopicsConfig, by_words, coarse, fit, probabilities, topics
 from puna.stages.contract import execute
 from puna.stages.conversations import dump
 from puna.storage import Artifact, PunaError, Store
@@ -78,7 +78,7 @@ def test_topics_are_evened_out(tmp_path: Path, tiny_model: Tiny, balance: str, k
 def test_the_fit_is_at_its_minimum() -> None:
     rng = np.random.default_rng(0)
     examples = [Labelled("abc"[i % 3], "", rng.normal(size=4).astype(np.float32) + i % 3) for i in range(30)]
-    weights, x = fitted(examples, list("abc"), 0.01), np.stack([one.vector for one in examples])
+    weights, x = fit(examples, list("abc"), 0.01), np.stack([one.vector for one in examples])
     share = probabilities(weights, x)
     assert share.sum(1) == pytest.approx(np.ones(30))
     wanted = np.array([[one.topic == name for name in "abc"] for one in examples])
@@ -111,7 +111,7 @@ def test_a_stopped_fit_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     import torch
 
     examples, classes = examples_of(seed), ["t0", "t1", "t2"]
-    whole, evaluations, at = fitted(examples, classes, 1e-5), 0, -1
+    whole, evaluations, at = fit(examples, classes, 1e-5), 0, -1
     plain = torch.nn.functional.cross_entropy
 
     def watched(*args: torch.Tensor) -> torch.Tensor:
@@ -122,11 +122,11 @@ def test_a_stopped_fit_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
         return plain(*args)
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", watched)
-    fitted(examples, classes, 1e-5)
+    fit(examples, classes, 1e-5)
     everything, evaluations, at = evaluations, 0, stop
     with pytest.raises(KeyboardInterrupt):
-        fitted(examples, classes, 1e-5, tmp_path)
+        fit(examples, classes, 1e-5, tmp_path)
     done, evaluations, at = evaluations, 0, -1
     assert load_record(tmp_path)["done"] >= 1 and done < everything
-    assert np.array_equal(fitted(examples, classes, 1e-5, tmp_path), whole)
+    assert np.array_equal(fit(examples, classes, 1e-5, tmp_path), whole)
     assert evaluations == everything - done, "what was done is not done again"

@@ -24,10 +24,10 @@ from puna.stages.contract import Model, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import asking, prompt_ids
 from puna.stages.training import turns
 from puna.stages.training.turns import Replies, to_score
-from puna.stages.verifiers.base import BoundedVerifier, Question, Score, ScoringConfig, checked
+from puna.stages.verifiers.base import BoundedVerifier, Question, Score, ScoringConfig, check_score
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import all_verifiers, from_text, register, to_text
-from puna.stages.verifiers.scoring import combined
+from puna.stages.verifiers.scoring import combine
 from puna.stages.verifiers.tools import TOOLS, results
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
@@ -236,10 +236,10 @@ def test_steps_of_a_chain() -> None:
         assert [reward for _, reward in score.steps] == rewards and score.value == whole and partial.score(question, text).value == pytest.approx(share)
         ends = [end for end, _ in score.steps]
         assert [len(one.strip().splitlines()) <= 1 for one in (text[a:b] for a, b in zip([0, *ends], ends, strict=False))] == [True] * len(ends)
-    assert checked(Score(1.0, steps=[(3, 2.0)]), "mine").value is None and checked(Score(1.0, steps=5), "mine").value is None
-    assert checked(Score(1.0, steps=[(3, 1.0), (2, 1.0)]), "mine").value is None and checked(Score(1.0, steps=[(2, 1), (3, 0)]), "mine").steps == [(2, 1.0), (3, 0.0)]
+    assert check_score(Score(1.0, steps=[(3, 2.0)]), "mine").value is None and check_score(Score(1.0, steps=5), "mine").value is None
+    assert check_score(Score(1.0, steps=[(3, 1.0), (2, 1.0)]), "mine").value is None and check_score(Score(1.0, steps=[(2, 1), (3, 0)]), "mine").steps == [(2, 1.0), (3, 0.0)]
     both = from_text(to_text("product", of=[{"name": "regex", "pattern": "7"}, {"name": "chain", "numbers": [3, 4], "signs": ["+"]}]))
-    assert combined(both, iter([Score(1.0), Score(0.5, steps=[(1, 0.5)])]).__next__) == Score(0.5, "regex 1; chain 0.5", [(1, 0.5)])
+    assert combine(both, iter([Score(1.0), Score(0.5, steps=[(1, 0.5)])]).__next__) == Score(0.5, "regex 1; chain 0.5", [(1, 0.5)])
 
 
 def test_steps_end_at_tokens(tmp_path: Path, tiny_model: Tiny) -> None:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from puna.kernels.text.characters import code_points
-from puna.kernels.text.technical import Technical, code_lines, formula_marks, measured
+from puna.kernels.text.technical import Technical, code_lines, formula_marks, measure
 from puna.stages.contract import StageConfig, execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, _label, code_reasoning, train_code_reasoning
@@ -58,7 +58,7 @@ def test_lines_are_counted_one_by_one():
         lines = [str(generator.choice([*PROSE, *CODE, "", "   "])) for _ in range(generator.integers(1, 12))]
         shown = [line for line in lines if line.strip()]
         assert code_lines(code_points("\n".join(lines))) == (len(shown), sum(line in CODE for line in shown))
-    assert measured(pa.array(["", "\n \n"]), 10) == [Technical(0, 0, 0, 0)] * 2
+    assert measure(pa.array(["", "\n \n"]), 10) == [Technical(0, 0, 0, 0)] * 2
 
 
 def test_formulas_by_hand():
@@ -68,8 +68,8 @@ def test_formulas_by_hand():
     assert formula_marks(code_points("the price is 5 € \\ 10 \\")) == 0
     text = "Suppose the theorem is false. Then the Theorem implies, hence, an equation x² = 2."
     # suppose, theorem (once), implies, hence, equation; what lies behind the characters that are read does not count
-    assert measured(pa.array([text, "", text]), 100) == [Technical(1, 0, 1, 5), Technical(0, 0, 0, 0), Technical(1, 0, 1, 5)]
-    assert measured(pa.array(["²" * 9, text]), 5) == [Technical(1, 0, 5, 0), Technical(1, 0, 0, 0)]
+    assert measure(pa.array([text, "", text]), 100) == [Technical(1, 0, 1, 5), Technical(0, 0, 0, 0), Technical(1, 0, 1, 5)]
+    assert measure(pa.array(["²" * 9, text]), 5) == [Technical(1, 0, 5, 0), Technical(1, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(

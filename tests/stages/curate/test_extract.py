@@ -247,7 +247,7 @@ def site(seed):
 
 
 def outcomes(rows, config):
-    return [(type(one), str(one)) if isinstance(one, Exception) else one for one in extract_module._found(rows, config)]
+    return [(type(one), str(one)) if isinstance(one, Exception) else one for one in extract_module._extract_pages(rows, config)]
 
 
 @pytest.mark.parametrize("seed", range(2))

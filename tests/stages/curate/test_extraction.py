@@ -16,7 +16,7 @@ from puna.models.extraction import layout as L
 from puna.models.extraction import write as written
 from puna.models.extraction.bounds import burden
 from puna.models.extraction.layout import alone, group_sums, groups
-from puna.models.extraction.model import LEVELS, TOGETHER, agreed, best_cut, content, judge, load, made_whole, once, with_headline
+from puna.models.extraction.model import LEVELS, TOGETHER, agree, best_cut, content, judge, load, made_whole, once, with_headline
 from puna.models.extraction.scan import read_page, scan
 from puna.models.extraction.tags import NUMBER, find
 from puna.models.extraction.trees import LANES, logits, splits
@@ -317,7 +317,7 @@ def test_blocks_of_one_path_are_judged_together_and_one_text_is_taken_once():
     expected = z.copy()
     for same in ([0, 1, 2], [3, 4, 5], [6]):
         expected[same] += 0.35 * (np.average(z[same], weights=sizes[same]) - z[same])
-    np.testing.assert_allclose(agreed(page, z), expected, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(agree(page, z), expected, rtol=0.02, atol=0.02)
     every = np.ones(7, np.bool_)
     assert once(page, every).tolist() == [True, True, True, False, False, True, True]  # short ones and code may come again
     without_first = every.copy()

@@ -290,7 +290,7 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "in" / "closed").mkdir(parents=True)
     for name in ("a.txt", "closed/b.txt"):
         (tmp_path / "in" / name).write_text("a page")
-    scandir, digested = os.scandir, external._digested
+    scandir, digested = os.scandir, external._digest
 
     def looked_at(path):
         if str(path).endswith("closed"):
@@ -307,7 +307,7 @@ def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", address)
         return digested(address, system)
 
-    monkeypatch.setattr(external, "_digested", read_at)
+    monkeypatch.setattr(external, "_digest", read_at)
     with pytest.raises(PunaError, match=r"a file cannot be read \(.*Permission denied.*b\.txt"):
         External.resolve(str(tmp_path / "in"))
 
@@ -441,8 +441,8 @@ def test_partitions_and_levels_do_not_matter_and_bound_what_is_sorted_at_once(tm
     pages = [page(n) for n in [*range(200), 7, 8]]
     (tmp_path / "a.warc").write_bytes(b"".join(pages))
     expected = read(tmp_path, tmp_path / "a.warc", store="one")
-    sizes, whole = [], stages_ingest._sorted
-    monkeypatch.setattr(stages_ingest, "_sorted", lambda rows: sizes.append(rows.num_rows) or whole(rows))
+    sizes, whole = [], stages_ingest._sort
+    monkeypatch.setattr(stages_ingest, "_sort", lambda rows: sizes.append(rows.num_rows) or whole(rows))
     monkeypatch.setattr(exchange, "PARTITION_BYTES", sum(map(len, pages)) // 4)  # archives count four times: 32 partitions
     for level in (exchange.LEVEL, 7):
         monkeypatch.setattr(exchange, "LEVEL", level)
@@ -921,14 +921,14 @@ def test_bodies_do_not_pass_through_the_driver(tmp_path, monkeypatch):
 
 
 def test_a_record_whose_reading_raises_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = warc.decoded
+    decode = warc.decode
 
     def decoded(body: bytes, encodings: str, limit: int) -> bytes:
         if b"second" in body:
             raise IndexError("index out of range")
         return decode(body, encodings, limit)
 
-    monkeypatch.setattr(warc, "decoded", decoded)
+    monkeypatch.setattr(warc, "decode", decoded)
     first, second, third = read_warc(io.BytesIO(record(b"first") + record(b"second") + record(b"third")), "x", 1_000_000)
     assert isinstance(first, Page) and isinstance(third, Page) and (first.body, third.body) == (b"first", b"third")
     assert isinstance(second, Rejected) and second.rule == "failed" and second.detail.endswith("IndexError: index out of range")

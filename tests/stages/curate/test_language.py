@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from puna.kernels.text.code_lines import BLOCKS, QUERIES, STATEMENTS, WHOLE, looks_like_code, may_be_code
 from puna.models.classifiers.fasttext import Settings, fit, write
 from puna.models.languages.prose import prose
-from puna.models.languages.registry import SCALED, read_rows, shipped, shipped_names, with_rows
+from puna.models.languages.registry import SCALED, read_rows, shipped_names, shipped_rows, with_rows
 from puna.models.languages.vote import group_numbers, vote, voters, votes
 from puna.stages.contract import External, execute
 from puna.stages.curate import language as module
@@ -222,7 +222,7 @@ def test_rows_of_ones_own_lie_over_the_table(tmp_path):
     file.write_text("# mine\nlanguage\tscript\tstop_words\twords\tmean_word_length\nde\tLatn\tdas ist\t-\t1.5\nqaa\tLatn\t\t\t\n", encoding="utf-8")
     config = LanguageConfig(rows=str(file))
     assert LanguageConfig(rows=[row.model_dump() for row in config.rows]) == config
-    table, before = with_rows(config.rows), shipped()
+    table, before = with_rows(config.rows), shipped_rows()
     mine, theirs = table["de-Latn"], before["de-Latn"]
     assert mine.stop_words == ("das", "ist") and mine.factors["words"] is None and mine.factors["mean_word_length"] == 1.5
     assert mine.factors["newline_ratio"] == theirs.factors["newline_ratio"] and mine.codes == theirs.codes
@@ -280,7 +280,7 @@ def test_a_table_as_editors_write_it(tmp_path):
 
 
 def test_every_row_of_the_table_is_sound():
-    table = shipped()
+    table = shipped_rows()
     assert len(table) > 1500 and set(table["en-Latn"].factors.values()) <= {1.0, None}
     for row in table.values():
         assert set(row.factors) == set(SCALED), row.key

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from puna.kernels.text import personal
 from puna.kernels.text.number_hints import Hint, hints, hints_of, phone_stretches
-from puna.kernels.text.personal import FINDERS, NEEDED, find, luhn, masked
+from puna.kernels.text.personal import FINDERS, NEEDED, find, luhn, mask
 from puna.kernels.text.strings import buffers
 from puna.stages.contract import execute
 from puna.stages.curate import pii as module
@@ -27,7 +27,7 @@ ALL = tuple(FINDERS)
 
 
 def clean(text, entities=ALL):
-    return masked(text, find(text, entities))
+    return mask(text, find(text, entities))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_spans_are_ordered_apart_and_masking_keeps_the_rest(text):
     for span in spans:
         rest.append(text[at : span.start])
         at = span.stop
-    out = masked(text, spans)
+    out = mask(text, spans)
     for piece in rest:
         assert piece in out
     assert out.endswith(text[at:])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from puna.stages.contract import execute
-from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _quota, _training_lines, auc, calibration, counted, write_table
+from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _quota, _training_lines, auc, calibration, score_counts, write_table
 from puna.stages.curate.classifiers.fold_models import trained
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
@@ -30,7 +30,7 @@ def trained_and_applied(store, documents, language=None, **how):
 def test_auc_is_the_share_of_pairs_in_order(pairs):
     scores, positive = np.array([s / 5 for s, _ in pairs]), np.array([p for _, p in pairs])
     wins = [(a > b) + 0.5 * (a == b) for a in scores[positive] for b in scores[~positive]]
-    assert auc(counted(scores, positive)) == pytest.approx(np.mean(wins))
+    assert auc(score_counts(scores, positive)) == pytest.approx(np.mean(wins))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("ab")), max_size=20))
@@ -42,7 +42,7 @@ def test_ranks_by_definition(rows):
 
 
 def test_calibration_by_hand():
-    points = calibration(counted(np.array([0.05, 0.07, 0.95, 1.0]), np.array([False, True, True, True])))
+    points = calibration(score_counts(np.array([0.05, 0.07, 0.95, 1.0]), np.array([False, True, True, True])))
     assert points == [(pytest.approx(0.06), 0.5), (pytest.approx(0.975), 1.0)]
 
 
@@ -109,7 +109,7 @@ def test_scores_are_out_of_fold(tmp_path, make_documents):
     classifier, made = trained_and_applied(store, make_documents(store, rows))
     assert 0.3 < classifier.manifest.metrics["auc"] < 0.7
     scores, positive = np.array(made.read()["quality"].to_pylist()), np.array([source == "wikipedia" for _, source, _ in rows])
-    assert auc(counted(scores, positive)) == classifier.manifest.metrics["auc"]
+    assert auc(score_counts(scores, positive)) == classifier.manifest.metrics["auc"]
 
 
 def test_one_input_one_result(tmp_path, make_documents, themed):

@@ -12,7 +12,7 @@ import pytest
 from puna.stages.contract import External, StageConfig, execute
 from puna.stages.curate import train_classifier as stage_module
 from puna.stages.curate.classifiers import classifier as training
-from puna.stages.curate.classifiers.classifier import counted
+from puna.stages.curate.classifiers.classifier import score_counts
 from puna.stages.curate.domains import domains
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.quality import QualityConfig, quality
@@ -47,7 +47,7 @@ def test_scores_are_those_of_training_and_the_next_crawl_needs_none(world, make_
     values, good = found["quality"].to_numpy(), np.array([i in wikipedia for i in found["id"].to_pylist()])
     scored = ~np.isnan(values)
     # The models score alike before and after they were stored.
-    assert (counted(values[scored], good[scored]) == expected.counted).all() and scored.sum() > 100
+    assert (score_counts(values[scored], good[scored]) == expected.counted).all() and scored.sum() > 100
     rows = [(f"next-{identity}", source, text) for identity, source, text in themed(40, 7)]
     later = execute(quality, QualityConfig(), {"documents": make_documents(store, rows), "classifier": made}, store).read()
     scores = dict(zip(later["id"].to_pylist(), later["quality"].to_pylist(), strict=True))

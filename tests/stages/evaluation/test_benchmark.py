@@ -18,7 +18,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.contract import External, execute
 from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig, benchmark
-from puna.stages.evaluation.question_scores import lettered, verified_columns
+from puna.stages.evaluation.question_scores import verified_columns, with_letters
 from puna.storage import Artifact, PunaError, Store
 
 Make = Callable[..., Artifact]
@@ -117,8 +117,8 @@ def test_permuted_options_change_the_letters_and_nothing_else(store: Store, mode
 
 
 def test_lettered_questions() -> None:
-    assert lettered("Question: q\nAnswer:", ["x", " y"]) == "Question: q\n A. x\n B. y\nAnswer:"
-    assert lettered("q", ["x"]) == "q\n A. x\nAnswer:"
+    assert with_letters("Question: q\nAnswer:", ["x", " y"]) == "Question: q\n A. x\n B. y\nAnswer:"
+    assert with_letters("q", ["x"]) == "q\n A. x\nAnswer:"
 
 
 def test_options_before_one_ending(store: Store, model: Make, task: Task) -> None:

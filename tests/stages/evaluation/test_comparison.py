@@ -11,7 +11,7 @@ from scipy.stats import ttest_rel
 
 from puna.stages.contract import External, execute
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
-from puna.stages.evaluation.comparison import Difference, differences, evaluations_of, holm, measured
+from puna.stages.evaluation.comparison import Difference, differences, evaluations_of, holm, scores_of
 from puna.stages.training.intervals import Interval
 from puna.storage import Artifact, PunaError, Store, catalog
 from tests.stages.evaluation.test_benchmark import CHOICE
@@ -30,7 +30,7 @@ def test_differences_are_paired(store: Store, model: Callable[..., Artifact], ta
     tasks = (task(ROWS, **CHOICE), task([{"t": " ".join(row["options"] * 4)} for row in ROWS], task="texts", output_type="loglikelihood_rolling", doc_to_target="t"))
     made = [asked(store, given, *tasks) for given in (one, other)]
     every = [Artifact(entry["kind"], entry["key"], store.files) for entry in store.entries()]
-    rows, remarks = differences(*(measured(evaluations_of(given, every)) for given in (one, other)))
+    rows, remarks = differences(*(scores_of(evaluations_of(given, every)) for given in (one, other)))
     assert not remarks and [(row.task, row.metric) for row in rows] == [("mine", "acc"), ("texts", "bits_per_byte")]
     scores = [{row["id"]: row["value"] for row in artifact.read("scores").to_pylist() if row["name"] == "mine/acc"} for artifact in made]
     keys = sorted(scores[0])
@@ -52,9 +52,9 @@ def test_differences_are_paired(store: Store, model: Callable[..., Artifact], ta
 def test_what_was_asked_otherwise_is_not_compared(store: Store, model: Callable[..., Artifact], task: Callable[..., External]) -> None:
     one, tasks = model(0), task(ROWS, **CHOICE)
     plain, letters, few = asked(store, one, tasks), asked(store, one, tasks, options="letters"), asked(store, one, tasks, limit=1)
-    rows, remarks = differences(measured([plain]), measured([letters]))
+    rows, remarks = differences(scores_of([plain]), scores_of([letters]))
     assert not rows and remarks == ["mine: format plain, cloze and plain, letters"]
-    assert differences(measured([plain]), measured([few]))[1] == ["mine: fewer than two questions in common"]
+    assert differences(scores_of([plain]), scores_of([few]))[1] == ["mine: fewer than two questions in common"]
     with pytest.raises(PunaError, match="was not asked any task; `puna evaluate"):
         evaluations_of(model(3), [plain])
 
@@ -67,5 +67,5 @@ def test_holm() -> None:
 
 def test_tasks_of_two_versions_are_not_compared(store: Store, model: Callable[..., Artifact], task: Callable[..., External]) -> None:
     made = [asked(store, model(seed), task(ROWS[:4], metadata={"version": seed + 1.0}, **CHOICE)) for seed in (0, 1)]
-    rows, remarks = differences(*(measured([one]) for one in made))
+    rows, remarks = differences(*(scores_of([one]) for one in made))
     assert rows == [] and remarks == ["mine: its task file or data are not the same: ask both models the same file; version 1.0 and 2.0"]

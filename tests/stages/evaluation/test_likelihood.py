@@ -14,7 +14,7 @@ from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load_with_tokenizer
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.evaluation.likelihood import Encoder, Request, likelihoods, shared
+from puna.stages.evaluation.likelihood import Encoder, Request, likelihoods, share_beginnings
 from puna.storage import PunaError
 from tests.stages.evaluation.conftest import saved
 
@@ -49,7 +49,7 @@ def test_shared_sequences_score_as_each_alone() -> None:
 
 
 def test_equal_beginnings_are_one_node() -> None:
-    forest, paths = shared([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [6]])
+    forest, paths = share_beginnings([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [6]])
     assert forest.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert forest.end.tolist() == [5, 5, 4, 4, 5, 6]
     assert forest.positions.tolist() == [0, 1, 2, 3, 2, 0]

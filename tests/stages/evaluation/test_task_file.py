@@ -10,7 +10,7 @@ import yaml
 
 from puna.stages.contract import External
 from puna.stages.evaluation.task_file import load_task, read_task, task_files
-from puna.stages.evaluation.task_programs import filtered, matching, rendered
+from puna.stages.evaluation.task_programs import matching, render, run_filter
 from puna.storage import PunaError
 
 GOOD = {
@@ -101,16 +101,16 @@ def test_a_template_cannot_leave_its_bounds(template: str, message: str, monkeyp
         monkeypatch.setattr("puna.stages.evaluation.task_programs.SECONDS", 0.2)
         message = message.replace("5 s", "0.2 s")
     with pytest.raises(PunaError) as stopped:
-        rendered({"doc_to_text": template}, [{"q": "a"}], False, "t.yaml")
+        render({"doc_to_text": template}, [{"q": "a"}], False, "t.yaml")
     assert str(stopped.value).startswith("t.yaml: ") and message in str(stopped.value)
 
 
 def test_filters_are_the_harnesss() -> None:
     answers = [["so 12 or 13", "14"], ["none", " x "]]
     pattern = {"function": "regex", "regex_pattern": r"(\d+)|(z)", "group_select": -1}
-    assert filtered(answers, [pattern], "t") == [["13", "14"], ["[invalid]", "[invalid]"]]
-    assert filtered(answers, [pattern | {"fallback": "?"}, {"function": "take_first"}], "t") == [["13"], ["?"]]
-    assert filtered([["a", "b", "b "]], [{"function": "remove_whitespace"}, {"function": "majority_vote"}], "t") == [["b"]]
+    assert run_filter(answers, [pattern], "t") == [["13", "14"], ["[invalid]", "[invalid]"]]
+    assert run_filter(answers, [pattern | {"fallback": "?"}, {"function": "take_first"}], "t") == [["13"], ["?"]]
+    assert run_filter([["a", "b", "b "]], [{"function": "remove_whitespace"}, {"function": "majority_vote"}], "t") == [["b"]]
 
 
 def test_matching_ignores_what_it_is_told_to() -> None:
@@ -122,7 +122,7 @@ def test_matching_ignores_what_it_is_told_to() -> None:
 def test_a_pattern_cannot_run_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("puna.stages.evaluation.task_programs.SECONDS", 0.2)
     with pytest.raises(PunaError, match="t: its templates or patterns are stopped: it takes more than"):
-        filtered([["a" * 40 + "b"]], [{"function": "regex", "regex_pattern": "(a+)+$"}], "t")
+        run_filter([["a" * 40 + "b"]], [{"function": "regex", "regex_pattern": "(a+)+$"}], "t")
 
 
 FIVE = {"q": "é 天?", "options": ["red", "blue", "é", "black", "white"], "right": 4, "note": None}

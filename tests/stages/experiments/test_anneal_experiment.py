@@ -131,7 +131,7 @@ def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
 
 def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None:
     packed, vocabulary = Packed.read(given["tokens"]), tokenizer_of(given["model"])
-    other = module.shuffled(packed, vocabulary, 3, 32)
+    other = module.shuffle_words(packed, vocabulary, 3, 32)
     texts = [[vocabulary.decode(d.tolist(), skip_special_tokens=True) for d in module._documents(each)] for each in (packed, other)]
     assert other.ids == packed.ids and [sorted(t.split()) for t in texts[0]] == [sorted(t.split()) for t in texts[1]]
     assert sum(a != b for a, b in zip(*texts, strict=True)) > 0.9 * len(packed.ids)

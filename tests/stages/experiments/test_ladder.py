@@ -29,7 +29,7 @@ from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
-from puna.stages.training.proxy_runs import resized
+from puna.stages.training.proxy_runs import resize
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -55,7 +55,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = module.trained, []
+    original, calls = module.train_proxy, []
 
     def crashing(*args: Any) -> Any:
         calls.append(1)
@@ -63,13 +63,13 @@ def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monke
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(module, "trained", crashing)
+    monkeypatch.setattr(module, "train_proxy", crashing)
     with pytest.raises(KeyboardInterrupt):
         execute(ladder, SETTINGS, given, store)
     interrupted = execute(ladder, SETTINGS, given, store)
     # Three shapes of two stems and two decays. The seventh call was cut off; the two stems of its shape are taken up from their checkpoints.
     assert len(calls) == 12 + 1 + 1
-    monkeypatch.setattr(module, "trained", original)
+    monkeypatch.setattr(module, "train_proxy", original)
     whole = execute(ladder, SETTINGS, given, Store.open(store.root.parent / "other"))
     # The points count in the digest, and hold nothing that was measured of the machine.
     assert interrupted.data_digest == whole.data_digest and table_schema("points").identity
@@ -143,13 +143,13 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
 
 def test_shapes_are_resized_in_proportion() -> None:
     target = SHAPE.replace(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
-    assert resized(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})
-    half = resized(target, 96)
+    assert resize(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})
+    half = resize(target, 96)
     assert (half.intermediate_size, half.num_hidden_layers, half.num_attention_heads, half.num_key_value_heads) == (256, 2, 3, 1)
     assert half.initializer_range == pytest.approx(target.initializer_range * 2**0.5)
-    assert resized(target, 384).num_hidden_layers == 8
+    assert resize(target, 384).num_hidden_layers == 8
     for width in (32, 48, 64, 80, 96, 128):
-        config = resized(target, width).complete(1000, 64)
+        config = resize(target, width).complete(1000, 64)
         assert config.num_attention_heads * config.head_dim == width
 
 
@@ -157,7 +157,7 @@ def planted(store: Store, largest: ModelShape = SHAPE) -> Artifact:
     """Return a ladder whose points lie on a known surface."""
     rows = []
     for width in (32, 40, 48, 56, 64):
-        shape = resized(largest, width).complete(1024, 256)
+        shape = resize(largest, width).complete(1024, 256)
         n = accounting.matrix_parameters(shape)
         for multiple in (0.25, 0.5, 1.0, 2.0, 4.0):
             d = round(20 * n * multiple)

@@ -83,7 +83,7 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
 
 def test_trials_are_not_repeated_after_a_crash(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     given = corpus(ROWS)
-    original, calls = module.trained, []
+    original, calls = module.train_proxy, []
 
     def crashing(*args):
         calls.append(1)
@@ -91,7 +91,7 @@ def test_trials_are_not_repeated_after_a_crash(store, corpus, monkeypatch: pytes
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(module, "trained", crashing)
+    monkeypatch.setattr(module, "train_proxy", crashing)
     with pytest.raises(KeyboardInterrupt):
         execute(mix_experiment, SETTINGS, given, store)
     made = execute(mix_experiment, SETTINGS, given, store)
@@ -236,7 +236,7 @@ def test_target_weights() -> None:
 
 def test_bounds_that_leave_no_mixture_are_refused_before_the_trials(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four categories could share the text at 0.4 each; the documents are of two."""
-    monkeypatch.setattr(module, "_trained", lambda *_: pytest.fail("a trial was run"))
+    monkeypatch.setattr(module, "_run_mixtures", lambda *_: pytest.fail("a trial was run"))
     given = corpus([("high", 30)] * 6 + [("low", 30)] * 6)
     with pytest.raises(PunaError, match=r"has 2 categories, whose shares of at most max_share=0.4 do not add up to 1; raise max_share to 0.5 at least"):
         execute(mix_experiment, MixExperimentConfig(categories=4, trials=6, max_share=0.4), given, store)

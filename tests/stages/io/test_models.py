@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.formats.awq_search import packed, stretches
+from puna.models.formats.awq_search import pack_layers, stretches
 from puna.models.formats.checkpoint import load, load_with_tokenizer, save
 from puna.models.formats.gguf.files import write
 from puna.models.generation import Engine, SamplingParams
@@ -100,7 +100,7 @@ def test_four_bits_go_out_by_a_text_and_come_in(tmp_path: Path, store: Store):
     assert CliRunner().invoke(app, [*command, "--format", "awq", "--text", str(text)], catch_exceptions=False).exit_code == 0
     imported(tmp_path / "out", store)
     again, (expected, words) = load(tmp_path / "out"), load_with_tokenizer(model.path())
-    for name, one in packed(expected, stretches(words.encode(text.read_text()))).items():
+    for name, one in pack_layers(expected, stretches(words.encode(text.read_text()))).items():
         assert torch.equal(again.get_parameter(f"{name}weight"), one.weight())
 
 

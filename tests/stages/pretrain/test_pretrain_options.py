@@ -68,13 +68,13 @@ def test_a_moving_average_becomes_the_model(store, given) -> None:
 def test_an_average_that_raises_the_loss_is_not_taken(store, given, monkeypatch: pytest.MonkeyPatch, worse: bool) -> None:
     """The weights are those of the run that averages nothing, and the metrics say by how much the average was worse."""
     plain = execute(pretrain, config(), given, store)
-    original = Watch.averaged
+    original = Watch.try_average
 
     def averaged(self, *more):
         self.before += -10 if worse else 10
         original(self, *more)
 
-    monkeypatch.setattr(Watch, "averaged", averaged)
+    monkeypatch.setattr(Watch, "try_average", averaged)
     made = execute(pretrain, config(schedule={"ema": 0.8}), given, store)
     digests = [one.manifest.files["model.safetensors"].sha256 for one in (plain, made)]
     assert (digests[0] == digests[1]) == worse == (made.manifest.metrics["averaging_gain"] < 0)

@@ -108,7 +108,7 @@ def test_each_stage_follows_its_prompts_verifiers_alone() -> None:
     assert "puna.stages.verifiers.sandbox_calls.become_nobody" in reached(program)
     both = to_text("product", of=[{"name": "exact"}, {"name": "weighted", "of": [{"name": "numeric"}], "weights": [1]}])
     assert reached(both) >= reached(exact) | reached(numeric) and "puna.stages.verifiers.combinations.Weighted" in reached(both)
-    assert "puna.stages.verifiers.scoring.scored" in code.symbols(sample)
+    assert "puna.stages.verifiers.scoring.score_job" in code.symbols(sample)
 
 
 def test_an_edit_of_an_outside_verifier_is_another_key(tmp_path: Path) -> None:
