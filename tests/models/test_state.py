@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from puna.models.training.state import load_state, save_state
+from puna.models.training import state
+from puna.models.training.state import load_arrays, load_state, save_state
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -40,3 +45,65 @@ def test_no_state_with_a_flipped_bit_or_cut_short_is_loaded(tmp_path: Path, seed
         with pytest.warns(UserWarning, match="the state of the training is damaged"):
             assert load_state(folder) is None
         assert list(folder.iterdir()) == []
+
+
+def killed(folder: Path, step: int, renames: int, number: int) -> bool:
+    """Save in a process that is killed after so many renames, if it gets there; the record holds `number`."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(1000))
+        replace = os.replace
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == renames else replace(*paths)  # type: ignore[assignment]
+        save_state(folder, step, arrays(number), {"number": number})
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def arrays(number: int) -> dict[str, np.ndarray]:
+    return {"weights": np.full(4, number, np.float32)}
+
+
+def test_a_step_that_is_saved_again_is_found_whenever_its_writer_is_killed(tmp_path: Path) -> None:
+    """The old state moves aside, and the new one takes its name: a kill before either, and another one after that."""
+    for renames in itertools.product(range(2), repeat=2):
+        folder = tmp_path / "".join(map(str, renames))
+        save_state(folder, 5, arrays(0), {"number": 0})
+        for number, before in enumerate(renames, 1):
+            free = number == 2 and renames[0] == 1  # the name is: one rename is enough
+            assert killed(folder, 5, before, number) == (not free or before == 0)
+            found = load_arrays(folder)
+            assert found is not None and found[1]["step"] == 5
+            assert (found[0]["weights"] == found[1]["number"]).all()
+        save_state(folder, 5, arrays(7), {"number": 7})
+        found = load_arrays(folder)
+        assert found is not None and found[1]["number"] == 7
+        assert [path.name for path in folder.iterdir()] == ["step-000000005"]
+
+
+def test_a_disk_that_does_not_answer_costs_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_state(tmp_path, 5, arrays(1), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+        with pytest.raises(OSError, match="Stale file handle"):
+            load_arrays(tmp_path)
+    found = load_arrays(tmp_path)
+    assert found is not None and found[1] == {"step": 5}
+    (tmp_path / "step-000000005" / "state.safetensors").unlink()
+    with pytest.warns(UserWarning, match="the state of the training is damaged"):
+        assert load_arrays(tmp_path) is None
+
+
+def test_remains_of_writers_that_were_killed_go_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_state(tmp_path, 1, arrays(1), {})
+    for number in (2, 3):
+        assert killed(tmp_path, number, 0, number)
+    assert len(list(tmp_path.glob(".step-*"))) == 1  # the second writer removed the first one's
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_write", lambda *given: (_ for _ in ()).throw(full))
+        with pytest.raises(OSError, match="No space left"):
+            save_state(tmp_path, 4, arrays(4), {})
+    found = load_arrays(tmp_path)
+    assert found is not None and found[1]["step"] == 1
+    save_state(tmp_path, 5, arrays(5), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000005"]
