@@ -1,6 +1,7 @@
-"""What the pages of a Parquet file and the messages of an Arrow stream say of themselves, read before anything is unpacked.
+"""Sizes that the pages of a Parquet file and the packed buffers of an Arrow stream declare, read before anything is unpacked.
 
-A Parquet file's footer may declare less than its pages unpack to, and a packed Arrow message unpacks at once.
+A Parquet file's footer may declare less than its pages unpack to, and an Arrow message is unpacked whole. Numbers are cut to their bits as
+Arrow's readers cut them: a file that is read in another way there would hide its sizes here.
 """
 
 from __future__ import annotations
@@ -13,41 +14,44 @@ DEPTH = 64  # most structs in one another, as Thrift has it
 
 
 def page_bytes(handle: BinaryIO, column: Any) -> int:
-    """Return the bytes that the pages of a Parquet column chunk unpack to, by their own headers, up to the first damaged one."""
+    """Return the bytes of a Parquet column chunk's pages, unpacked and with their headers, up to the first damaged one.
+
+    An honest footer declares the same as `total_uncompressed_size`.
+    """
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)
     end, size = at + column.total_compressed_size, 0
-    while at < end:
-        for most in HEAD_BYTES:
-            handle.seek(at)
-            data = handle.read(most)
-            try:
-                packed, unpacked, length = _page(data)
-                break
-            except IndexError:
-                if len(data) == most < HEAD_BYTES[-1]:
-                    continue
-                return size  # Arrow's reader ends here, too
-            except ValueError:
-                return size
-        size += unpacked
-        at += length + packed
+    while at < end and (page := _page(handle, at)):
+        at, size = at + page[0], size + page[1]
     return size
 
 
-def _page(data: bytes) -> tuple[int, int, int]:
-    """Return a page's size packed and unpacked, and the length of its header (Thrift's compact protocol)."""
+def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
+    """Return the size of a page with its header, packed and unpacked; None if the header is damaged, where Arrow's reader ends, too."""
+    for most in HEAD_BYTES:
+        handle.seek(at)
+        data = handle.read(most)
+        try:
+            packed, unpacked, length = _sizes(data)
+            return length + packed, length + unpacked
+        except IndexError:
+            if len(data) < most:
+                return None
+        except ValueError:
+            return None
+    return None
+
+
+def _sizes(data: bytes) -> tuple[int, int, int]:
+    """Return a page's size packed and unpacked, and the length of its header, which is a struct of Thrift's compact protocol."""
     numbers: dict[int, int] = {}
     at, field = 0, 0
     while kind := data[at]:
-        at, field = at + 1, field + (kind >> 4)
-        if not kind >> 4:
-            field, at = _varint(data, at)
-            field = (field >> 1) ^ -(field & 1)
+        step, at = (kind >> 4, at + 1) if kind >> 4 else _number(data, at + 1)
+        field = (field + step if kind >> 4 else step) & 0xFFFF
         if kind & 15 == 5:
-            value, at = _varint(data, at)
-            numbers[field] = (value >> 1) ^ -(value & 1)
+            numbers[field], at = _number(data, at)
         else:
             at = _skipped(data, at, kind & 15, 0)
     packed, unpacked = numbers.get(3, -1), numbers.get(2, -1)
@@ -56,25 +60,29 @@ def _page(data: bytes) -> tuple[int, int, int]:
     return packed, unpacked, at + 1
 
 
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """Return a signed number of 32 bits, and the place after it."""
+    value, at = _varint(data, at)
+    value &= 0xFFFFFFFF
+    return (value >> 1) ^ -(value & 1), at
+
+
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
+    while shift < 70:
         value |= (data[at] & 127) << shift
         at, shift = at + 1, shift + 7
         if data[at - 1] < 128:
             return value, at
-        if shift > 63:
-            raise ValueError("a number is too long")
+    raise ValueError("a number is too long")
 
 
 def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
     """Return the place after a value of a Thrift type."""
     if depth > DEPTH:
         raise ValueError("structs lie too deep in one another")
-    if kind in (1, 2):
-        return at
-    if kind in (3, 7):
-        return at + (1 if kind == 3 else 8)
+    if kind in (1, 2, 3, 7, 13):
+        return at + {3: 1, 7: 8, 13: 16}.get(kind, 0)
     if kind in (4, 5, 6):
         return _varint(data, at)[1]
     if kind == 8:
@@ -115,8 +123,9 @@ def stream_bytes(handle: BinaryIO) -> int:
             buffers, length = _message(handle.read(size))
             body = handle.tell()
             for offset, packed in buffers:
-                handle.seek(body + offset)
-                total += max(0, struct.unpack("<q", handle.read(8))[0]) if packed >= 8 else 0
+                if packed >= 8 and 0 <= offset <= length - 8:  # no reader follows another place, and that may hide none after it
+                    handle.seek(body + offset)
+                    total += max(0, struct.unpack("<q", handle.read(8))[0])
             if length < 0:
                 break
             handle.seek(body + length)
@@ -145,7 +154,8 @@ def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
     if which == 2 and (inner := field(batch, 1)):  # of a dictionary
         batch = at(inner)
     length = struct.unpack_from("<q", data, body)[0] if body else 0
-    if which not in (2, 3) or not batch or not field(batch, 3) or not (several := field(batch, 2)):
+    packed = batch and (field(batch, 3) or b"ARROW:experimental_compression" in data)  # the way of Arrow 0.17, which is read still
+    if which not in (2, 3) or not packed or not (several := field(batch, 2)):
         return [], length
     start = at(several)
     count = struct.unpack_from("<I", data, start)[0]
