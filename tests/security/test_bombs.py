@@ -20,8 +20,9 @@ from puna.stages.contract import External, execute
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.io.imports import ImportInstructionsConfig, import_instructions
 from puna.stages.reading import files, warc_frames
+from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.readers import Columns, read_arrow, read_parquet, read_table
-from puna.stages.reading.rows import Fault, read_rows
+from puna.stages.reading.rows import Fault, Row, read_rows
 from puna.stages.reading.warc import read_warc
 from puna.storage import PunaError, Store
 
@@ -89,6 +90,43 @@ def test_pages_are_read_within_the_same_bounds(name: str) -> None:
     }.get(kind, lambda handle: read_table(handle, "s", name, kind, COLUMNS, 2 << 20))  # fmt: skip
     with pytest.raises(PunaError, match=f"{name}: its {len(data):,} bytes unpack to"):
         list(reader(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("broken", ["[\n", "{\n"])
+def test_lines_of_brackets_count_as_many_records(broken: str) -> None:
+    """Each costs as much time as some rows do; as many lines of rows are read."""
+    lines, name = 3000, "x.json.zst"
+    data = zstandard.compress(broken.encode() * lines)
+    assert sum(1 for _ in read_rows(io.BytesIO(zstandard.compress(b"{}\n" * lines)), name, "json", 1 << 20)) == lines
+    with pytest.raises(PunaError, match=rf"x\.json\.zst: its {len(data):,} bytes unpack to 4,19[\d,]+ and more"):
+        list(read_rows(io.BytesIO(data), name, "json", 1 << 20))
+
+
+def layered(layers: int) -> bytes:
+    body = b"a body"
+    for _ in range(layers):
+        body = gzip.compress(body)
+    block = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Encoding: " + b", ".join([b"gzip"] * layers) + b"\r\n\r\n" + body
+    head = RECORD.replace(b"resource", b"response").replace(b"text/plain", b"application/http; msgtype=response")
+    return head + b"Content-Length: %d\r\n\r\n" % len(block) + block + b"\r\n\r\n"
+
+
+def test_a_body_packed_more_often_than_servers_do_is_refused_by_name() -> None:
+    whole, refused, after = read_warc(io.BytesIO(layered(4) + layered(5) + layered(1)), "x.warc", 1 << 20)
+    assert [one.body for one in (whole, after) if isinstance(one, Page)] == [b"a body"] * 2
+    assert isinstance(refused, Rejected) and refused.rule == "undecodable_body"
+    assert "5 encodings, one in the other; at most 4 are undone" in refused.detail
+
+
+def test_zstd_with_a_long_window_is_read_whole() -> None:
+    """As `zstd --long=28` packs; a frame that does not tell its size asks for the whole window."""
+    lines = b"".join(b'{"text": "line %d"}\n' % n for n in range(1000))
+    packer = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
+    data = packer.compress(lines) + packer.flush()
+    assert zstandard.get_frame_parameters(data).window_size == 1 << 28
+    rows = list(read_rows(io.BytesIO(data), "x.jsonl.zst", "json", 1 << 20))
+    assert [row.fields for row in rows if isinstance(row, Row)] == [{"text": f"line {n}"} for n in range(1000)]
+    assert len(list(read_table(io.BytesIO(data), "s", "x.jsonl.zst", "json", COLUMNS, 1 << 20))) == 1000
 
 
 @pytest.mark.parametrize(
