@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 HEAD_BYTES = (1 << 9, 1 << 16, 1 << 24)  # of a page's header: what most have, all but a few, and the most that Arrow reads
 DEPTH = 64  # most structs in one another, as Thrift has it
+LENGTHS = {1: 0, 2: 0, 3: 1, 7: 8, 13: 16}  # of Thrift's values: true, false, a byte, a double, a UUID
 
 
 def page_bytes(handle: BinaryIO, column: Any) -> int:
@@ -31,20 +32,17 @@ def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
     """Return the size of a page with its header, packed and unpacked; None if the header is damaged, where Arrow's reader ends, too."""
     for most in HEAD_BYTES:
         handle.seek(at)
-        data = handle.read(most)
         try:
-            packed, unpacked, length = _sizes(data)
-            return length + packed, length + unpacked
-        except IndexError:
-            if len(data) < most:
-                return None
+            return _sizes(handle.read(most))
+        except IndexError:  # it may be longer
+            continue
         except ValueError:
-            return None
+            break
     return None
 
 
-def _sizes(data: bytes) -> tuple[int, int, int]:
-    """Return a page's size packed and unpacked, and the length of its header, which is a struct of Thrift's compact protocol."""
+def _sizes(data: bytes) -> tuple[int, int]:
+    """Return what `_page` does, from the page's header: a struct of Thrift's compact protocol."""
     numbers: dict[int, int] = {}
     at, field = 0, 0
     while kind := data[at]:
@@ -57,23 +55,22 @@ def _sizes(data: bytes) -> tuple[int, int, int]:
     packed, unpacked = numbers.get(3, -1), numbers.get(2, -1)
     if packed < 0 or unpacked < 0:
         raise ValueError("a page has no size")
-    return packed, unpacked, at + 1
+    return at + 1 + packed, at + 1 + unpacked
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return a signed number of 32 bits, and the place after it."""
+    """Return a signed number, and the place after it."""
     value, at = _varint(data, at)
-    value &= 0xFFFFFFFF
     return (value >> 1) ^ -(value & 1), at
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 70:
+    value = 0
+    for shift in range(0, 70, 7):
         value |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
+        at += 1
         if data[at - 1] < 128:
-            return value, at
+            return value & 0xFFFFFFFF, at
     raise ValueError("a number is too long")
 
 
@@ -81,34 +78,28 @@ def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
     """Return the place after a value of a Thrift type."""
     if depth > DEPTH:
         raise ValueError("structs lie too deep in one another")
-    if kind in (1, 2, 3, 7, 13):
-        return at + {3: 1, 7: 8, 13: 16}.get(kind, 0)
-    if kind in (4, 5, 6):
-        return _varint(data, at)[1]
-    if kind == 8:
-        size, at = _varint(data, at)
-        return at + size
-    if kind == 12:
+    if kind in LENGTHS:
+        return at + LENGTHS[kind]
+    if kind in (4, 5, 6, 8):  # whole numbers, and text by its length
+        value, at = _varint(data, at)
+        return at + (value if kind == 8 else 0)
+    if kind == 12:  # a struct
         while head := data[at]:
-            at += 1
-            if not head >> 4:
-                at = _varint(data, at)[1]
-            at = _skipped(data, at, head & 15, depth + 1)
+            at = _skipped(data, at + 1 if head >> 4 else _varint(data, at + 1)[1], head & 15, depth + 1)
         return at + 1
-    if kind in (9, 10):
+    if kind in (9, 10):  # a list or a set
         head, at = data[at], at + 1
         count, at = _varint(data, at) if head >> 4 == 15 else (head >> 4, at)
-        kinds = (head & 15,)
-    elif kind == 11:
+        kinds = [head & 15]
+    elif kind == 11:  # a map
         count, at = _varint(data, at)
-        kinds, at = ((data[at] >> 4, data[at] & 15), at + 1) if count else ((), at)
+        kinds, at = ([data[at] >> 4, data[at] & 15], at + 1) if count else ([], at)
     else:
         raise ValueError(f"a page's header has the type {kind}")
     if count > len(data):
         raise IndexError(count)
-    for _ in range(count):
-        for one in kinds:
-            at = at + 1 if one in (1, 2) else _skipped(data, at, one, depth + 1)
+    for one in kinds * count:
+        at = at + 1 if one in (1, 2) else _skipped(data, at, one, depth + 1)
     return at
 
 
