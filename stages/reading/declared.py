@@ -15,10 +15,7 @@ LENGTHS = {1: 0, 2: 0, 3: 1, 7: 8, 13: 16}  # of Thrift's values: true, false, a
 
 
 def page_bytes(handle: BinaryIO, column: Any) -> int:
-    """Return the bytes of a Parquet column chunk's pages, unpacked and with their headers, up to the first damaged one.
-
-    An honest footer declares the same as `total_uncompressed_size`.
-    """
+    """Return the unpacked bytes of a column chunk's pages and their headers, as an honest footer declares them, up to a damaged page."""
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)
