@@ -13,7 +13,7 @@ import pytest
 from puna.stages.reading.rows import Fault, Row, read_rows
 from puna.stages.training import turns
 from puna.stages.verifiers import tools
-from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, attempt, checked
+from puna.stages.verifiers.base import Item, Question, Score, ScoringConfig, attempt, check_score
 from puna.stages.verifiers.registry import from_json
 from puna.storage import PunaError
 from tests.stages.io.samples import made
@@ -24,7 +24,7 @@ GYM = {"name": "reasoning_gym", "generator": "countdown", "parameters": {}}
 
 
 def test_a_detail_with_half_a_character_can_be_written() -> None:
-    assert checked(Score(0.0, "no \ud800 key"), "mine").detail == "no ? key"
+    assert check_score(Score(0.0, "no \ud800 key"), "mine").detail == "no ? key"
     schema = {"name": "json_schema", "json_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
     score = attempt(Item(from_json(schema), QUESTION, '{"\\ud800": 1}'))
     assert score.value == 0.0 and pa.array([score.detail]).to_pylist() == [score.detail]
