@@ -53,7 +53,7 @@ def killed(folder: Path, step: int, renames: int, number: int) -> bool:
     if child == 0:
         calls = iter(range(1000))
         replace = os.replace
-        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == renames else replace(*paths)  # type: ignore[assignment]
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == renames else replace(*paths)
         save_state(folder, step, arrays(number), {"number": number})
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from puna.stages.reading import columns, files
+from puna.stages.reading import files
 from puna.stages.reading.declared import page_bytes, stream_bytes
 from puna.stages.reading.readers import Columns, read_arrow, read_parquet
 from puna.stages.reading.rows import read_rows
@@ -78,7 +78,7 @@ def test_a_footer_that_declares_less_than_its_pages_hold_is_refused_unread(monke
     text = "a" * (1 << 20)
     sound = parquet(pa.table({"text": [text]}), use_dictionary=False, write_statistics=False, store_schema=False, data_page_version=version, compression="zstd")
     data = lying(sound, 100)
-    monkeypatch.setattr(columns.pq.ParquetFile, "iter_batches", lambda *given, **more: pytest.fail("its pages were read"))
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **more: pytest.fail("its pages were read"))
     with pytest.raises(PunaError, match=rf"x\.parquet: its {len(data):,} bytes unpack to 1,04\d,\d+ and more"):
         read("parquet", reader, data)()
 
@@ -86,7 +86,7 @@ def test_a_footer_that_declares_less_than_its_pages_hold_is_refused_unread(monke
 @pytest.mark.parametrize("reader", ["rows", "pages"])
 def test_a_packed_buffer_that_declares_more_than_a_file_may_is_refused_unread(monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     data = arrow(pa.table({"text": ["a" * (1 << 20)]}), "zstd")
-    monkeypatch.setattr(columns.pa.ipc, "open_stream", lambda *given: pytest.fail("its messages were read"))
+    monkeypatch.setattr(pa.ipc, "open_stream", lambda *given: pytest.fail("its messages were read"))
     with pytest.raises(PunaError, match=rf"x\.arrow: its {len(data):,} bytes unpack to 1,04\d,\d+ and more"):
         read("arrow", reader, data)()
 
