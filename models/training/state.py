@@ -287,7 +287,7 @@ def _write(tensors: Mapping[str, Any], file: Path) -> None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+    return sorted(folder.glob("step-*"), key=lambda path: (path.stem, not path.suffix), reverse=True) if folder.is_dir() else []
 
 
 def read_record(path: Path) -> tuple[str, dict[str, str]]:

@@ -107,3 +107,12 @@ def test_remains_of_writers_that_were_killed_go_with_the_next_save(tmp_path: Pat
     assert found is not None and found[1]["step"] == 1
     save_state(tmp_path, 5, arrays(5), {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000005"]
+
+
+def test_of_two_states_of_a_step_the_later_one_is_read(tmp_path: Path) -> None:
+    """A writer that is killed after both renames leaves the one before beside it."""
+    before = save_state(tmp_path, 5, arrays(0), {"number": 0}).rename(tmp_path / "kept")
+    save_state(tmp_path, 5, arrays(1), {"number": 1})
+    before.rename(tmp_path / "step-000000005.before")
+    found, record = load_arrays(tmp_path), state.load_record(tmp_path)
+    assert found is not None and record is not None and found[1]["number"] == record["number"] == 1
