@@ -154,7 +154,7 @@ def _run(
         from puna.stages.evaluation.harness import HarnessConfig, harness, needs
 
         stage, config = harness, HarnessConfig(**dict(config), names=own)
-        if problems := needs(config, Facts({}, 0, None)):
+        if problems := needs(config, Facts({}, None)):
             raise PunaError("; ".join(problems))
         if inputs.pop("judges"):
             raise PunaError("--judge: the harness asks no judges; leave it out")

@@ -171,9 +171,7 @@ def import_modules(modules: list[str] | None) -> list[ModuleType]:
 
 
 @app.command()
-def show(
-    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
-) -> None:  # fmt: skip
+def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False) -> None:
     """Show one artifact's manifest: configuration, inputs, tables, files, metrics, timings."""
     opened = Store.existing(store, project)
     artifact = opened.resolve(name)
@@ -204,9 +202,7 @@ def show(
 
 
 @app.command()
-def lineage(
-    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
-) -> None:  # fmt: skip
+def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False) -> None:
     """Show an artifact's inputs and their inputs, back to the files outside the store."""
     opened = Store.existing(store, project)
     rows: list[dict[str, Any]] = []
@@ -239,9 +235,7 @@ def lineage(
 
 
 @app.command()
-def explain(
-    name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False
-) -> None:  # fmt: skip
+def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False) -> None:
     """Explain why an artifact was recomputed: the fields, code and inputs that changed."""
     opened = Store.existing(store, project)
     artifact = opened.resolve(name)

@@ -105,9 +105,7 @@ class Flow:
         return inputs
 
 
-def assign(
-    what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]
-) -> dict[str, list[Item]]:
+def assign(what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]) -> dict[str, list[Item]]:
     """Return each input's items: from `named`, else the items of its kind, in order. Raise PunaError for an item that fits no input."""
     left, result = list(items), dict[str, list[Item]]()
     for spec in specs:

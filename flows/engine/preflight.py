@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -72,7 +71,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
     """Raise PunaError with all unmet needs of a single stage, unless its artifact exists."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
-    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, *_machine(store, executor)))
+    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, _memory(executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
         raise PunaError("\n".join(complaints))
 
@@ -90,7 +89,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     known[step.label] = InputFacts(stage.kind, tables, sources or None, None, look, model)
     if stage.needs is None or step.config is None:
         return []
-    return [f"{step.label}: {need}" for need in stage.needs(step.config, Facts(inputs, *_machine(store, executor)))]
+    return [f"{step.label}: {need}" for need in stage.needs(step.config, Facts(inputs, _memory(executor)))]
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
@@ -122,11 +121,11 @@ def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
     return InputFacts("external", None, (item.name,), sum(file.bytes for file in item.files), look)
 
 
-def _machine(store: Store, executor: str) -> tuple[int, int | None]:
+def _memory(executor: str) -> int | None:
     import psutil
 
     elsewhere = executor != PROCESSES or any(Path(device).exists() for device in ACCELERATORS)
-    return shutil.disk_usage(store.root).free, None if elsewhere else psutil.virtual_memory().available
+    return None if elsewhere else psutil.virtual_memory().available
 
 
 def _room(files: list[External], store: Store) -> list[str]:

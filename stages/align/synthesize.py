@@ -234,9 +234,7 @@ def score_agreement(texts: Sequence[str], share: float) -> list[Score]:
     return [Score(float(final == counts[0][0]), "" if final else NO_ANSWER) for final in finals]
 
 
-def _new_problems(
-    train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun
-) -> list[Row]:
+def _new_problems(train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
     """Return problems written after examples, without copies of known problems; with `code`, problems get tests."""
     requests = []
     for number in range(config.count):

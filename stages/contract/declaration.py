@@ -43,7 +43,6 @@ class Facts:
     """Facts before a run: of each given input, and of the machine. `available_memory_bytes`: None if other hardware does the work."""
 
     inputs: dict[str, tuple[InputFacts, ...]]
-    free_disk_bytes: int
     available_memory_bytes: int | None
 
 

@@ -25,9 +25,7 @@ Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revi
 
 
 @stage(kind="documents", filters="documents")
-def minhash_update(
-    documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun
-) -> None:
+def minhash_update(documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun) -> None:
     """Remove near-duplicates from added documents, and record the earlier decisions that change.
 
     `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the kept added documents, and

@@ -228,9 +228,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     run.metric("choice_chance", 1.0 / own.options)
 
 
-def _continuations(
-    pages: Sequence[Chosen], engine: AnswerEngine, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
-) -> None:
+def _continuations(pages: Sequence[Chosen], engine: AnswerEngine, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
     from puna.models.generation import SamplingParams
 
     words = config.pages.prompt_words

@@ -47,7 +47,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
     The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, each shared prompt once.
     The tables are the same as in `benchmark`, which gives equal numbers for task files that both can read.
     """
-    if problems := needs(config, Facts({}, 0, None)):
+    if problems := needs(config, Facts({}, None)):
         raise PunaError(f"harness: {'; '.join(problems)}")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

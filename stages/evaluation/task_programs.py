@@ -25,9 +25,7 @@ from puna.storage import PunaError
 Row = Mapping[str, Any]
 ROWS = 32  # rows of one request
 SECONDS = 5.0  # seconds of computing for one request
-FAULTS = (
-    jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
+FAULTS = (jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def render(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:

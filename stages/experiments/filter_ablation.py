@@ -50,9 +50,7 @@ class FilterAblationConfig(SeededConfig):
 
 
 @stage(kind="evaluation")
-def filter_ablation(
-    documents: Documents, selected: Documents, tokenizer: Tokenizer, config: FilterAblationConfig, run: StageRun
-) -> None:
+def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokenizer, config: FilterAblationConfig, run: StageRun) -> None:
     """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
     `documents` is the selection's input, `selected` its output. A small model is trained only on kept documents; another, from the same

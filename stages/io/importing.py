@@ -76,9 +76,7 @@ class SplitConfig(ImportConfig):
 class PromptRowsConfig(SplitConfig):
     """Settings of an import of prompts, whose rows may name verifiers."""
 
-    verifier: str = Field(
-        "", description="Verifier of rows that name none, also in benchmarks: a name (numeric, exact) or JSON"
-    )
+    verifier: str = Field("", description="Verifier of rows that name none, also in benchmarks: a name (numeric, exact) or JSON")
     code_from: tuple[str, ...] = Field((), description="Modules whose functions a row's verifier may name; `puna import --module` sets it")
 
 

@@ -24,9 +24,7 @@ BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16, which no UTF-8
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
 BROKEN_RECORDS = 10  # a broken record counts as this many: a line of brackets costs as much time as many records
 LONGEST_TOKEN = 16  # maximum characters of a number, name or escape after the place where the decoder stops
-FORMATS = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset",
-}  # fmt: skip
+FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset"}
 COLUMNAR = ("parquet", "dataset", "hub")  # formats in which every row has every field; absent values are null
 SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 

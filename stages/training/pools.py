@@ -129,9 +129,7 @@ def build_pools(
     return PoolRows(parts.parts, tuple(int(group.amount.read.sum()) for group in groups), sizes)
 
 
-def _encode(
-    part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int
-) -> pa.Table:
+def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int) -> pa.Table:
     """Return the first `most` tokens of a part's documents in the groups, up to the last range of hashes that a group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]

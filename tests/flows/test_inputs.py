@@ -103,7 +103,7 @@ def test_a_glance_is_enough_where_it_shows_what_a_step_needs(tmp_path: Path) -> 
     def needs_of(texts: tuple[str, ...], share: float) -> list[str]:
         asked.clear()
         looked = InputFacts("documents", look=lambda seconds: asked.append(seconds) or (texts, share))
-        return needs(config, Facts({"documents": (looked,)}, 0, None))
+        return needs(config, Facts({"documents": (looked,)}, None))
 
     types, owner = seed_words()
     words = [[word for word, at in owner.items() if types[at] == name][:20] for name in types[:2]]

@@ -48,7 +48,7 @@ def test_a_tool_s_result_can_be_written() -> None:
 
 
 def test_a_reply_of_an_environment_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "replied", lambda job: {"reply": "so \ud800"})
+    monkeypatch.setattr(turns, "environment_reply", lambda job: {"reply": "so \ud800"})
     job = turns.Job(QUESTION, [{"role": "assistant", "content": "3"}], from_json({"name": "guess", "number": 7}), ())
     assert job.reply(ScoringConfig()) == [{"role": "user", "content": "so ?"}]
 

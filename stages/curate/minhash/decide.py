@@ -105,9 +105,7 @@ def flat(pieces: list[U64]) -> tuple[U64, I64]:
     return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
 
-def candidates(
-    table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig
-) -> pa.Table:
+def candidates(table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig) -> pa.Table:
     """Return the documents of `table`, all of them candidates, with FACTS, signature and shingles as bytes, for an exchange by `hash`."""
     results = shingle(table["text"], config)
     values, _ = sign(results, config)

@@ -179,6 +179,6 @@ def test_a_missing_bitsandbytes_is_told_before_anything_runs(monkeypatch: pytest
     monkeypatch.setattr("puna.models.training.settings.find_spec", lambda name: None)
     for of, config in ((sft, SftConfig), (dpo, DpoConfig), (reward_model, RewardModelConfig), (grpo, GrpoConfig)):
         for quantization in ("nf4", "none"):
-            told = of.unmet(config(method="lora", lora={"quantization": quantization}), Facts({}, 0, None))
+            told = of.unmet(config(method="lora", lora={"quantization": quantization}), Facts({}, None))
             said = f"{of.name}: lora.quantization: bitsandbytes is not installed; pip install 'puna[qlora]', or set it to none"
             assert told == ([said] if quantization == "nf4" else [])

@@ -140,7 +140,7 @@ def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: 
     )
     assert guessed.drop(["logprobs"]) == own.drop(["logprobs"]) == plain.drop(["logprobs"])
     assert sample.needs is not None
-    unmet = sample.needs(config.replace(draft_weights="int8"), Facts({"models": ANY_MODEL}, 1 << 40, None))
+    unmet = sample.needs(config.replace(draft_weights="int8"), Facts({"models": ANY_MODEL}, None))
     assert unmet == ["draft_weights: there is no draft; give one as --input draft=…, or leave this out"]
     assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
 
@@ -168,7 +168,7 @@ def test_a_window_forgets_and_takes_no_draft(tmp_path: Path, tiny_model: Tiny) -
     whole, short = (execute(sample, one, given, store).read() for one in (config, config.replace(serving=serving)))
     assert whole["id"] == short["id"] and whole["tokens"] != short["tokens"]
     assert sample.needs is not None
-    unmet = sample.needs(config.replace(serving=serving), Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, 1 << 40, None))
+    unmet = sample.needs(config.replace(serving=serving), Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, None))
     assert unmet == ["serving.window: a draft needs all tokens; leave the draft out, or window"]
     for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM has no window"), ({"window": 40}, "multiple of 16")):
         with pytest.raises(ValueError, match=told):
@@ -177,7 +177,7 @@ def test_a_window_forgets_and_takes_no_draft(tmp_path: Path, tiny_model: Tiny) -
 
 def test_vllm_must_be_installed_and_takes_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
-    facts = Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, 1 << 40, None)
+    facts = Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, None)
     assert sample.needs is not None
     unmet = sample.needs(SampleConfig(serving=ServingSettings(engine="vllm")), facts)
     assert [sentence[: sentence.index(";")] for sentence in unmet] == ["serving.engine: vLLM is not installed", "draft: engine vllm is given no guesses"]

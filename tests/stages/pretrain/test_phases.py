@@ -140,10 +140,10 @@ def test_settings_that_an_input_model_overrides_are_refused() -> None:
     facts = Facts({"model": (InputFacts("model"),)}, 0, None)
     (shape,) = needs(config(phase("a", 1)), facts)
     (size,) = tokenizer.needs(TokenizerConfig(vocab_size=300), facts)
-    (alone,) = tokenizer.needs(TokenizerConfig(new_tokens=9), Facts({}, 0, None))
+    (alone,) = tokenizer.needs(TokenizerConfig(new_tokens=9), Facts({}, None))
     assert "leave it out" in shape and "leave it out" in size and "there is none" in alone
     assert needs(PretrainConfig(), facts) == tokenizer.needs(TokenizerConfig(), facts) == []
-    assert needs(config(phase("a", 1)), Facts({}, 0, None)) == tokenizer.needs(TokenizerConfig(vocab_size=300), Facts({}, 0, None)) == []
+    assert needs(config(phase("a", 1)), Facts({}, None)) == tokenizer.needs(TokenizerConfig(vocab_size=300), Facts({}, None)) == []
 
 
 def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
