@@ -1,9 +1,9 @@
 """Linear: x w^T.
 
-In fp32 on CPU a product of few rows (decoding), and every product of exact passes, is computed by a loop in numba. Up to 16 rows the loop
-takes half the time of the libraries, at 64 rows the same time. A row's bits do not depend on the number of rows. For more rows, oneDNN is
-5-15 % faster than the BLAS behind `torch.matmul`, in the forward pass and for the gradient of x. For the gradient of w, whose inner
-dimension is the row count, BLAS is as fast.
+In fp32 on CPU, a numba loop computes products of few rows (decoding) and all products of exact passes (`kernels.exact`). Up to 16 rows
+it takes half the time of oneDNN and BLAS, and at 64 rows the same time. In the loop, a row's bits do not depend on the number of rows. For
+more rows, oneDNN is 5-15 % faster than the BLAS behind `torch.matmul`, in the forward pass and for the gradient of x. For the gradient of
+w, whose inner dimension is the row count, BLAS is as fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
 
 @cache
 def _onednn() -> Any:
-    """Return oneDNN's product of dense fp32 tensors, or None. torch has it only under a private name; torch.matmul uses BLAS."""
+    """Return oneDNN's linear operator for dense fp32 tensors, or None. torch has it only under a private name; torch.matmul uses BLAS."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 

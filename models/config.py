@@ -177,7 +177,7 @@ LAYOUTS: dict[ModelType, tuple[frozenset[str], frozenset[str]]] = {
 
 
 class ModelConfig(ModelShape):
-    """A decoder's shape with its vocabulary and context. `head_dim`, `sliding_layers` and `model_type` are always resolved."""
+    """A decoder's shape with its vocabulary and context. Validation fills in `head_dim` and `model_type`, and sorts `sliding_layers`."""
 
     vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")

@@ -1,4 +1,4 @@
-"""Settings of serving for commands and stages, and the construction of engines."""
+"""Serving settings of commands and stages, and functions that build engines."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class OverLatents(ABC):
 
     @abstractmethod
     def over_latents(self, layer: LatentAttention, q_THN: Tensor, q_THR: Tensor, latent_TL: Tensor, k_TR: Tensor) -> Tensor:
-        """Return the attention output [T, H, V]. Queries have an unrotated part [T, H, N] and a rotated part [T, H, R], like keys."""
+        """Return the attention output [T, H, V]. q_THN, q_THR: unrotated and rotated part of the queries; all heads share k_TR, rotated."""
 
 
 class Linear(nn.Linear):

@@ -146,7 +146,7 @@ class Artifact:
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
-        """Return the table as an argument of `run.transform`, whose function gets the rows with the same ids."""
+        """Return the table as an argument of `run.transform`: with each part, the function gets this table's rows with the part's ids."""
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False, seen: set[str] | None = None) -> list[str]:

@@ -82,7 +82,7 @@ class Catalog:
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
-        """Compare the files that statements read with their checksums, the newest artifacts' files first."""
+        """Add files that a view reads, and verify the checksums of all files added so far, the last added (the newest artifact's) first."""
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 

@@ -167,7 +167,7 @@ def scatter(how: Scatter, tables: pa.Table | Iterable[pa.Table], info: Callable[
 
 
 class _Runs:
-    """The rows of one file by partition, packed piece by piece."""
+    """A buffer of one output file's rows, compressed in memory piece by piece, in one Arrow stream per run of partitions."""
 
     def __init__(self, how: Scatter) -> None:
         self._how = how

@@ -84,7 +84,7 @@ class Stored:
         return pa.concat_tables([self._of_groups(some, table, rows) for some, table in tables])
 
     def _of_groups(self, groups: list[int], table: pa.Table, rows: Ints) -> pa.Table:
-        """Return the rows with those numbers among `rows` that are in `groups`; `table`: the content of `groups`."""
+        """Return the rows of `table`, the content of the row groups `groups`, whose numbers in the file are among `rows`."""
         ends = np.cumsum(self.groups)
         sizes = np.array(self.groups)[groups]
         low, high = np.searchsorted(rows, [ends[groups[0]] - sizes[0], ends[groups[-1]]])

@@ -45,7 +45,7 @@ ORDER = "runs/order"
 
 
 class Store:
-    """A place of artifacts: a folder on a local or mounted disk, or a prefix on an object store."""
+    """A store of artifacts: a folder on a local or mounted disk, or a prefix on an object store."""
 
     def __init__(self, files: Files, project: str | None = None) -> None:
         self.files = files

@@ -38,7 +38,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody recei
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. `queue`: waiting and running requests, also answers per request; `seconds` per request; `body`: bytes."""
+    """Limits of a server. `queue`: waiting and running requests, and also answers per request. Per request: `seconds`, `body` in bytes."""
 
     queue: int = 256
     seconds: float = 600.0

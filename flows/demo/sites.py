@@ -1,4 +1,4 @@
-"""Pages from the packages: HTML documentation, saved news and blog pages, Python source files, Wikipedia extracts."""
+"""Pages from the sample's packages: HTML documentation, saved news and blog pages, Python source files, Wikipedia extracts."""
 
 import ast
 import hashlib
@@ -62,7 +62,7 @@ def charset(body: bytes) -> str:
 
 
 def _test_addresses(members: list[Member]) -> dict[str, str]:
-    """Return file name → URL, from the tests' table of pages and from the metadata files."""
+    """Return file name → URL of saved pages, from `MOCK_PAGES` in `tests/unit_tests.py` and from the metadata files."""
     result: dict[str, str] = {}
     for member in members:
         if member.path == "tests/unit_tests.py":

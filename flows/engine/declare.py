@@ -239,7 +239,7 @@ class Walk(ABC):
 
     @abstractmethod
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
-        """Return the output of a step whose inputs are checked; `config` is None in a trace of every possible step."""
+        """Return the output of a step, whose inputs were already checked; `config` is None in a trace of every possible step."""
 
     @abstractmethod
     def publish(self, name: str, output: Output) -> None:

@@ -73,7 +73,7 @@ class DeploymentSync:
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
-        """Update the deployments from the store, and set the state of runs whose process died."""
+        """Set the state of runs whose process died. If the store changed, start the rounds that are due and update the deployments."""
         self._settle()
         now = self._state()
         if now == self._seen:

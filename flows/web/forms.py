@@ -76,7 +76,7 @@ def _project_field(store: Store, project: str) -> Content:
 
 
 def request_of(offer: Offer, form: Asked) -> Request:
-    """Return the request that a form makes; it equals the request of the same command line."""
+    """Return the request that a form makes; it equals the request of the equivalent command line."""
     texts = []
     for spec in offer.what.inputs:
         texts += [text if spec.kind == "external" else f"{spec.name}={text}" for text in values_given(spec, form)]
@@ -229,7 +229,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """True if YAML reads the text as itself."""
+    """True if YAML parses the unquoted text as the same string."""
     import yaml
 
     try:

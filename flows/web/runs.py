@@ -167,7 +167,7 @@ async def _events(store: Store, request: Request, name: str | None, since: str) 
 @router.get("/events")
 @router.get("/events/{name}")
 def events(site: Here, request: Request, name: str | None = None, since: str = "") -> Response:
-    """Return the events after which an open page reloads."""
+    """Stream an event whenever the named run, or any run, changes; an open page then reloads."""
     lines = _events(site.store, request, name, since)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
 

@@ -126,7 +126,7 @@ def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Co
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[bool]:
-    """Yield True if this is the only `puna up` of the store, which it stays within the context; else False."""
+    """Yield True if this is the only `puna up` of the store, and keep out others within the context; else yield False."""
     with (root / "serve.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

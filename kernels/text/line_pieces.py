@@ -1,4 +1,4 @@
-"""Lines or paragraphs ("pieces") of UTF-8 texts: their 64-bit hashes, the frequent ones, and texts without some of them."""
+"""Operations on lines or paragraphs ("pieces") of UTF-8 texts: 64-bit hashes, search for frequent hashes, removal of pieces."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ SPACE = np.uint8(32)
 
 
 class Table(NamedTuple):
-    """Table of replacements of characters. `ascii` uint8[128]: one byte per character, 32 to separate words. Code point c (larger ones: the
-    table's last) becomes `pool[where[c] : where[c + 1]]` uint8. `growth`: most bytes that replace one byte."""
+    """A table that maps code points to bytes. `ascii` uint8[128]: the byte for an ASCII character; 32 separates words. Code point c becomes
+    `pool[where[c] : where[c + 1]]`; code points past the table use its last entry. `growth`: maximum output bytes per input byte."""
 
     ascii: NDArray[np.uint8]
     where: I64

@@ -84,7 +84,7 @@ IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(
 
 
 def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield IBANs with their country's length and a right checksum (ISO 13616), without spaces or in groups of four."""
+    """Yield the spans of IBANs that have their country's length and a valid checksum (ISO 13616), unspaced or in groups of four."""
     for match in IBAN_DIGITS.finditer(text):
         start = match.start() - 2
         length = IBAN_LENGTHS.get(text[start : start + 2].upper())

@@ -197,7 +197,7 @@ def load() -> Model:
 
 @njit(cache=True)
 def page_words(page: Scan) -> NDArray[np.int64]:
-    """Return the sorted buckets of the words about the page: types and address from its head, words of `html` and `body` tags."""
+    """Return the sorted hash buckets of the words that predict the page's type: from its head, and from its `html` and `body` tags."""
     words = np.empty(len(page.page) + 2 * L.MAX_TOKENS, np.uint64)
     words[: len(page.page)] = page.page
     count, html, body = len(page.page), False, False

@@ -32,7 +32,7 @@ Hidden = tuple[Tensor, int]
 
 
 class Pace:
-    """The number of tokens guessed for one answer: fewer after wrong guesses, none for a while if all were wrong."""
+    """The number of tokens to speculate per step for one answer: fewer after wrong guesses, none for a while if all were wrong."""
 
     def __init__(self, most: int) -> None:
         self.most = self.length = most
@@ -198,7 +198,7 @@ class Scheduler:
                 yield answer
 
     def computed(self, answer: Answer, hidden: Hidden) -> None:
-        """Record that an answer's due tokens are computed. Once all are, the next token can be drawn."""
+        """Record that a step computed `answer.count` tokens of an answer. Once all its tokens are computed, the next can be drawn."""
         request = answer.request
         answer.computed += answer.count
         if answer.computed < len(answer.tokens):

@@ -64,7 +64,7 @@ class Vocabulary:
         return backend.encode(text, add_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts, on all threads."""
+        """Return the ids of each text, encoded in parallel, or one after another if the tokenizer is untrusted (`Trial`)."""
         if self._trial is not None:
             return [self.encode(text) for text in texts]
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True)
 class Ramp:
-    """A batch size or sequence length that grows, as in Llama 3 405B (section 3.4.1): `values[i]` from step `starts[i]` (from 1) on."""
+    """A batch size or sequence length that grows, as in Llama 3 405B (section 3.4.1): `values[i]` from step `starts[i]` on (1-based)."""
 
     values: tuple[int, ...]
     starts: tuple[int, ...] = (1,)

@@ -1,4 +1,4 @@
-"""Averages of models, with weights that are given or searched on a development set."""
+"""Averages of models' parameters; each model's weight in the average is given, equal, or searched for on a development set."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
-    """Return the reasons of benchmarks against a candidate, one sentence each. Raise PunaError if the two cannot be compared."""
+    """Return a clause per metric that got worse by more than `max_fall`. Raise PunaError if the two evaluations cannot be compared."""
     rows, remarks = differences(scores_of([before]), scores_of([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")

@@ -124,7 +124,7 @@ def _optimize(
 ) -> None:  # fmt: skip
     """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
-    The `critic` starts as the first reward model (by digest), or else as the policy with a zero head."""
+    `critic`: train a value model too. It starts as the first reward model (by digest), or without one as the policy with a zero head."""
     from puna.models.generation.vllm import VllmEngine
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups

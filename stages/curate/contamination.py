@@ -125,7 +125,7 @@ def _is_stored(artifact: Artifact) -> bool:
 
 
 def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, str]]:
-    """Return (id, text) of each row in a part that the model was trained on."""
+    """Return (id, text) of each training row of a part; held-out rows are left out."""
     if kind == "documents":
         return [(row.id, row.text) for row in chosen_of(part, mixture, "train")]
     texts = []

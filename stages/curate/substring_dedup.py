@@ -23,7 +23,7 @@ WINDOW_BYTES = 4  # approximate bytes per character of text: each word has the h
 
 
 class SubstringDedupConfig(StageConfig):
-    """Minimum lengths of removed passages and of the documents that remain."""
+    """Minimum lengths, in words, of a removed passage and of its document afterwards; the exempt sources."""
 
     words: int = Field(50, ge=2, le=10_000, description="Minimum length of a repeated passage that is removed, words")
     min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; else it is dropped")

@@ -49,11 +49,11 @@ class Encoder:
         self.prefix = tokenizer.begin
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text with the tokenizer's own tokens before it."""
+        """Return the ids of a text, preceded by `lead` (BOS, or none)."""
         return [*self.lead, *self.tokenizer.encode(text)]
 
     def encode_chat(self, text: str, mark: str | None) -> list[int]:
-        """Return the ids of text from a chat template, after the tokenizer's own tokens unless the template wrote them."""
+        """Return the ids of text from a chat template, preceded by `lead` (BOS, or none) unless the template already wrote it."""
         ids = self.tokenizer.encode_markup(text, mark)[0]
         return ids if ids[: len(self.lead)] == self.lead else [*self.lead, *ids]
 

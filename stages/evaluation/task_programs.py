@@ -31,7 +31,7 @@ FAULTS = (jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, Lo
 def render(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, where: str) -> list[dict[str, Any]]:
     """Return each row's template values. A template that is a column's name gives that column's value unchanged.
 
-    `choices`: questions and answers of digits are indices of choices. Raise a PunaError that begins with `where` if a row fails."""
+    `choices`: read an all-digit question or target as the index of a choice. Raise a PunaError that begins with `where` if a row fails."""
     return _ask("render", [dict(row) for row in rows], where, dict(templates), choices)
 
 

@@ -161,7 +161,7 @@ def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config
 
 
 def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
-    """Return the reason to refuse a set without a run, or "". `read`: passes over distinct documents; `different`: their share."""
+    """Return why to refuse a data set before any training, or "". `read`: passes over its distinct documents; `different`: their share."""
     if read > config.max_repeats:
         return f"its different documents would be read {read:.3g} times, over max_repeats"
     return "" if different >= config.least_different else f"{different:.0%} of its documents are different, under least_different"

@@ -1,4 +1,4 @@
-"""Small runs over a design of mixtures, and the mixture they recommend."""
+"""Proxy training runs on trial mixtures of categories, and the mixture that they recommend."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ _SILENT = frozenset(sys.stdlib_module_names) - {"re", "unicodedata"}
 
 @lru_cache(maxsize=65536)
 def _constant(source: Module, name: str, depth: int = 0) -> data_files.Value:
-    """Return the path or text bound to a module's name, also through first-party imports."""
+    """Return the path or text bound to `name` in a module, following first-party imports; None if it cannot be determined."""
     if name == "__file__":
         return source.file
     bindings = source.symbols.get(name, [])

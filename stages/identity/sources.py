@@ -93,7 +93,7 @@ def check(files: Iterable[Path | str]) -> None:
 
 
 def whole() -> str:
-    """Return one digest of all of Puna's source files at the start."""
+    """Return one digest of all of Puna's source files, as they were at the start of this process."""
     return _WHOLE
 
 

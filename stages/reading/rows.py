@@ -70,7 +70,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
 
 
 def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
-    """Yield rows and faults. A row that is nested too deeply, or whose text holds surrogates (no valid Unicode), becomes a fault."""
+    """Yield rows and faults. A row that is nested too deeply, or whose text holds surrogates (invalid in UTF-8), becomes a fault."""
     for row in rows:
         try:
             wrong = _broken_field(row.fields) if isinstance(row, Row) else None

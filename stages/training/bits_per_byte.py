@@ -113,7 +113,7 @@ class NGrams:
     def nats(self, documents: Sequence[Sequence[int]], *, page: bool = False) -> list[float]:
         """Return -log p of each document, given its first token.
 
-        `page`: interpolate the counts of the document's own earlier tokens, order by order: a baseline for repetition."""
+        `page`: also interpolate with n-gram counts of the document's own earlier tokens (a cache LM): a baseline for repetition."""
         tokens, places = _flat(documents)
         share = self._share(tokens, places)
         if page:

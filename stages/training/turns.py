@@ -102,7 +102,7 @@ def environment_of(row: dict[str, Any]) -> Verifier | None:
 
 
 class Job(NamedTuple):
-    """A conversation to reply to: its question, its turns, who replies, and the tools that may be called."""
+    """A conversation to reply to: its question, its turns, the verifier that replies if no tool does, and the tools that may be called."""
 
     question: Question
     turns: list[Message]

@@ -220,7 +220,7 @@ def group(memory_bytes: int) -> Iterator[Group | None]:
 
 
 def _beside() -> Path | None:
-    """Return the parent of this process's cgroup, if this user may make children with memory limits in it, else None."""
+    """Return the parent of this process's cgroup (of the root, itself) if it allows child cgroups with memory limits, else None."""
     with contextlib.suppress(OSError):
         own = next((line[3:] for line in Path(OWN).read_text().splitlines() if line.startswith("0::")), None)
         if own is None or ".." in own:

@@ -37,9 +37,9 @@ INODE_BYTES = 1024
 
 
 class Job(TypedDict):
-    """A job: the program's isolation and limits. `user`: the program's own user; `socket_bytes`: default buffer of a Unix socket.
+    """A job: the program's isolation and limits. `user`: the program's user id; `socket_bytes`: a Unix socket's default buffer.
 
-    `groups`: the open file of the cgroup that counts the program's memory, if there is one.
+    `groups`: descriptor of `cgroup.procs`, through which a process joins the cgroup that limits its memory; empty without a cgroup.
     """
 
     report: int

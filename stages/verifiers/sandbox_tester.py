@@ -35,7 +35,7 @@ LOOKS: dict[str, type] = {"function": types.FunctionType, "generator": types.Gen
 
 
 class Link(Peer):
-    """The tests' end of the connection, one per process."""
+    """The tests' end of the connection to the program under test; the tests' process has one."""
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)

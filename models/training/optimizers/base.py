@@ -80,7 +80,7 @@ class Optimizer(ABC):
         """Update weights and their states in place; each gradient is multiplied by the scalar `factor`."""
 
     def step(self, rate: float, factor: Tensor | None = None) -> None:
-        """Update all weights with a gradient, at this learning rate of the run."""
+        """Update all weights that have a gradient. `rate`: the run's learning rate, scaled by each group; `factor`: see `update`."""
         import torch
 
         with torch.no_grad():

@@ -74,7 +74,7 @@ class GaLore(Optimizer):
 
 
 def directions(gradient_MN: Tensor, rank: int) -> Tensor:
-    """Return the strongest left singular vectors of a gradient, [..., M, rank] in its dtype."""
+    """Return the top `rank` left singular vectors of a gradient, [..., M, rank] in its dtype."""
     import torch
 
     left: Tensor = torch.linalg.svd(gradient_MN, full_matrices=False)[0]

@@ -32,7 +32,7 @@ INPUTS = ("o_proj", "down_proj")
 
 
 class RowParallel(Linear):
-    """A matrix cut by inputs: the ranks' partial outputs are reduce-scattered by rows. The bias is whole."""
+    """A linear layer whose weight is split along its inputs; partial outputs are reduce-scattered along tokens. The bias is replicated."""
 
     group: Any = None
 
@@ -67,7 +67,7 @@ class CutExperts(Experts):
         self.gate_up_proj, self.down_proj, self.group = whole.gate_up_proj, whole.down_proj, group
 
     def forward(self, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
-        """Return the experts' outputs for rows [N, D] sorted by expert, of all E experts; rank i of p holds the i-th group of experts."""
+        """Return the outputs [N, D] of this rank's rows, which come sorted by expert. Rank i of p holds the i-th group of the E experts."""
         p = dist.get_world_size(self.group)
         counts_pe = offsets_E1.diff().view(p, -1)
         theirs_pe = torch.empty_like(counts_pe)

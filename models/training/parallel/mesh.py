@@ -126,7 +126,7 @@ class Mesh:
 
     @property
     def reader(self) -> int:
-        """Return the index of this rank's micro-batches among all data-parallel ranks."""
+        """Return this rank's data-parallel index. Ranks with the same index read the same micro-batches."""
         place = 0
         for axis in READERS:
             place = place * self.size(axis) + self.at[axis]
@@ -134,7 +134,7 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's losses and metrics count: the ranks that do not count compute the same numbers, or no loss."""
+        """True if this rank's losses and metrics enter the totals; the other ranks compute the same values again, or no loss."""
         return self.at["context"] == self.at["tensor"] == 0 and self.at["pipeline"] == self.size("pipeline") - 1
 
     def add(self, values: torch.Tensor, axis: str) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Owners:
 
     @torch.no_grad()
     def start(self, make: Callable[[Matrices], Optimizer]) -> Owners:
-        """Return this object, with an optimiser, made by `make`, of the matrices that this rank owns."""
+        """Gather the matrices that this rank owns, make their optimiser with `make`, and return this object."""
         for wave in self._waves:
             self._exchange(wave, self._weights, self._matrices.get(wave[self._index], self._none))
         self._optimizer = make(self._matrices)

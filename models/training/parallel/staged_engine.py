@@ -1,6 +1,6 @@
 """Generation over pipeline stages: each rank holds the layers, keys and values of one stage, and plans the same steps as the others.
 
-Prompts are dealt to as many waves as there are stages, each with pages and steps of its own: while one stage computes a step of one wave,
+Prompts are dealt to waves (micro-batches), one per stage. A wave has its own pages and steps: while one stage computes a step of one wave,
 the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages. With a single prompt, only
 one stage works at a time.
 """

@@ -1,7 +1,7 @@
 """A classifier as an artifact: the fastText model of each fold, and the settings for applying the models.
 
-The model of a document's fold, which was trained without that fold's documents, scores it. So training documents and new documents are
-scored alike, by a model that did not see them.
+A document is scored by the model of its fold, which was trained without that fold's documents. So training documents and new documents
+are scored alike, by a model that did not see them.
 """
 
 from __future__ import annotations

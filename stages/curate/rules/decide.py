@@ -133,7 +133,7 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """Return signal → factor of its thresholds for each document of `table`, float64[n], from the columns NAME_factor of `languages`.
+    """Return signal → factors on the signal's thresholds, float64[n], per row of `table`, from the columns SIGNAL_factor of `languages`.
 
     Rows are matched by `language` and `script`. Documents of languages that are not in `languages` have the factor 1.
     """
