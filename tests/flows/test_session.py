@@ -114,7 +114,7 @@ from pathlib import Path
 from puna.flows.report import write
 from puna.flows.engine.console import Console
 from puna.flows.engine.session import session
-from puna.stages.executors import ordered
+from puna.stages.executors import map_in_order
 from puna.storage import Store
 
 def wait(name):
@@ -124,7 +124,7 @@ def wait(name):
 if __name__ == "__main__":
     import sys
     with session(Store.open(sys.argv[1]), flow="curate", workers=2) as now:
-        list(ordered(now.executor, wait, [sys.argv[1] + "/a", sys.argv[1] + "/b"], ()))
+        list(map_in_order(now.executor, wait, [sys.argv[1] + "/a", sys.argv[1] + "/b"], ()))
 """
 
 

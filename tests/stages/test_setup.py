@@ -16,10 +16,10 @@ import json, runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
 from puna.models.extraction.model import _scores, kept_blocks
 from puna.models.classifiers.fasttext import _descend, _score
-from puna.models.classifiers.grades import _graded
+from puna.models.classifiers.grades import _grade
 from puna.stages.curate.signals.measure import _measure
-from puna.kernels.text.technical import _counted
-print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_scores, kept_blocks, _descend, _score, _graded, _measure, _counted)}))
+from puna.kernels.text.technical import _count
+print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_scores, kept_blocks, _descend, _score, _grade, _measure, _count)}))
 """
 
 
