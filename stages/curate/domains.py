@@ -157,7 +157,7 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
 
 @stage(kind="signals", signals=("domain", "domain_score", "domain_seed"))
 def domains(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Assign each document a knowledge type, with a classifier of `train_domains`.
+    """Label each document with a knowledge type, by a classifier of `train_domains`.
 
     A type's weight is its probability, by a model that did not see the document, times (1 + its number of seed words) squared. `domain` is
     the type with the largest weight, `domain_score` its share of all weights, `domain_seed` the label from seed words. Documents in other

@@ -78,7 +78,7 @@ else:
     with ranks.together({"stage": "sft"}):
         lines, until = [], time.monotonic() + 60
         while len(lines) < 4 and time.monotonic() < until:
-            lines += [line for line in ranks.heard() if line.endswith(("one", "two of sft"))]  # torch warns of what it likes
+            lines += [line for line in ranks.lines_of_ranks() if line.endswith(("one", "two of sft"))]  # torch warns of what it likes
     ranks.finish()
     print(sorted(lines))
 """

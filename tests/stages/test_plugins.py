@@ -161,8 +161,8 @@ def test_a_stage_says_which_needs_are_not_met() -> None:
         """Needs nothing."""
 
     def facts(*columns: str) -> Facts:
-        return Facts({"signals": (InputFacts("signals", {"signals": columns}),)}, 10, 10)
+        return Facts({"signals": (InputFacts("signals", {"signals": columns}),)}, 10)
 
     assert wanting.unmet(WantingConfig(), facts("id")) == ["wanting: column words is missing; run heuristics"]
     assert wanting.unmet(WantingConfig(), facts("id", "words")) == [] and content.unmet(WantingConfig(), facts()) == []
-    assert wanting.unmet(WantingConfig(), Facts({"signals": (InputFacts("signals"),)}, 10, 10)) == []
+    assert wanting.unmet(WantingConfig(), Facts({"signals": (InputFacts("signals"),)}, 10)) == []

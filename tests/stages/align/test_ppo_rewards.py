@@ -121,7 +121,7 @@ def test_vllm_is_refused_where_it_is_not_or_reads_no_whole_weights(monkeypatch: 
     monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
     steps = trace(flow_named("pipeline"), load_recipe("demo", ["grpo.engine=vllm"])).steps
     config = next(step.config for step in steps if step.label == "grpo_1")
-    facts = Facts({name: (InputFacts("model", None, None),) for name in ("policy", "reward_model")}, 1 << 40, None)
+    facts = Facts({name: (InputFacts("model", None, None),) for name in ("policy", "reward_model")}, None)
     assert grpo.needs is not None
     assert grpo.needs(config, facts) == ["engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"]
     assert grpo.needs(config.replace(engine="puna"), facts) == []

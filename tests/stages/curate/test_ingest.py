@@ -127,7 +127,7 @@ def test_records_that_are_no_pages_say_why(tmp_path):
 def test_an_archive_of_metadata_is_refused_by_name(tmp_path):
     told = [record(b'{"Container": {"Filename": "x.warc.gz"}}', kind="metadata", url=f"https://a.example.net/{n}") for n in range(3)]
     (tmp_path / "crawl.warc.wat").write_bytes(b"".join(told))
-    with pytest.raises(PunaError, match=r"crawl.warc.wat: no page is kept; files 1, records 3: 3 not_a_response; .* metadata \(WAT\) and requests hold none$"):
+    with pytest.raises(PunaError, match=r"crawl.warc.wat: no page is kept; files 1, records 3: 3 not_a_response; .* metadata \(WAT\) and requests are not$"):
         read(tmp_path, tmp_path / "crawl.warc.wat")
 
 

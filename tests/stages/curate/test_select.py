@@ -246,7 +246,7 @@ def test_a_condition_is_checked_against_the_signals_before_anything_runs(tmp_pat
                              ("words + 1", "gives int64; a rule is true or false"), ("lower(words) < 3", "select.sql.r")):  # fmt: skip
         with pytest.raises(PunaError, match=said):
             execute(select, config(sql={"r": expression}), given_, store)
-    facts = Facts({"signals": (InputFacts("signals", {"signals": ("id", "words")}),)}, 1, 1)
+    facts = Facts({"signals": (InputFacts("signals", {"signals": ("id", "words")}),)}, 1)
     assert select.unmet(config(sql={"r": "wrods > 3"}), facts)[0].startswith("select: select.sql.r reads 'wrods'")
     assert select.unmet(config(sql={"r": "words > 3"}), facts) == []
 

@@ -295,11 +295,11 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
 
 
 def test_a_chosen_size_leaves_nothing_else_to_set(store, given) -> None:
-    facts = Facts({"size": (InputFacts("evaluation"),)}, 10**9, 10**9)
+    facts = Facts({"size": (InputFacts("evaluation"),)}, 10**9)
     assert pretrain.needs(PretrainConfig(phases=(Phase(name="first"),)), facts) == []
     wrong = PretrainConfig(model=MODEL, optimizer={"name": "muon"}, phases=(Phase(steps=5),))
     assert [line.partition(":")[0] for line in pretrain.needs(wrong, facts)] == ["model", "optimizer", "phases.0, but for its name,"]
-    (both,) = pretrain.needs(PretrainConfig(), Facts({**facts.inputs, "model": (InputFacts("model"),)}, 10**9, 10**9))
+    (both,) = pretrain.needs(PretrainConfig(), Facts({**facts.inputs, "model": (InputFacts("model"),)}, 10**9))
     assert "give one of the two" in both
     size = execute(choose_size, ChooseSizeConfig(flops=1e12, draws=100), {"law": execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)}, store)
     with pytest.raises(PunaError, match="has rows of 64 tokens, and the size was chosen for 256"):

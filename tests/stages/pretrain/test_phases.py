@@ -99,7 +99,7 @@ def test_a_training_goes_on_from_a_model_as_if_it_had_not_ended(store, given) ->
     # Before a run both ways are refused; moments that begin anew are anyone's.
     muon = execute(pretrain, config(phase("a", 1), optimizer={"name": "muon"}), given, store)
     for model, optimizer, message in ((first, "muon", "are not Muon's"), (muon, "adamw", "are Muon's: set optimizer.name to muon, or phases.0.optimizer")):
-        facts = Facts({"model": (InputFacts("model", model=model),)}, 10**9, 10**12)
+        facts = Facts({"model": (InputFacts("model", model=model),)}, 10**12)
         (line,) = needs(PretrainConfig(phases=(still,), optimizer={"name": optimizer}), facts)
         assert model.id in line and message in line
         assert needs(PretrainConfig(phases=(phase("b", 2, optimizer="fresh"),), optimizer={"name": optimizer}), facts) == []
@@ -137,7 +137,7 @@ def test_an_input_models_vocabulary_grows(store, docs, documents, given) -> None
 
 
 def test_settings_that_an_input_model_overrides_are_refused() -> None:
-    facts = Facts({"model": (InputFacts("model"),)}, 0, None)
+    facts = Facts({"model": (InputFacts("model"),)}, None)
     (shape,) = needs(config(phase("a", 1)), facts)
     (size,) = tokenizer.needs(TokenizerConfig(vocab_size=300), facts)
     (alone,) = tokenizer.needs(TokenizerConfig(new_tokens=9), Facts({}, None))
