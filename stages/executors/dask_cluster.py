@@ -139,6 +139,7 @@ class DaskCluster(PartExecutor):
             if await self._client.nthreads():
                 seen = time.monotonic()
             elif time.monotonic() - seen > GONE_SECONDS:
+                result.cancel()
                 raise PunaError(f"the Dask cluster {self._where} had no worker for {GONE_SECONDS} s; what is finished is kept: run again")
         answer: Answer = result.result()
         return answer

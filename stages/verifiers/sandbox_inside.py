@@ -91,7 +91,7 @@ def supervise(job: Job) -> None:
 
 
 def init(job: Job) -> None:
-    """As PID 1 of the sandbox, build its root file system, start the tests and the program, watch them, and report. All end with it."""
+    """Build the sandbox's root file system, start the tests and the program, watch them, and report. It is PID 1: all end with it."""
     build_root(job["readable"], job["hidden"], job["disk_bytes"])
     (read, verdict), (asked, asks), (told, tells) = os.pipe(), os.pipe(), os.pipe()
     tester = fork(lambda: run_tester(job, told, asks, verdict, (job["report"], read, asked, tells)))
