@@ -233,7 +233,7 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
                 raise  # the disk does not answer now: what it holds may be right
         except DAMAGE:
             pass
-        warnings.warn(f"{path}: the state of the training is damaged; it is removed, and the training begins anew", stacklevel=2)
+        warnings.warn(f"{path}: the state of the training is damaged and removed; an older one is read, or it begins anew", stacklevel=2)
         shutil.rmtree(path)
     return None
 
