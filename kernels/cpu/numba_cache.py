@@ -104,8 +104,8 @@ class LoopCache:
                 packed = file.read()
             sound = len(packed) > SUM_BYTES and packed[-SUM_BYTES:] == _checksum(packed[:-SUM_BYTES])
             return self._results.rebuild(context, pickle.loads(packed[:-SUM_BYTES])) if sound else None  # noqa: S301 - this user's own
-        except (FileNotFoundError, ImportError, AttributeError):
-            return None  # not compiled yet, or it names a class that is gone
+        except (FileNotFoundError, PermissionError, ImportError, AttributeError):
+            return None  # not compiled yet, another user's, or it names a class that is gone
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Write a compiled loop, unless it holds addresses of this process."""

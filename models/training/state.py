@@ -228,11 +228,8 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
             tensors = (path / TENSORS).read_bytes()
             if checksums[TENSORS] == checksum(tensors):
                 return load(tensors), json.loads(text)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-                raise  # the disk does not answer now: what it holds may be right
-        except DAMAGE:
-            pass
+        except DAMAGE as error:
+            _raise_if_disk(error)
         warnings.warn(f"{path}: the state of the training is damaged and removed; an older one is read, or it begins anew", stacklevel=2)
         shutil.rmtree(path)
     return None
@@ -244,9 +241,15 @@ def load_record(folder: Path) -> dict[str, Any] | None:
         try:
             record: dict[str, Any] = json.loads(read_record(path)[0])
             return record
-        except DAMAGE:
-            pass
+        except DAMAGE as error:
+            _raise_if_disk(error)
     return None
+
+
+def _raise_if_disk(error: Exception) -> None:
+    """Raise an error of a disk that does not answer now: the checkpoint it holds may be sound."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        raise error
 
 
 def cached_json(file: Path, make: Callable[[], Any]) -> Any:

@@ -164,9 +164,9 @@ class Trainer:
         }  # fmt: skip
 
     def _accumulate(self, micro: Sequence[Sized], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
-        if not micro:
-            raise ValueError("a step needs at least one batch")
         tokens = sum(len(part) for part in micro)
+        if not tokens:
+            raise ValueError("a step needs at least one batch with at least one token")
         with _seed(seed, self.device), deterministic(True) if self.config.compute.deterministic else nullcontext():
             parts = [(part.make() if isinstance(part, Later) else part, counted) for part, counted in self.parallel.deal(micro)]
             options, self._parts = self._totals(parts, len(micro)), parts

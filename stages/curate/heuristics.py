@@ -230,7 +230,7 @@ def _table(ids: pa.ChunkedArray, languages: list[str], found: Measurements) -> p
 
 def _with_c4_lines(table: pa.Table, texts: pa.ChunkedArray) -> pa.Table:
     lines = [text.split("\n") for text in texts.to_pylist()]
-    ends = [[line.rstrip().endswith(FINAL_PUNCTUATION) for line in own] for own in lines]
+    ends = [[(end := line.rstrip()).endswith(FINAL_PUNCTUATION) and not end.endswith("...") for line in own] for own in lines]
     words = [[len(line.split()) for line in own] for own in lines]
     table = table.append_column("_c4_ends", pa.array(ends, pa.list_(pa.bool_())))
     return table.append_column("_c4_words", pa.array(words, pa.list_(pa.int32())))

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -83,9 +84,11 @@ def test_a_step_that_is_saved_again_is_found_whenever_its_writer_is_killed(tmp_p
 def test_a_disk_that_does_not_answer_costs_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_state(tmp_path, 5, arrays(1), {})
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
-        with pytest.raises(OSError, match="Stale file handle"):
-            load_arrays(tmp_path)
+        for read in ("read_bytes", "read_text"):
+            patch.setattr(Path, read, Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        for load in (load_arrays, state.load_record):
+            with pytest.raises(OSError, match="Stale file handle"):
+                load(tmp_path)
     found = load_arrays(tmp_path)
     assert found is not None and found[1] == {"step": 5}
     (tmp_path / "step-000000005" / "state.safetensors").unlink()

@@ -278,7 +278,7 @@ class LineRules(StageConfig):
 
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(0.9, description="Maximum share of words in repeated n-grams")
     min_words: int = Field(30, ge=1, description="Minimum words of a line that is judged by its n-grams")
-    final_punctuation: bool = Field(False, description="Remove lines that do not end in . ? ! or a double quote; C4: true")
+    final_punctuation: bool = Field(False, description="Remove lines that end in an ellipsis, or not in . ? ! or a double quote; C4: true")
     min_line_words: int = Field(0, ge=0, description="Minimum number of words of a line, separated by white space; C4: 3")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")
 
