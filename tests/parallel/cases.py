@@ -157,21 +157,21 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
     """Return the gradients of a step, its row's numbers, and the weights after two steps."""
     model = network(variant, objective, num_hidden_layers=layers)
     with Trainer(model, loss_of(objective, layout, mesh), train_config(layout, **compute), mesh=mesh) as trainer:
-        trainer._accumulate(micro_batches(objective, 1, micro), 1)
-        trainer.parallel.add_gradients(trainer.weights)
-        gradients = {}
-        for name in trainer.parallel.pieces:
-            weight = trainer.weights.get(name)
-            gradients[name] = trainer.parallel.gather(trainer.parallel.pieces[name], None if weight is None else weight.grad).clone().cpu()
-            if weight is not None:
-                weight.grad = None
+        held, found = trainer.parallel, list[dict[str, Tensor]]()
+
+        def add_gradients(weights: dict[str, Tensor], add: Callable[[Any], None] = held.add_gradients) -> None:
+            add(weights)
+            own = {name: None if (weight := weights.get(name)) is None else weight.grad for name in held.pieces}
+            found.append({name: held.gather(piece, own[name]).clone().cpu() for name, piece in held.pieces.items()} if not found else {})
+
         rows = []
-        for step in (1, 2):
-            with trainer.whole_weights(True):  # as before answers are sampled, or a step is validated
-                pass
-            rows.append(trainer.step(step, micro_batches(objective, step, micro), seed=1))
+        with mock.patch.object(held, "add_gradients", add_gradients):
+            for step in (1, 2):
+                with trainer.whole_weights(True):  # as before answers are sampled, or a step is validated
+                    pass
+                rows.append(trainer.step(step, micro_batches(objective, step, micro), seed=1))
     return {
-        "gradients": gradients,
+        "gradients": found[0],
         "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
         "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters()},
     }
@@ -180,6 +180,11 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
 @functools.cache
 def one_process(objective: str, variant: str, size: tuple[int, int], compute: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     return steps(objective, variant, Layout(), Mesh(Layout()), *size, **dict(compute))
+
+
+def is_first(members: Sequence[int]) -> bool:
+    """True on the rank that computes for all what one process does."""
+    return dist.get_rank() == members[0]
 
 
 def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float) -> float:
@@ -195,8 +200,11 @@ def compare(
     """Return how far gradients, numbers of the log, and weights under a layout are from those of one process. `size`: layers, micro-batches."""
     chosen = Layout(**layout)
     size = tuple(size or ((4, 5) if "pipeline" in layout else (2, 3)))  # type: ignore[assignment]
-    own = steps(objective, variant, chosen, Mesh(chosen, members), *size, **compute)
-    one = one_process(objective, variant, size, tuple(sorted(compute.items())))
+    mesh = Mesh(chosen, members)
+    own = steps(objective, variant, chosen, mesh, *size, **compute)
+    found = [one_process(objective, variant, size, tuple(sorted(compute.items()))) if is_first(members) else None]
+    dist.broadcast_object_list(found, members[0], mesh.everyone)
+    one: Any = found[0]
     numbers = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
     assert all(a.keys() == b.keys() for a, b in zip(own["rows"], one["rows"], strict=True))
     return {
@@ -207,7 +215,7 @@ def compare(
 
 
 def trained(
-    members: Sequence[int], layout: dict[str, int], folder: str, steps: int, of: int = 6, variant: str = "deep",
+    members: Sequence[int], layout: dict[str, int], steps: int, folder: str | None = None, of: int = 6, variant: str = "deep",
     at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
@@ -229,7 +237,7 @@ def trained(
     log: list[Any] = []
     with contextlib.suppress(KeyboardInterrupt):
         log = train(
-            model, o.LanguageModeling(), lambda step: micro_batches("pretrain", step), config, 1, checkpoint_dir=Path(folder),
+            model, o.LanguageModeling(), lambda step: micro_batches("pretrain", step), config, 1, checkpoint_dir=folder and Path(folder),
             checkpoint_every=1, on_step=on_step, mesh=Mesh(chosen, members),
         )  # fmt: skip
     return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
@@ -289,7 +297,7 @@ def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
     """Return the error of each rank of a training of which one cannot write, and the steps of the complete states."""
     with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=OSError("no space left")) if dist.get_rank() else contextlib.nullcontext():
         try:
-            trained(members, {"shard": 2}, folder, 6)
+            trained(members, {"shard": 2}, 6, folder)
         except OSError as error:
             Mesh(Layout(shard=2), members).wait()
             return {"error": str(error), "states": [path.name for path in Path(folder).glob("step-*")]}
@@ -298,7 +306,8 @@ def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
 
 def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> dict[str, float]:
     """Return `compare` with an output layer that computes few rows at a time."""
-    one_process(given["objective"], "plain", (2, 3), ())  # other tests compare with it, too
+    if is_first(members):
+        one_process(given["objective"], "plain", (2, 3), ())  # other tests compare with it, too
     with mock.patch("puna.kernels.output_layer.CHUNK_BYTES", chunk_bytes):
         return compare(members, **given)
 
@@ -364,7 +373,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
     """Return the largest difference of a fault's gradients and numbers of the log from those of one process."""
-    one_process(given["objective"], given.get("variant", "plain"), (4, 5) if "pipeline" in given["layout"] else (2, 3), ())
+    if is_first(members):
+        one_process(given["objective"], given.get("variant", "plain"), (4, 5) if "pipeline" in given["layout"] else (2, 3), ())
     with FAULTS[fault]():
         result = compare(members, **given)
     return max(result["gradients"], result["rows"])

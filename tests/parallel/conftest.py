@@ -1,25 +1,43 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.parallel.pool import Pool
 
-Run = Callable[..., list[Any]]
+
+class Run:
+    """The session's pool of ranks, started by the first job; a pool that a failure ended is started anew."""
+
+    def __init__(self) -> None:
+        self._pools: list[Pool] = []
+        self._alone: dict[str, Any] = {}
+
+    def __call__(self, job: str, count: int, **given: Any) -> list[Any]:
+        """Return each rank's result of a job on the first `count` ranks."""
+        if not self._pools or self._pools[-1].parent.poll() is not None:
+            self._pools.append(Pool())
+        return self._pools[-1].run(job, count, **given)
+
+    def alone(self, job: str, **given: Any) -> Any:
+        """Return the result of a job on one rank, which runs once for all tests that ask for it."""
+        key = json.dumps([job, given], sort_keys=True)
+        if key not in self._alone:
+            self._alone[key] = self(job, 1, layout={}, **given)[0]
+        return copy.deepcopy(self._alone[key])
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools:
+            pool.close()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Run]:
-    """Run a job on the first ranks of the session's pool; a pool that a failure ended is started anew."""
-    pools: list[Pool] = []
-
-    def run(job: str, count: int, **given: Any) -> list[Any]:
-        if not pools or pools[-1].parent.poll() is not None:
-            pools.append(Pool())
-        return pools[-1].run(job, count, **given)
-
+    run = Run()
     yield run
-    for pool in pools:
-        pool.close()
+    run.close()

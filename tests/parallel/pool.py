@@ -83,9 +83,13 @@ def serve(sockets: list[socket.socket]) -> None:
     import tests.parallel.cases
     import tests.parallel.stage_jobs
 
+    torch.set_num_threads(1)
+    from puna.models.machine import peak_flops
+
+    peak_flops("cpu")
+    tests.parallel.cases.one_process("sft", "plain", (2, 3), ())
     gc.freeze()
     gc.enable()
-    torch.set_num_threads(1)
     for rank, own in enumerate(sockets):
         if os.fork() == 0:
             for other in sockets[:rank] + sockets[rank + 1 :]:

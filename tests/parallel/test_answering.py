@@ -19,7 +19,7 @@ EQUAL = 1e-5
 
 def check(ranks: Run, layout: dict[str, int], **given: Any) -> list[dict[str, Any]]:
     """Compare each rank's answers with those of one process; stages of layers have the same bits."""
-    one, all_ = ranks("answered", 1, layout={}, **given)[0], ranks("answered", math.prod(layout.values()), layout=layout, **given)
+    one, all_ = ranks.alone("answered", **given), ranks("answered", math.prod(layout.values()), layout=layout, **given)
     assert len({finished for row in one["answers"] for *_, finished in row}) == 2, "some end by themselves"
     for own in all_:
         for row, expected in zip(own["answers"], one["answers"], strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from puna.stages.contract.rank_jobs import check
 from puna.stages.executors import ranks as processes
 from puna.storage import PunaError
 
-Run = Callable[..., list[Any]]
+from .conftest import Run
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ Run = Callable[..., list[Any]]
 def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, layout: dict[str, int]) -> None:
     """Bit by bit; the reference's log-probs to rounding where ranks have parts of matrices or of rows."""
     count = 2 ** len(layout)
-    one = ranks("sampled", 1, layout={})[0]
+    one = ranks.alone("sampled")
     assert one["equal"] == 1.0 and one["reference"] == pytest.approx(one["logprobs"], abs=1e-5), "log-probs are the trainer's"
     together = ranks("sampled", count, layout=layout)
     assert all(own == together[0] for own in together)
@@ -43,8 +42,8 @@ def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, 
 @pytest.mark.parametrize("generate", [1, 2])
 def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: int, max_stale: int, critic: bool) -> None:
     """One rank trains, as one process does: log and weights have its bits. Where answers are fresh, log-probs are the trainer's."""
-    given = {"layout": {}, "max_stale": max_stale, "critic": critic}
-    one, (trainer, *others) = ranks("rolled", 1, **given)[0], ranks("rolled", 1 + generate, generate=generate, **given)
+    given: dict[str, Any] = {"max_stale": max_stale, "critic": critic}
+    one, (trainer, *others) = ranks.alone("rolled", **given), ranks("rolled", 1 + generate, layout={}, generate=generate, **given)
     assert trainer == one and all(own["log"] == one["log"] and not own["trains"] for own in others)
     assert [row["version"] for row in one["log"]] == ([0, 0, 1] if max_stale else [0, 1, 2])
     assert [row["staleness"] for row in one["log"]] == ([0, 1, 1] if max_stale else [0, 0, 0])
@@ -63,7 +62,7 @@ def test_several_ranks_train_on_the_answers_of_others(
     ranks: Run, layout: dict[str, int], generate: int, more: dict[str, Any], max_stale: int
 ) -> None:
     """The log is that of one process, up to rounding."""
-    one = ranks("rolled", 1, layout={}, max_stale=max_stale, **more)[0]
+    one = ranks.alone("rolled", max_stale=max_stale, **more)
     count = Layout(**layout).processes + generate
     all_ = ranks("rolled", count, layout=layout, generate=generate, max_stale=max_stale, **more)
     assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
@@ -77,7 +76,7 @@ def test_ranks_that_hold_one_policy_between_them_sample_what_one_process_does(
     ranks: Run, layout: dict[str, int], generate: int, max_stale: int
 ) -> None:
     """The answers are the same, their log-probs to rounding: so are the log's numbers."""
-    one = ranks("rolled", 1, layout={}, max_stale=max_stale)[0]
+    one = ranks.alone("rolled", max_stale=max_stale)
     all_ = ranks("rolled", math.prod(layout.values()) + generate, layout=layout, generate=generate, tensor=2, max_stale=max_stale)
     assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
     for own, expected in zip(all_[0]["log"], one["log"], strict=True):
@@ -87,11 +86,11 @@ def test_ranks_that_hold_one_policy_between_them_sample_what_one_process_does(
 def test_ranks_that_score_answers_otherwise_train_on_the_first_ones_scores(ranks: Run) -> None:
     """A judge that was asked by each rank told them different scores, and their weights went apart without a word."""
     first, second = ranks("sampled", 2, layout={"data": 2}, wavering=True)
-    assert first == second and first["scores"] == ranks("sampled", 1, layout={})[0]["scores"]
+    assert first == second and first["scores"] == ranks.alone("sampled")["scores"]
 
 
 def test_weights_are_sent_in_bf16(ranks: Run) -> None:
-    one, (trainer, _) = ranks("rolled", 1, layout={}, precision="bf16")[0], ranks("rolled", 2, layout={}, generate=1, precision="bf16")
+    one, (trainer, _) = ranks.alone("rolled", precision="bf16"), ranks("rolled", 2, layout={}, generate=1, precision="bf16")
     assert trainer["log"] == one["log"] and trainer["digest"] == one["digest"]
 
 
