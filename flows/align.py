@@ -20,10 +20,10 @@ def align(
     model: Annotated[Output, Kind("model")], demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
     judged: list[Annotated[Output, Kind("preferences")]] | None = None, teacher: Annotated[Output, Kind("model")] | None = None,
 ) -> Output:  # fmt: skip
-    """Align a model by supervised finetuning on gold answers, then in rounds; optionally with your own instructions and preferences.
+    """Align a model by supervised finetuning on gold answers, then in rounds; optionally with your own `demonstrations` and preferences.
 
     From round 2 on, a round must pass its `gate` against the previous round. The first refused round ends the flow; the previous round's
-    policy stays. `teacher`: a better model with the same tokenizer, for the step `distill` before the rounds.
+    policy stays. `judged`: your preferences. `teacher`: a better model with the same tokenizer, for `distill` before the rounds.
     """
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Number of alignment rounds")
     compared = switch("controls", True, description="Also train and evaluate each round's control arms")

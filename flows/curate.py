@@ -37,12 +37,12 @@ BY_MODELS = SelectConfig.model_validate(
     {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
     | {"code_reasoning": {}, "quality": {}}
 )
-"""The configuration of `select_model`: only rules on classifier scores, since `select` already applied the other rules."""
+"""The default configuration of the step `select_model`: only rules on classifier scores, since `select` already applied the others."""
 
 
 @dataclass(frozen=True)
 class Curated:
-    """Outputs of curation: clean documents. `domains`: signals of domain, language, and code and reasoning; empty if the step is off."""
+    """The outputs of `curate`: clean documents, and signals of domain, language, code and reasoning (none without the step `domains`)."""
 
     documents: Output
     domains: list[Output]
@@ -84,7 +84,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """Return the flow's input documents as one output: those extracted from pages, then those given as documents."""
+    """Return the flow's input documents as one output: documents extracted from pages, then documents given as inputs."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
@@ -100,7 +100,7 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
-    """Return purpose → classifier; a purpose is the name of the step that applies it. Raise PunaError if it is unknown or repeated."""
+    """Return purpose → classifier; a purpose is the step that applies it. Raise PunaError for an unknown or repeated purpose."""
     by_purpose: dict[str, Output] = {}
     for output in classifiers:
         for item in output.items:
@@ -115,8 +115,8 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train the classifier for the step `purpose`, unless the recipe leaves it out; publish it for the next crawl as PURPOSE_classifier.
+    """Return the classifier trained for the step `purpose`, and publish it as PURPOSE_classifier, to be reused on the next crawl.
 
-    `off`: train only if the recipe names the training, since the step has a default model.
+    The training is left out with that step. `off`: train only if the recipe names the training, since that step has a default model.
     """
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

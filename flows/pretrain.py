@@ -28,13 +28,13 @@ def pretrain(
     weights: Annotated[Output, Kind("evaluation")] | None = None, model: Annotated[Output, Kind("model")] | None = None,
     tasks: list[Files] | None = None,
 ) -> Output:  # fmt: skip
-    """Train a base model on documents with their knowledge types; `weights` come from `experiments`. `tasks`: folders of task files with
-    their data, whose scores the training log records. `domains`: signals of the types, and the signals that `split.kinds` reads.
+    """Train a base model on documents. `domains`: signals by which `split` sorts the documents into categories. `weights`: the mixture
+    weights from `experiments`. `tasks`: folders of task files with their data; the training log records the scores on these tasks.
 
-    Training starts from scratch or continues from any `model`, with its tokenizer. Phases may read their own tokens and mixtures, made by
-    `tokenize_fresh`, `tokenize_long` and `tokenize_best`. If the recipe names `anneal_experiment`, `mix_best` takes the mixture that it
-    accepts. A `ladder` of small runs on the initial tokens forecasts the loss of a budget; `train_chosen_size` trains the size that
-    `choose_size` then chooses.
+    Training starts from scratch or continues from any `model`, with that model's tokenizer. Phases may read tokens and mixtures of their
+    own, from the steps `tokenize_NAME` and `mix_NAME`; NAME is fresh, long or best. If the recipe names `anneal_experiment`,
+    `mix_best` takes the mixture that this experiment accepts. A `ladder` of small runs on the first tokens forecasts a budget's loss;
+    `train_chosen_size` trains the size that `choose_size` then chooses.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)

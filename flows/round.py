@@ -49,7 +49,7 @@ def _round(
     model: Output, pretrained: Output | None, imported: Output | None, judged: Sequence[Output], demonstrations: Sequence[Output],
     tasks: Sequence[Output],
 ) -> bool:  # fmt: skip
-    """Make the next round, or finish an interrupted round; return True if another round may follow."""
+    """Run the next round, or finish an interrupted round. Return True if another round may follow."""
     store = current_walk().store()
     history = History.of(store, model.items[0]) if store and model.items and isinstance(model.items[0], Artifact) else History()
     if store and (open_ := unsettled_round(store, history.rounds)):
@@ -121,7 +121,7 @@ def _all(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[Ou
 
 
 def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
-    """Return all preferences, and the number of new pairs. An earlier set is left out if a new set has all its pairs."""
+    """Return all sets of preferences, and the number of new pairs. An earlier set is left out if a new set has all of its pairs."""
     items = [item for output in new_outputs for item in output.items if isinstance(item, Artifact)]
     ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*earlier, *items]}
     learned = set[str]().union(*(ids[item.key] for item in earlier))
@@ -131,7 +131,7 @@ def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> 
 
 
 def _more(config: NewPromptsConfig) -> int:
-    """Return the number of unused prompts of each task that a round takes."""
+    """Return the number of unused prompts of each task that a round takes, for training and development."""
     steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", config), ("development", DEVELOPMENT)))
     return sum(prompts_taken(current_walk().configs(one)) for one in steps)
 

@@ -33,16 +33,16 @@ from puna.stages.training.settings import SftConfig
 from puna.storage import Artifact, PunaError
 
 ITERATIONS = 3
-"""Number of parts in which an arm is sampled and finetuned, each with an equal share of checks and updates."""
+"""Number of parts of the arm `iterated`, each sampled and finetuned with an equal share of checks and updates."""
 AGAIN = Step("sft_again", "sft_again", sft, off=True)
 """The step that finetunes a round's policy on the policy's own right answers."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
-"""The configuration of the prompts on which the weights of the average are searched."""
+"""The configuration of the development prompts, which serve to search for the models' weights in the average."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state between rounds: the policy with its evaluation, a second model that answers beside it (false: none), and all data so far.
+    """The state between rounds: the policy with its evaluation, a second model that also answers (false: none), and all data so far.
 
     `instructions`: demonstrations, which every round learns from. `preferences`: of all rounds. `start`: the model that the reward model
     and SFT start from; None: the policy. `made`: the outputs of the round's steps, by stage.
@@ -58,7 +58,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given but no step learns from them: DPO and `chosen` use the round's own if it makes any."""
+    """Raise PunaError if preferences are given but no step learns from them: DPO and `chosen` use the round's own pairs, if any."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()
@@ -94,7 +94,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     """Run one round: answers, preferences, reward model, SFT on demonstrations and the round's answers, DPO, RL, averaging, evaluation.
 
     Steps are labelled with `number`, which also seeds the round. The only alias set is the reward model's. `development`: prompts for the
-    search of the average's weights, not used for training or evaluation. Averaging with the round's start undoes some overtraining.
+    search for the average's weights, not used for training or evaluation. Averaging with the round's start undoes some overtraining.
     """
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
@@ -154,8 +154,8 @@ def controls(
 
     The arms of `_equal` replace the round's last training. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
     many updates as the round. They train on demonstrations, alone or with chosen answers, with synthetic answers, or with one more answer
-    per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With `sample_instead` it also learns from pairs
-    of the finetuned model's own answers, and another arm is finetuned on those accepted by verifiers. One arm omits the last training.
+    per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With `sample_instead`, DPO also learns from
+    pairs of the finetuned model's answers, and another arm is finetuned on its verified answers. One arm omits the last training.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
@@ -213,9 +213,9 @@ def _equal(
 ) -> list[Callable[[], object]]:
     """Return the arms that replace the round's last training with an equal budget, where the recipe names `sft_equal`.
 
-    The policy after DPO is finetuned by `_taught` on the right answers with the highest reward, or trained by RL where the recipe names
-    `grpo_equal`. `more_controls` adds finetuning on all distinct right answers; on ranked answers in `ITERATIONS` parts; on half as many,
-    then RL of half the length, unless the round itself does both. With `evaluate_best`, the first also answers by best of n.
+    The policy after DPO is finetuned on its own right answers with the highest reward, or trained by RL if the recipe names `grpo_equal`.
+    `more_controls` adds finetuning on all distinct right answers, and on ranked answers in `ITERATIONS` parts. Unless the round does
+    both, it adds half as many answers, then RL of half the length. `evaluate_best`: also evaluate the first of these arms by best of n.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
@@ -251,7 +251,7 @@ def _equal(
     def half() -> None:
         rl_arm("half", lessons("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
 
-    more = switch("more_controls", True, description="Also the control arms `checked`, `iterated`, `half` and `best_of_n`")
+    more = switch("more_controls", True, description="Also run the control arms `checked`, `iterated`, `half` and `best_of_n`")
     return [sft_arm, partial(rl_arm, "rl", start), *([iterated_arm] if more else []), *([half] if more and not own else [])]
 
 
@@ -261,8 +261,8 @@ def _finetune_on_own(
 ) -> Output:  # fmt: skip
     """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
 
-    It learns from all distinct right answers or, if `ranked`, from those with the highest reward, as many per prompt as the recipe's `pick`
-    takes. `samples`: a label of answers that arms share. `field`: the suffix of the recipe's fields.
+    The model learns from all distinct right answers. If `ranked`, it learns from those with the highest reward, as many per prompt as the
+    recipe's `pick` takes. `samples`: a label of answers that arms share. `field`: the suffix of the recipe's fields.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
@@ -289,7 +289,7 @@ def _part(name: str, share: float, config: Any) -> Any:
 
 
 def _of_rl() -> list[RolloutsConfig]:
-    """Return the configurations of a round's reinforcement learning."""
+    """Return the configurations of the round's RL steps, GRPO and PPO."""
     stages = [Step(stage.name, stage.name, stage, off=True) for stage in (grpo, ppo)]
     configs = [config for one in stages for config in current_walk().configs(one)]
     return [config for config in configs if isinstance(config, RolloutsConfig)]
@@ -318,7 +318,7 @@ def new_prompts(number: int) -> Output:
 
 
 def development_prompts() -> Output | None:
-    """Return the prompts on which an average's weights are searched, which no training uses; None if the recipe averages nothing."""
+    """Return the prompts for the search for an average's weights, which no training uses; None if the recipe averages nothing."""
     if not _development():
         return None
     pool = _slice("development_pool", 0, _set_aside())
@@ -326,7 +326,7 @@ def development_prompts() -> Output | None:
 
 
 def _slice(label: str, first: int, count: int) -> Output:
-    """Return `count` training prompts of each task, from `first` places after the prompts of the first finetuning on."""
+    """Return `count` training prompts of each task; `first` is the offset after the prompts of the first finetuning."""
 
     def of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + first
@@ -346,10 +346,10 @@ def _development() -> list[StageConfig | None]:
 
 
 def prompts_taken(configs: Sequence[StageConfig | None]) -> int:
-    """Return the number of prompts of each task that these steps take."""
+    """Return the number of prompts of each task that the steps with these configurations take."""
     return sum(config.count for config in configs if isinstance(config, NewPromptsConfig))
 
 
 def new_prompts_per_round() -> int:
     """Return the number of new training prompts of each task in each round."""
-    return setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="New training prompts of each task in each round")
+    return setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="Number of new training prompts of each task per round")

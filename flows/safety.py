@@ -14,12 +14,12 @@ from puna.stages.evaluation.evaluate import evaluate
 from puna.storage import Artifact
 
 RATES = {"harmful": "violations", "borderline": "false refusals"}
-"""Task of `refusal_prompts` → name of the mistake in it."""
+"""Task of `refusal_prompts` → name of the mistake on that task's prompts."""
 
 
 @flow
 def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Output, Kind("preferences")]]) -> Output:
-    """Train a model by DPO on preferences between refusals and other answers, and measure both mistakes beside control arms.
+    """Train a model by DPO on preferences between refusals and other answers, and measure violations and false refusals.
 
     Violations are answers to harmful held-out prompts, false refusals are refusals of borderline prompts. A cut-off answer counts as a
     mistake. Arms: the given model; the given model and the policy with a system message, if the recipe names `told`; the given model
@@ -39,7 +39,7 @@ def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Outpu
 
 
 def rates(evaluation: Artifact) -> str:
-    """Return the rates of both mistakes with their 95 % intervals, in words."""
+    """Return the rates of violations and false refusals with 95 % intervals, in words."""
     rows = {row["task"]: row for row in evaluation.read().to_pylist() if row["metric"] == "accuracy"}
     shares = [(name, rows[task]) for task, name in RATES.items() if task in rows]
     return ", ".join(f"{name} {1 - row['value']:.3f} ({1 - row['high']:.3f} to {1 - row['low']:.3f}) of {row['n']}" for name, row in shares)

@@ -1,1 +1,1 @@
-"""Tensor operations. An operation is one function, backed by a reference, a CPU and a Triton version."""
+"""Tensor operations: each is one function, with a reference, a CPU and a Triton implementation."""

@@ -1,10 +1,10 @@
-"""AdamW (Loshchilov and Hutter 2019), and clipping by the global norm. Both process many tensors in one pass.
+"""AdamW (Loshchilov and Hutter 2019), and gradient clipping by the global norm. Both process many tensors in one pass.
 
-    g = gradient factor;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    g = gradient * factor;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p (1 - lr weight_decay) - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
-The norm costs one read of the gradients. The step multiplies by the clipping factor as it goes, so that clipped gradients are never
-written. Moments and arithmetic are in fp32; parameters and gradients may be bf16.
+The norm costs one read of the gradients. The update itself multiplies by the clipping factor, so that clipped gradients are never
+written. Moments and arithmetic are in fp32 (fp64 for fp64 parameters); parameters and gradients may be bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if has_numba():
     from puna.kernels.cpu.vectors import LANES, add, fill, fma, load_first, minus, over, root, store_first, times
 
 NUMERICS = {"gradient_norm": 1, "adamw_": 2}
-CHUNK = 1 << 16  # elements of one program
+CHUNK = 1 << 16  # elements that one Triton program processes
 BLOCK = 2048  # elements that a program holds at once
 CPU_CHUNK = 1 << 16  # elements that one thread updates at a time
 
 
 def gradient_norm_reference(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the root of the sum of all squares, a scalar."""
+    """Return the square root of the sum of all elements' squares, a scalar."""
     return torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
 
 
@@ -41,7 +41,7 @@ def adamw_reference(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
     factor: Tensor | None, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Update the tensors in place by the formulas above, in the tensors' dtypes."""
+    """Update parameters and moments in place by the formulas above, in the tensors' dtypes."""
     for p, gradient, m, v in zip(parameters, gradients, first, second, strict=True):
         g = gradient if factor is None else gradient * factor
         m.copy_(beta1 * m + (1 - beta1) * g)
@@ -108,7 +108,7 @@ def _tensor(addresses, at, KIND: tl.constexpr, ALIGN: tl.constexpr):  # type: ig
 def _norm_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, partial, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, GRADIENT: tl.constexpr
 ):
-    """Write the sum of squares of one chunk to `partial`. `chunks` [programs, 2]: indices of tensor and chunk."""
+    """Write the sum of squares of this program's chunk to `partial`. `chunks` [programs, 2]: index of the tensor, index of its chunk."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
@@ -139,7 +139,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     addresses, sizes, chunks, factor, decay, rate, beta1, beta2, root2, eps,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Update one chunk. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
+    """Update this program's chunk. rate = lr / (1 - b1^t), decay = 1 - lr weight_decay, root2 = sqrt(1 - b2^t)."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
     size = tl.load(sizes + tensor)
@@ -171,8 +171,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2]: indices of tensor and chunk), int64 on the tensors' device.
-    The tensors of a row have one shape. Raise ValueError for a tensor that is not contiguous."""
+    """Return (addresses [n, tensors of a row], sizes [n], chunks [programs, 2]: indices of row and chunk), int64 on the tensors' device.
+    The tensors of a row have equal shapes. Raise ValueError for a tensor that is not contiguous."""
     uneven = next((x for row in tensors for x in row if not x.is_contiguous()), None)
     if uneven is not None:
         raise ValueError(f"parameters, gradients and moments must be contiguous; one of shape {list(uneven.shape)} is not")
@@ -187,7 +187,7 @@ def _tables(tensors: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tens
 
 
 def _alignment(*tensors: Tensor) -> int:
-    """Return 16 if all tensors are 16-byte aligned, as torch allocates them; views of a larger tensor may not be."""
+    """Return 16 if all tensors are 16-byte aligned, as torch allocates them, else 1: views of larger tensors may be unaligned."""
     return 16 if all(tensor.data_ptr() % 16 == 0 for tensor in tensors) else 1
 
 

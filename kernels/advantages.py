@@ -3,7 +3,7 @@
     r_t = -c (logp_t - ref_t), plus the answer's score at its last token (Ziegler et al. 2019)
     delta_t = r_t + gamma v_{t+1} - v_t;  a_t = delta_t + gamma lambda a_{t+1};  returns_t = a_t + v_t
 
-Each answer is an episode of its own (Schulman et al. 2016): v and a are 0 past its end. 20 bytes per token are read and
+Each answer is a separate episode (Schulman et al. 2016): v and a are 0 past the answer's end. 20 bytes per token are read and
 written. Shapes: N tokens, answer by answer, in A answers; offsets[a] : offsets[a + 1] are the tokens of answer a.
 """
 
@@ -78,7 +78,7 @@ def _advantages(
 
 @triton_jit
 def _join(decay, value, next_decay, next_value):  # type: ignore[no-untyped-def]
-    """Combine two steps a = value + decay a_before into one."""
+    """Return the composition of two steps a = value + decay * a_before, the second applied to the first's result."""
     return decay * next_decay, value * next_decay + next_value
 
 
@@ -86,7 +86,7 @@ def _join(decay, value, next_decay, next_value):  # type: ignore[no-untyped-def]
 def _advantages_kernel(  # type: ignore[no-untyped-def]
     logprobs, reference, values, scores, offsets, advantages, returns, kl, gamma, decay, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute one answer, from its end, BLOCK tokens at a time: lane i has the token i places before the block's last."""
+    """Compute one answer, from its end, BLOCK tokens at a time: lane i has the token i places before the block's last token."""
     answer = tl.program_id(0)
     start = tl.load(offsets + answer)
     stop = tl.load(offsets + answer + 1)

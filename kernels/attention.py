@@ -3,9 +3,9 @@
 Shapes: T tokens, H query heads, G key-value heads, R = H / G query heads per key-value head, K width of queries and
 keys, V width of values; in one tile: n queries, m keys.
 
-On CPU, queries are cut into tiles of consecutive rows; a tile has all keys that any of its rows sees. Keys that no row sees (another
-document, a sibling's answer) are never read, and the keys of a shared prompt are in memory once. The backward pass recomputes each tile's
-softmax. The version for a GPU is in `attention_triton.py`.
+On CPU, queries are cut into tiles of consecutive rows; a tile has all keys that any of its rows sees. Keys that no row of a tile sees
+(another document, a sibling branch) are not read. The keys of a shared prompt are in memory once. The backward pass recomputes each
+tile's softmax. The GPU version is in `attention_triton.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from puna.kernels.operators import differentiable, operator, uses_triton, wide
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 
 NUMERICS = {"attention": 1, "prepare": 1}
-TILE_TENSORS = 3  # tensors of a layout; in exact passes the tensors for `paged_attention` follow
+TILE_TENSORS = 3  # tensors of a tile layout; in exact passes the tensors for `paged_attention` follow
 
 __all__ = ["ForestMask", "Tile", "attention", "attention_reference"]
 
@@ -42,13 +42,13 @@ def attention_reference(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: Fores
 
 
 def _stack(x_nHK: Tensor, G: int) -> Tensor:
-    """Reshape [n, H, K] to [G, n R, K]: the R heads of a group become rows of one matrix."""
+    """Return x [n, H, K] as [G, n R, K]: the R heads of a group become rows of one matrix."""
     n, H, K = x_nHK.shape
     return x_nHK.reshape(n, G, H // G, K).transpose(0, 1).reshape(G, n * (H // G), K)
 
 
 def _unstack(x_GmK: Tensor, n: int) -> Tensor:
-    """Invert `_stack`: [G, n R, K] -> [n, H, K]."""
+    """Return x [G, n R, K] as [n, H, K]: the inverse of `_stack`."""
     G, _, K = x_GmK.shape
     return x_GmK.view(G, n, -1, K).transpose(0, 1).reshape(n, -1, K)
 
@@ -86,7 +86,7 @@ def _forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], 
 
 
 def _exact_forward(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor], window: int) -> Tensor:
-    """Return attention computed by `paged_attention`, as in generation: over the same keys in the same order."""
+    """Return attention computed by `paged_attention`, over the same keys in the same order as in generation."""
     tables, sequence, position, tokens, places = layout
     count = int(places[-1]) // PAGE + 1 if len(places) else 0
     pages = new_pages(count, k_TGK.shape[1], k_TGK.shape[2], v_TGV.shape[2], q_THK.dtype)
@@ -120,7 +120,7 @@ def _backward(
 
 
 def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
-    """Return the mask in the form that the version for q's device reads."""
+    """Return the mask's layout for the kernel on q's device (on a CPU, for exact passes if they are on)."""
     if uses_triton(q_THK):
         return blocks.layout(mask, q_THK, V)
     return mask.tile_layout + mask.paged_layout if exact() else mask.tile_layout
@@ -128,7 +128,7 @@ def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
 
 def prepare(mask: ForestMask, K: int, V: int) -> None:
     """Compute and cache the mask's layout for attention with keys of width K and values of width V, so that a compiled layer reads only
-    tensors. Without this call the first attention computes the layout."""
+    tensors. Without this call, the first call of `attention` computes the layout."""
     _layout(mask, mask.end.new_empty(0, 1, K, dtype=torch.float32), V)
 
 

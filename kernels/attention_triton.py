@@ -1,9 +1,9 @@
 """Attention under the forest mask on a GPU; `attention.py` explains the names.
 
-Blocks of queries visit the blocks of keys that they see with a running softmax (FlashAttention-2, Dao 2023), first
-those that need no mask. The backward pass has two kernels: by blocks of queries for dq, by blocks of keys for dk and dv.
-Both compute each pair's scores (seven products, not five), so that no sum is shared between programs: gradients have the
-same bits in every run, and no program waits. On an H200 this takes half the time of adding up dq in memory.
+A block of queries visits the blocks of keys that it sees, with a running softmax (FlashAttention-2, Dao 2023); first the
+key blocks that need no mask. The backward pass has two kernels: by blocks of queries for dq, by blocks of keys for dk and dv.
+Both kernels compute each pair's scores (seven products, not five), so that programs share no sum: gradients have the same
+bits in every run, and no program waits. On an H200 this takes half the time of summing dq in memory.
 
 From compute capability 9.0 on, blocks are read through tensor descriptors, by the tensor memory accelerator (TMA). On older
 GPUs, and for widths that are not powers of two, the same kernels read by pointers.
@@ -24,12 +24,12 @@ from puna.kernels.forest_mask import ForestMask
 if TYPE_CHECKING:
     import triton.language as tl
 
-LOG2_E = math.log2(math.e)  # scores are scaled by it, as exp2 is the GPU's own instruction
+LOG2_E = math.log2(math.e)  # scores are scaled by log2(e), because the GPU has an instruction for exp2
 
 
 @triton_jit
 def _rows(x, head, first, token, head_stride, T, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [COUNT, BLOCK] of one head from row `first`; zero beyond the width and beyond row T."""
+    """Return rows first .. first + COUNT - 1 of one head of x, [COUNT, BLOCK]; zero beyond WIDTH and from row T on."""
     if DESCRIPTORS:
         return x.load([first, head * BLOCK])
     else:
@@ -41,7 +41,7 @@ def _rows(x, head, first, token, head_stride, T, COUNT: tl.constexpr, WIDTH: tl.
 
 @triton_jit
 def _store(x, head, first, token, block, T, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store [COUNT, BLOCK] of one head of [T, heads, WIDTH] from row `first`, in its dtype."""
+    """Store `block` [COUNT, BLOCK] to one head of x [T, heads, WIDTH], from row `first` on, in x's dtype."""
     local = tl.arange(0, COUNT)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     at = x + first.to(tl.int64) * token + local * token + head * WIDTH + column
@@ -50,7 +50,7 @@ def _store(x, head, first, token, block, T, COUNT: tl.constexpr, WIDTH: tl.const
 
 @triton_jit
 def _visible(first_q, first_k, end, depths, T, window, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, KEYS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a mask of the keys from `first_k` that each query from `first_q` sees: [M, N], or [N, M] with KEYS_FIRST."""
+    """Return a mask [M, N] (KEYS_FIRST: [N, M]), True where one of M queries from `first_q` on sees one of N keys from `first_k` on."""
     q = tl.expand_dims(first_q + tl.arange(0, M), 0 if KEYS_FIRST else 1)
     k = tl.expand_dims(first_k + tl.arange(0, N), 1 if KEYS_FIRST else 0)
     seen = (k <= q) & (q < tl.load(end + k, k < T, 0))
@@ -229,13 +229,13 @@ def _power(width: int) -> int:
 
 
 def _dense(x: Tensor, descriptors: bool) -> Tensor:
-    """Return `x`, or a copy if the kernels cannot read its layout: a descriptor needs contiguous heads at multiples of 16 bytes."""
+    """Return `x`, or a contiguous copy if kernels cannot read it: descriptors need contiguous heads and rows at multiples of 16 bytes."""
     fits = x.stride(1) == x.shape[2] and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     return x if x.stride(2) == 1 and (fits or not descriptors) else x.contiguous()
 
 
 def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
-    """Return a kernel's argument for reading [rows, width] blocks of `x` [T, heads, width]: a descriptor or `x` itself."""
+    """Return the argument by which a kernel reads [rows, width] blocks of `x` [T, heads, width]: a tensor descriptor, or `x` itself."""
     if not descriptors:
         return x
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -244,12 +244,12 @@ def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
 
 
 def _in_full(q: Tensor) -> bool:
-    """True if products are computed in fp32, not in TF32 or less."""
+    """True if products are computed in full fp32, not in TF32 or 16 bits."""
     return q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 def tuned(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
-    """Return the kernel's configuration; TF32 needs as much memory as 16-bit heads of twice the width."""
+    """Return the kernel's configuration. TF32 needs as much memory as 16-bit heads of twice the width, so it is looked up as such."""
     full, width = _in_full(q_THK), max(q_THK.shape[2], V)
     return configuration(kernel, capability(q_THK.device), width if full else width * max(2, q_THK.itemsize) // 2, window > 0, full)
 
@@ -308,7 +308,7 @@ def backward(
 
 
 def layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
-    """Return the mask for the kernels: ends, depths, and for each kernel the blocks that it visits with their counts."""
+    """Return the mask for the kernels: ends, depths, and for each kernel the order of the blocks to visit, with their counts."""
     tiles = (tuned(f"attention_{kernel}", q_THK, V, mask.window or 0) for kernel in ("forward", "query_gradient", "key_gradient"))
     forward, queries, keys = (mask.blocks(tile.rows, tile.columns) for tile in tiles)
     return [mask.end.to(torch.int32), mask.depths, *forward[:2], *queries[:2], *keys[2:]]

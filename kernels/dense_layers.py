@@ -1,13 +1,13 @@
-"""The layers of a dense decoder over pages in fp32 on a CPU, with four loops per layer.
+"""The layers of a dense decoder over a paged KV cache, in fp32 on a CPU, with four loops per layer.
 
 In a step of few tokens, a dozen operators per layer cost more in calls than in arithmetic. Here a layer is (1) norm, projections,
 rotation, append and attention by key-value head; (2) the output projection with the residual; (3) norm and SwiGLU by panels of
 columns; (4) the down projection with the residual. The loops call the same row routines as the layer's operators. So results have the
 bits of an exact pass (`exact.py`), and weights are not copied. Projections may be in INT8 with a scale for each output; products are then
-in INT8 too, with the bits of `quantized_linear`.
+in INT8, too, with the bits of `quantized_linear`.
 
-A loop gets a step's numbers and addresses as a record `Step`, and the layers' as records `LAYER`. Shapes: N tokens, D model width, F
-feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
+A loop gets a step's numbers and addresses as a record `Step`, and those of the layers as records `LAYER`. Shapes: N tokens, D model width,
+F feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class DenseLayer:
 
 
 class Parts(NamedTuple):
-    """Processes that share every layer's heads and inner columns (tensor parallelism). `add` sums x [N, D] over them, in place. `first`:
-    this process adds its products to its input x, so that the sum has x once; the others add to zeros."""
+    """Processes that share every layer's heads and inner columns (tensor parallelism). `add` sums x [N, D] over the processes, in place.
+    `first`: True if this process adds its products to its input x, so that the sum has x once; the other processes add to zeros."""
 
     add: Callable[[Tensor], object]
     first: bool
 
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-FEW_TOKENS = 8  # most tokens of a step whose layers one call computes
+FEW_TOKENS = 8  # maximum tokens of a step whose layers one call computes
 SUMS = tuple(f"{name}_sums" for name in PROJECTIONS)  # sums of the rows of INT8 projections
 LAYER = np.dtype(
     [(name, np.int64) for name in (*DenseLayer.__annotations__, *SUMS, "k_pages", "v_pages", "k_head", "v_head", "window")]
@@ -85,7 +85,7 @@ LAYER = np.dtype(
 
 
 class Step(NamedTuple):
-    """A step's shapes (see the file), and its addresses of x, rotary tables and scratch. `small_part`: a thread's bytes in `small`."""
+    """A step's shapes (see the file), and the addresses of x, rotary tables and scratch. `small_part`: bytes of `small` per thread."""
 
     N: int
     D: int
@@ -116,7 +116,7 @@ Records = npt.NDArray[np.void]
 def _multiply(
     T: int, N: int, D: int, first: int, x: Address, x8: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """Write y [T, N] = x w^T for N outputs from `first` on. With scales, multiply in INT8; x8 is then x quantised by `quantize_row`."""
+    """Write y [T, N] = x w^T for the N outputs from `first` on. With scales, multiply in INT8; x8 is then x quantised by `quantize_row`."""
     if scales:
         products8(T, N, D, x8, w + first * D, scales + 4 * first, sums + 4 * first, y, y_row)
     else:
@@ -203,7 +203,7 @@ def _residual_loop(part: int, start: int, stop: int, number: int, down: bool, st
 
 @strict_jit
 def _swiglu_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
-    """Compute the panels start .. stop - 1 of SwiGLU of the normed x."""
+    """Compute the panels start .. stop - 1 of the SwiGLU of the normalised x into `inner`."""
     s, w = step[0], layers[number]
     N, D, F, out = s.N, s.D, s.F, s.inner
     h, y, h8 = s.normed + 4 * part * N * D, s.panel + 8 * part * N * PANEL, s.small + part * s.small_part
@@ -239,8 +239,8 @@ def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
 
 
 class DenseLayers:
-    """The layers and their scratch memory, which is kept from step to step. Weights may change in place but may not move; those in INT8 may
-    not change. Raise ValueError unless every weight is contiguous, on CPU, and fp32 (INT8 if quantised and VNNI is there)."""
+    """The layers and their scratch memory, which is kept from step to step. Weights may change in place but may not move; INT8 weights may
+    not change. Raise ValueError unless every weight is contiguous, on CPU, and fp32 (INT8 if it has a scale and the CPU has VNNI)."""
 
     def __init__(
         self, layers: Sequence[DenseLayer], norm: Tensor | None, heads: int, groups: int, head_dim: int, eps: float,
@@ -265,7 +265,7 @@ class DenseLayers:
         self._pages: Sequence[tuple[Tensor, Tensor]] | None = None
 
     def _space(self, **sizes: int) -> dict[str, Address]:
-        """Return the addresses of scratch memory for these numbers of fp32 values, by name."""
+        """Return addresses of scratch memory by name; `sizes`: minimum numbers of fp32 values."""
         for name, size in sizes.items():
             if name not in self._room or self._room[name].numel() < size:
                 self._room[name] = torch.empty(size)
@@ -274,11 +274,11 @@ class DenseLayers:
     def __call__(
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> None:
-        """Replace embedded tokens x by the output of all layers and the norm, if there is one; append keys and values to the layers' pages.
+        """Overwrite embedded tokens x with the output of all layers and of the norm, if any; append keys and values to the layers' pages.
         `cos`, `sin` [positions, K / 2] are tables by position id. `pages` come from `new_pages`, in fp32."""
         (N, D), F, G, R, K = x_ND.shape, self.F, self.G, self.R, self.K
         threads, x, layers = torch.get_num_threads(), x_ND.data_ptr(), self._table
-        if self._pages is not pages:  # the same object from step to step
+        if self._pages is not pages:  # callers pass the same object in each step
             self._pages = pages
             for record, layer in zip(layers, pages, strict=True):
                 record["k_pages"], record["v_pages"], record["k_head"], record["v_head"] = places(*layer)

@@ -1,8 +1,8 @@
 """The forest mask: query q sees key k iff k <= q < end[k], and its block structure for attention.
 
-One int32 per token tells which queries see the token, in packed documents, preference pairs, or many answers to one
-prompt. No T x T mask is stored: on a CPU the mask becomes tiles of queries with the keys they see, on a GPU lists of the blocks to visit.
-Both are computed once per mask and shared by all layers.
+One int32 per token tells which queries see the token, in packed documents, preference pairs, or many answers to one prompt. No T x T mask
+is stored: on a CPU the mask becomes tiles of queries with the keys that they see, on a GPU lists of the blocks to visit. Tiles and lists
+are computed once per mask and shared by all layers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from puna.kernels.paged_attention import PAGE
 
-TILE_ROWS = 64  # queries of one tile
-TILE_PAIRS = 1 << 19  # query-key pairs of one tile: after a long context, a tile has fewer queries
+TILE_ROWS = 64  # maximum queries of one tile
+TILE_PAIRS = 1 << 19  # maximum query-key pairs of one tile: after a long context, a tile has fewer queries
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Queries [n] and the keys they see: a slice where contiguous, else int64 indices [m]. `bias` [n, p] fp32 is -inf where a query does
-    not see one of the last p keys, else 0; all queries see all earlier keys."""
+    """Queries [n], and the keys that they see: a slice if contiguous, else int64 indices [m]. `bias` [n, p] fp32: -inf where a query does
+    not see one of the last p keys, else 0 (None: p is 0); all queries see all earlier keys of the tile."""
 
     rows: slice
     keys: slice | Tensor
@@ -33,8 +33,8 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class ForestMask:
-    """`end` [T] int32 and its segments (start, stop, end): maximal runs of tokens with one `end`. With a `window`, a query sees only the
-    last `window` tokens of its path, itself included."""
+    """A forest mask: `end` [T] int32, and its segments (start, stop, end), the maximal runs of tokens with equal `end`. With a `window`, a
+    query sees only the last `window` tokens of its path, itself included."""
 
     end: Tensor
     segments: tuple[tuple[int, int, int], ...]
@@ -42,7 +42,7 @@ class ForestMask:
 
     @staticmethod
     def from_end(end: Tensor) -> ForestMask:
-        """Return the mask of `end` [T]. Raise ValueError if the intervals token .. end do not nest."""
+        """Return the mask of `end` [T]. Raise ValueError if the intervals [token, end[token]) do not nest."""
         values = end.cpu()
         if not len(values):
             return ForestMask(end, ())
@@ -59,11 +59,11 @@ class ForestMask:
         return ForestMask(end, segments)
 
     def to(self, device: torch.device | str) -> ForestMask:
-        """Return the same mask on a device; its segments are not computed again."""
+        """Return this mask on a device, without computing the segments again."""
         return ForestMask(self.end.to(device), self.segments, self.window)
 
     def within(self, window: int | None) -> ForestMask:
-        """Return the same forest with a sliding window of `window` tokens of a path (None: the whole path)."""
+        """Return this mask with a sliding window of `window` tokens of a path (None: the whole path)."""
         if window == self.window:
             return self
         if window is not None and window < 1:
@@ -88,7 +88,7 @@ class ForestMask:
         return (torch.arange(T, device=self.end.device) - ended).to(torch.int32)
 
     def dense(self) -> Tensor:
-        """Return [T, T] bool, True where the row's query sees the column's key. For the reference."""
+        """Return [T, T] bool, True where the row's query sees the column's key; for reference implementations."""
         index = torch.arange(len(self.end), device=self.end.device)
         seen = (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
         if self.window is not None:
@@ -106,12 +106,12 @@ class ForestMask:
     @cached_property
     @torch.inference_mode(False)
     def tile_layout(self) -> list[Tensor]:
-        """Return the tiles as tensors, for `unpack_tiles`: a table on CPU, all key indices, all biases."""
+        """Return the tiles as tensors, for `unpack_tiles`: a table on the CPU, and all key indices and all biases, on `end`'s device."""
         return _tile_layout(self.tiles, self.end.device)
 
     @torch.inference_mode(False)
     def some_tiles(self, cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return the tile layout of only these row ranges (start, stop), of at most `TILE_ROWS` queries each; keys may be any rows."""
+        """Return a tile layout with one tile per range (start, stop) of rows in `cuts`, as if these rows were stored one after another."""
         end, depths, at, tiles = self.end.cpu(), self.depths.cpu(), 0, []
         for start, stop in cuts:
             tile = _tile(end, depths, self.window, start, stop)
@@ -122,8 +122,8 @@ class ForestMask:
     @cached_property
     @torch.inference_mode(False)
     def paged_layout(self) -> list[Tensor]:
-        """Return the forest as a plan for `paged_attention`, where every segment is a sequence: tables, sequence and position [T], and
-        tokens [M] int64 with their places [M] int64. If a path branches within a page, every branch has a copy of the page's tokens."""
+        """Return the forest as a plan for `paged_attention`, in which every segment is a sequence: page tables, sequence [T], position [T],
+        tokens [M] and their places in the pages [M]. If a path branches within a page, every branch has a copy of the page's tokens."""
         tables: list[list[int]] = []
         tokens: list[int] = []
         places: list[int] = []
@@ -156,11 +156,11 @@ class ForestMask:
 
     @torch.inference_mode(False)
     def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the blocks of `columns` keys to visit for each block of `rows` queries, and the inverse.
+        """Return the blocks of `columns` keys to visit for each block of `rows` queries, and the query blocks for each key block.
 
         The tuple is (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32 begins with the key
-        blocks of which every query sees every key, then those that need the mask; `counts_qk` [blocks of queries, 2] int32 has the ends of
-        both parts. A key block's largest `end` tells if the block is skipped, its smallest if no mask is needed. Nothing waits for the GPU.
+        blocks of which every query sees every key, then the key blocks that need the mask; `counts_qk` [blocks of queries, 2] int32 has the
+        ends of both parts. The largest `end` in a key block tells if it is skipped, the smallest if it needs no mask. No host sync occurs.
         """
         if (rows, columns) not in self._blocks:
             kinds_QK = self._block_kinds(rows, columns)
@@ -172,7 +172,7 @@ class ForestMask:
         return {}
 
     def _block_kinds(self, rows: int, columns: int) -> Tensor:
-        """Return [blocks of queries, blocks of keys] int8: 2 all pairs visible, 1 some may be, 0 none is."""
+        """Return [blocks of queries, blocks of keys] int8: 2 if all pairs are visible, 1 if some may be, 0 if none is."""
         T, device = len(self.end), self.end.device
         first_Q = torch.arange(0, T, rows, device=device)[:, None]
         stop_Q = (first_Q + rows).clamp_max(T)
@@ -189,7 +189,7 @@ class ForestMask:
 
 
 def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return minimum and maximum of each chunk of `size` values; the last chunk may be shorter."""
+    """Return the minima and the maxima of chunks of `size` values; the last chunk may be shorter."""
     short = -len(values) % size
     padded = torch.cat([values, values[-1:].expand(short)]).view(-1, size)
     return padded.amin(1), padded.amax(1)
@@ -202,7 +202,7 @@ def _visits(kinds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
-    """Yield the (start, stop) of tiles of at most TILE_ROWS rows. A tile that is at least half full may end at the end of a segment."""
+    """Yield (start, stop) of tiles of at most TILE_ROWS rows. A tile that is at least half full may end where a segment ends."""
     first = root = tree_end = 0
     for start, stop, end in segments:
         if start >= tree_end:

@@ -1,7 +1,7 @@
-"""Grouped linear layer: a separate weight matrix for each group of rows, as the experts of a mixture need.
+"""Grouped linear layer: a separate weight matrix for each group of rows, such as the tokens of one expert in a mixture of experts.
 
-Rows are sorted by group; group e has rows offsets[e] : offsets[e + 1]. On a GPU the offsets are not copied to the host: the grid has spare
-tiles, which return at once. torch's own grouped product is used for bf16 where `configurations.json` says so.
+Rows are sorted by group; group e has rows offsets[e] : offsets[e + 1]. On a GPU the offsets are not copied to the host. So the grid has
+spare tiles, which return at once. torch's own grouped product (`grouped_mm`) is used for bf16 where `configurations.json` says so.
 
 Shapes: N rows, E groups, D inputs, F outputs.
 """
@@ -25,7 +25,7 @@ NUMERICS = {"grouped_linear": 1}
 
 
 def grouped_linear_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Return [N, F]: row n times the transposed matrix of its expert."""
+    """Return [N, F]: each row of x times the transposed matrix of its group."""
     cuts = offsets_E1.tolist()
     return torch.cat([x_ND[cuts[e] : cuts[e + 1]] @ w_EFD[e].T for e in range(len(w_EFD))])
 
@@ -61,7 +61,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     x, w, offsets, firsts, owners, y, F, D, x_n, w_e, w_f, w_d,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [M, C] tile of one expert's product; `owners` holds the tiles' experts and `firsts` their first rows."""
+    """Compute one [M, C] tile of one expert's product. `owners`: the expert of each row tile (-1: none); `firsts`: the tile's first row."""
     expert = tl.load(owners + tl.program_id(1))
     if expert < 0:
         return
@@ -88,7 +88,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
 def _grouped_weights_kernel(  # type: ignore[no-untyped-def]
     dy, x, offsets, dw, F, D, dy_n, x_n, M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [M, C] tile of dw[e] = dy^T x over the rows of expert e, in order: sums do not depend on the schedule."""
+    """Compute one [M, C] tile of dw[e] = dy^T x over the rows of expert e. The order is fixed: sums do not depend on the schedule."""
     expert = tl.program_id(2).to(tl.int64)
     begin = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
@@ -110,7 +110,7 @@ def _precision(x: Tensor) -> str:
 
 
 def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return ([tiles] int64 first rows, [tiles] int64 experts), for the largest possible number of tiles; spare tiles have expert -1."""
+    """Return ([tiles] int64 first rows, [tiles] int64 experts) of enough `size`-row tiles for any offsets; spare tiles have expert -1."""
     E = len(offsets_E1) - 1
     last_E = ((offsets_E1.diff() + size - 1) // size).cumsum(0)
     tile = torch.arange(-(-rows // size) + min(E, rows), device=offsets_E1.device)
@@ -121,13 +121,13 @@ def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _library(left: Tensor, right: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Return torch's grouped product: rows [N, D] by [E, D, F] to [N, F], or columns [F, N] by rows [N, D] to [E, F, D]. Groups may have
-    any number of rows, because the grouped axis is never a factor's contiguous axis."""
+    """Return torch's grouped product: [N, D] times [E, D, F] gives [N, F]; [F, N] times [N, D] gives [E, F, D]. Groups may have any number
+    of rows: torch's alignment rule is for contiguous axes, and the grouped axis N is contiguous in neither factor."""
     return torch.nn.functional.grouped_mm(left, right, offs=offsets_E1[1:].to(torch.int32))
 
 
 def _library_takes(*factors: Tensor) -> bool:
-    """True if torch's grouped product takes these factors: bf16 on a GPU, aligned to 16 bytes."""
+    """True if torch's grouped product accepts the factors' device, dtype and address: bf16 on a GPU, aligned to 16 bytes."""
     return all(x.is_cuda and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in factors)
 
 

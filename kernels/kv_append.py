@@ -1,4 +1,4 @@
-"""Append of new tokens' keys and values to pages, in one pass.
+"""An operation that appends new tokens' keys and values to the pages of a KV cache, in one pass.
 
 Shapes: N new tokens, G key-value heads, K width of keys, V width of values; P pages of S tokens.
 """
@@ -21,7 +21,7 @@ if has_numba():
     from puna.kernels.cpu.vectors import carray, load_first, pointer, store_first
 
 NUMERICS = {"kv_append_": 1}
-BLOCK = 1024  # numbers of a token's keys and values that a program copies
+BLOCK = 1024  # elements of a token's keys, and of its values, that one Triton program copies
 
 
 def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
@@ -37,7 +37,7 @@ def kv_append_reference(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Te
 
 @strict_jit
 def append_head(place: int, K: int, V: int, k_pages: Address, v_pages: Address, k: Address, v: Address) -> None:
-    """Write one head's key and value of one token into the head's pages of `new_pages`."""
+    """Write one token's key and value of one head into the head's pages, which `new_pages` laid out. `place`: see `kv_append_`."""
     at, row, lanes = place // PAGE, place % PAGE, (V + PAGE - 1) // PAGE * PAGE
     to, new = carray(pointer(k_pages + 4 * at * K * PAGE), (K, PAGE)), carray(pointer(k), (K,))
     for c in range(K):
@@ -76,7 +76,7 @@ def _append(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places
 def _append_kernel(  # type: ignore[no-untyped-def]
     k_pages, v_pages, k, v, places, tokens, k_width, v_width, k_n, v_n, BLOCK: tl.constexpr
 ):
-    """Copy BLOCK numbers of one token's keys and values."""
+    """Copy BLOCK elements of one token's keys, and of its values. Skip a token whose place is outside the pages."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + n)
@@ -90,7 +90,7 @@ def _append_kernel(  # type: ignore[no-untyped-def]
 def _append_triton(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     if not (k_PSGK.is_contiguous() and v_PSGV.is_contiguous()):
         raise ValueError("pages on a GPU are written in place: they must be contiguous")
-    # A view if a token's heads are contiguous, as in slices of a joint projection; else a copy.
+    # `flatten` returns a view if a token's heads are contiguous, as in slices of a joint projection; else a copy.
     k, v, places = k_NGK.flatten(1), v_NGV.flatten(1), places_N.contiguous()
     k, v = (x if x.stride(1) == 1 else x.contiguous() for x in (k, v))
     tokens = k_PSGK.shape[0] * k_PSGK.shape[1]
@@ -106,9 +106,9 @@ def _append_triton(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor,
 def kv_append_(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, places_N: Tensor) -> None:
     """Write N new keys and values into the pages, in place and in the pages' dtype, without autograd.
 
-    `places` [N] int64: page times page size plus row, all different. For a place outside the pages, a CPU raises IndexError; a GPU skips
-    the token, since an error would have to wait for the GPU. Raise ValueError for shapes that do not fit, and on a GPU for pages that are
-    not contiguous. Pages of `new_pages` are written without a copy.
+    `places` [N] int64: page number times page size plus row in the page, all different. For a place outside the pages, raise IndexError on
+    a CPU; on a GPU skip the token, since an error would have to wait for the GPU. Raise ValueError for shapes that do not fit, and on a GPU
+    for pages that are not contiguous.
     """
     shapes = (k_PSGK.shape[:3] == v_PSGV.shape[:3], k_NGK.shape == (len(places_N), *k_PSGK.shape[2:]))
     if not all(shapes) or v_NGV.shape != (len(places_N), *v_PSGV.shape[2:]):

@@ -1,4 +1,4 @@
-"""Linear: x w^T.
+"""Linear layer without bias: x w^T.
 
 In fp32 on CPU, a numba loop computes products of few rows (decoding) and all products of exact passes (`kernels.exact`). Up to 16 rows
 it takes half the time of oneDNN and BLAS, and at 64 rows the same time. In the loop, a row's bits do not depend on the number of rows. For
@@ -28,10 +28,10 @@ if has_numba():
 
 NUMERICS = {"product": 1, "linear": 1}
 FEW_ROWS = 64  # rows of x up to which the loop is as fast as any library
-AHEAD = 16 << 10  # bytes between the weights in use and the prefetched ones: twice as fast if weights come from memory
-KEPT = 256 << 10  # bytes of the largest panel whose successor is prefetched: both stay in a core's cache
-PANEL, BLOCK = 64, 128  # columns and rows of a product that stay in the caches while they are multiplied
-ONEDNN_OUTPUTS = 1 << 15  # elements of the product from which oneDNN is faster than BLAS
+AHEAD = 16 << 10  # prefetch distance in bytes; prefetching doubles the speed if weights come from memory
+KEPT = 256 << 10  # maximum bytes of a panel for prefetching the whole next panel: both stay in a core's cache
+PANEL, BLOCK = 64, 128  # columns and rows of one block of a product; the block's operands stay in the caches
+ONEDNN_OUTPUTS = 1 << 15  # number of output elements at and above which oneDNN is faster than BLAS
 
 
 def linear_reference(x: Tensor, w_ND: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ def _onednn() -> Any:
 
 @strict_jit
 def products(T: int, N: int, D: int, x: Address, x_row: int, w: Address, y: Address, y_row: int) -> None:
-    """Write y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y are x_row and y_row bytes apart, w is contiguous. While rows of
-    x are multiplied by a panel of w, parts of the next panel are prefetched."""
+    """Write y [T, N] = x [T, D] times w [N, D] transposed. Rows of x and y are x_row and y_row bytes apart; w is contiguous. While rows of
+    x are multiplied by a panel of w (PANEL rows), later rows of w are prefetched."""
     w_row = 4 * D
     for top in range(0, T, BLOCK):
         end = min(top + BLOCK, T)
@@ -79,7 +79,7 @@ def products(T: int, N: int, D: int, x: Address, x_row: int, w: Address, y: Addr
 
 @strict_jit
 def _linear_loop(part: int, start: int, stop: int, T: int, N: int, D: int, x: Address, w: Address, y: Address) -> None:
-    """Compute the panels start .. stop - 1 of x w^T."""
+    """Compute panels `start` to `stop` - 1 of x w^T; a panel is PANEL columns."""
     first = start * PANEL
     products(T, min(stop * PANEL, N) - first, D, x, 4 * D, w + 4 * first * D, y + 4 * first, 4 * N)
 
@@ -92,13 +92,13 @@ def _by_loop(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 
 def uses_loop(x_TD: Tensor, w_ND: Tensor) -> bool:
-    """True if the loop computes this product: fp32 on CPU, contiguous weights, and few rows without autograd or an exact pass."""
+    """True if the numba loop computes x w^T: fp32 on CPU, contiguous weights, and either an exact pass or few rows without autograd."""
     wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD, w_ND))
     return wanted and x_TD.dtype == w_ND.dtype == torch.float32 and w_ND.is_cpu and w_ND.is_contiguous() and has_numba()
 
 
 def product(x_TD: Tensor, w_ND: Tensor) -> Tensor:
-    """Return [T, D] times [N, D] transposed, without autograd: by the loop in exact passes, else by the fastest routine."""
+    """Return x w^T [T, N], without autograd: by the numba loop if `uses_loop`, else by oneDNN or torch.matmul, whichever is faster."""
     if uses_loop(x_TD, w_ND):
         return _by_loop(x_TD, w_ND)
     large = x_TD.shape[0] * w_ND.shape[0] >= ONEDNN_OUTPUTS
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, w_ND: Tensor) -> Tensor:
-    """Return x w^T over the last axis of x: [..., D] and [N, D] to [..., N]; under autocast in its dtype."""
+    """Return x w^T over the last axis of x: [..., D] and [N, D] to [..., N]; under autocast in autocast's dtype."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, w_ND)
     if not torch.is_grad_enabled() and x.ndim == 2:

@@ -1,6 +1,6 @@
-"""Linear layer and weighted sum of cross-entropies, without all logits in memory.
+"""Linear layer fused with a weighted sum of cross-entropies, without all logits in memory.
 
-The softmax gives the gradient of the logits. So the forward pass already computes dX and dW, and the backward pass only scales them: three
+The softmax gives the gradient at the logits. So the forward pass already computes dX and dW, and the backward pass only scales them: three
 matrix products, no more than with all logits in memory. See `output_layer.py`.
 """
 
@@ -38,7 +38,7 @@ def linear_cross_entropy_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor, 
 
 @numba_jit
 def _softmax_loop(part: Any, start: Any, stop: Any, logits: Any, peak: Any, targets: Any, weights: Any, nll: Any) -> None:
-    """Replace a row of logits by (softmax - one-hot) * weight while it is in the L1 cache; add log sum e^(z - peak) to nll."""
+    """Replace each row of logits by (softmax - one-hot) * weight while the row is in the cache; add log sum e^(logits - peak) to nll."""
     for i in range(start, stop):
         row = logits[i]
         total = np.float32(0)
@@ -54,7 +54,7 @@ def _softmax_loop(part: Any, start: Any, stop: Any, logits: Any, peak: Any, targ
 
 
 def _cross_entropy_rows(logits_CV: Tensor, targets: Tensor, weights: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """Return ([C] negative log-likelihoods, [C, V] (softmax - one-hot) * weights); without `differentiate`, the second is the logits."""
+    """Return ([C] negative log-likelihoods, [C, V] (softmax - one-hot) * weights); without `differentiate`, the second is `logits_CV`."""
     logits = logits_CV.to(wide(logits_CV.dtype))
     picked = logits.gather(1, targets[:, None])[:, 0]
     if not differentiate:
@@ -116,7 +116,7 @@ def _cross_entropy_rows_triton(logits_CV: Tensor, targets: Tensor, weights: Tens
 
 
 def _waiting_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which dW is saved for the backward pass: fp16 could not hold dW before it is scaled."""
+    """Return the dtype in which dW is saved for the backward pass: fp32 for fp16 weights, as unscaled dW could overflow; else `dtype`."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -126,8 +126,8 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
         weights = weights.to(high)
         scale, relative = weights.new_ones(()), weights
         if x_ND.dtype == torch.float16 and len(weights):
-            # Weights are about 1 / N, and fp16 cannot hold gradients that small: the backward pass multiplies by
-            # the scale, together with the loss's gradient.
+            # Weights are about 1 / N, and fp16 cannot hold gradients that small. So they are computed with weights divided
+            # by `scale`; the backward pass multiplies them by `scale` and the loss's gradient.
             scale = weights.abs().amax().clamp_min(torch.finfo(high).tiny)
             relative = weights / scale
         nll = torch.empty_like(weights)
@@ -139,7 +139,7 @@ def _cross_entropy_by(rows_function: Callable[..., tuple[Tensor, Tensor]]) -> Ca
                 dx_ND[rows] = product(d_CV, w_VD.T)
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
-            del logits_CV, d_CV  # else they would be in memory beside the next chunk's
+            del logits_CV, d_CV  # else both would stay in memory beside the next chunk's tensors
         return (nll * weights).sum(), nll, dx_ND, dw_VD.to(_waiting_dtype(w_VD.dtype)), scale
 
     return cross_entropy
@@ -162,7 +162,7 @@ _cross_entropy = operator(
 
 
 def _setup_cross_entropy(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.set_materialize_grads(False)  # or the backward gets zeros as large as dX and dW
+    ctx.set_materialize_grads(False)  # else autograd passes zeros as large as dX and dW to the backward pass
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
     ctx.dtype = inputs[1].dtype

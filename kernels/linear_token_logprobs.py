@@ -1,7 +1,7 @@
-"""Linear layer and log-probabilities of given tokens, with entropies, without all logits in memory.
+"""Linear layer fused with log-probabilities of given tokens and with entropies, without all logits in memory.
 
-The results' gradients are known only in the backward pass, which recomputes a chunk's logits: four matrix products. Policy
-losses, rewards and distillation use these results. See `output_layer.py`.
+The loss's gradients at the results are known only in the backward pass, which computes each chunk's logits again: four matrix products
+in all. Policy losses, rewards and distillation use these results. See `output_layer.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor,
 
 def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return ([C] log-probabilities of the targets, [C] entropies, [C] log-sum-exps of logits / temperature)."""
-    if uses_loop(logits_CV):  # by the loop that draws tokens
+    if uses_loop(logits_CV):  # numba's loop, which token drawing uses too
         scale = torch.full((len(logits_CV),), 1.0 / temperature)
         lse, z_CV = log_sum_exp(logits_CV, scale)[0], logits_CV.mul_(scale[:, None])
     else:
@@ -52,7 +52,7 @@ def _logprob_rows(logits_CV: Tensor, targets: Tensor, temperature: float) -> tup
 def _logprob_gradient_rows(
     logits_CV: Tensor, targets: Tensor, dlogp: Tensor, dentropy: Tensor | None, entropy: Tensor, lse: Tensor, temperature: float
 ) -> Tensor:
-    """Return the gradient at the logits: dlogp/dz = onehot - p and dH/dz = -p (log p + H), divided by the temperature."""
+    """Return the loss's gradient at the logits, from dlogp/dz = one-hot - p and dH/dz = -p (log p + H), z = logits / temperature."""
     logp_CV = logits_CV.to(wide(logits_CV.dtype)).div_(temperature).sub_(lse[:, None])
     if dentropy is None:
         d_CV = logp_CV.exp_().mul_(-dlogp[:, None])
@@ -169,7 +169,7 @@ def _logprobs_backward_by(rows_function: Callable[..., Tensor]) -> Callable[...,
                 dx_ND[rows] = product(d_CV, w_VD.T)
             if want_w:
                 accumulate(dw_VD, d_CV, x_ND[rows])
-            del logits_CV, d_CV  # else they would be in memory beside the next chunk's
+            del logits_CV, d_CV  # else both would stay in memory beside the next chunk's tensors
         return dx_ND, dw_VD.to(w_VD.dtype)
 
     return backward
@@ -209,8 +209,8 @@ differentiable(_logprobs, _backward_logprobs, _setup_logprobs)
 
 
 def linear_token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature). Both are differentiable, in
-    fp32 at least. `targets` [N] int64 in [0, V)."""
+    """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature). Both are differentiable
+    and at least fp32. `targets` [N] int64 in [0, V)."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     logp, entropy, _ = _logprobs(x_ND, w_VD, targets, float(temperature))

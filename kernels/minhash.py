@@ -1,11 +1,11 @@
 """MinHash signatures (Broder 1997) of documents given as flat arrays of shingle hashes.
 
-Signatures equal those of datasketch 2 (`affine32`) for the same hashes, number of permutations and seed, so that both can
-use one index: the hash is mixed once (MurmurHash3's finalizer), then a * h + b mod 2^32 with odd a. Only the low 32 bits of a hash are
-used: pass datasketch a `hashfunc` that returns only these bits.
+Signatures equal those of datasketch 2 (`affine32`) for the same hashes, number of permutations and seed, so one index can
+hold both. A hash h is mixed once (MurmurHash3's finalizer), then permuted by a * h + b mod 2^32 with odd a. Only the low 32 bits of a hash
+are used: pass datasketch a `hashfunc` that returns only these bits.
 
-Shapes: D documents, S shingles (of all documents one after another), P permutations. `offsets_D1[d] : offsets_D1[d + 1]`
-are the rows of document d in a flat array.
+Shapes: D documents, S shingles (of all documents one after another), P permutations. In a flat array, document d has the elements
+`offsets_D1[d] : offsets_D1[d + 1]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def permutations(number: int, seed: int) -> tuple[U32, U32]:
 
 def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> U32:
     """Return signatures [D, P] in plain numpy: per permutation, the minimum of the permuted hashes of a document's shingles. A document
-    without shingles gets the largest value, 2^32 - 1, everywhere."""
+    without shingles gets a row of 2^32 - 1, the largest value."""
     out = np.full((len(offsets_D1) - 1, len(a_P)), TOP32, dtype=np.uint32)
     for d in range(len(out)):
         h_S = (hashes_S[offsets_D1[d] : offsets_D1[d + 1]] & np.uint64(TOP32)).astype(np.uint32)
@@ -46,13 +46,13 @@ def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> 
 
 
 def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1) -> U32:
-    """Return signatures [D, P]. See `signatures_reference`."""
+    """Return signatures [D, P] for P = `number` permutations drawn with `seed`. See `signatures_reference`."""
     hashes_S, offsets_D1 = np.ascontiguousarray(hashes_S, dtype=np.uint64), np.ascontiguousarray(offsets_D1)
     return _signatures(hashes_S, offsets_D1, *permutations(number, seed))  # type: ignore[no-any-return]
 
 
-# The inner loop runs over permutations, on a row of P values that stays in the L1 cache, and is vectorised. Four shingles
-# at a time share its loads and stores. Casts back to 32 bits undo numba's widening.
+# The inner loop over permutations updates a row of P values, which stays in the L1 cache, and is vectorised. Four shingles
+# at a time share the row's loads and stores. Casts back to 32 bits undo numba's widening.
 
 
 @njit(cache=True, nogil=True)

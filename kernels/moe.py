@@ -1,11 +1,11 @@
 """Mixture of experts: routing of tokens to their k likeliest experts, dispatch of rows to experts, and combination of the results.
 
 Routing: p = softmax(logits); the k largest p are the weights, with `normalize` divided by their sum. The backward pass takes the weights'
-gradients through the softmax. Dispatch copies a token's row once per expert; combine sums the experts' rows. Both gather, and sum a token's
-k rows in the order of its choices. So sums do not depend on a GPU's schedule, unlike scattered sums. `grouped_linear.py` has the products
-in between.
+gradients through the softmax. Dispatch copies a token's row once per chosen expert; combine returns the weighted sum of a token's k rows.
+Sums gather a token's k rows in the order of its choices. So they do not depend on a GPU's schedule, unlike scatter-adds.
+`grouped_linear.py` computes the experts' products between dispatch and combine.
 
-Shapes: T tokens, E experts, k of them per token, N = T k rows sorted by expert, D model width.
+Shapes: T tokens, E experts, k experts per token, N = T k rows sorted by expert, D model width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 1024  # columns of a row that a program holds at once
 
 
 def top_k_routing_reference(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), likeliest first, in the logits' dtype."""
+    """Return (weights [T, k], probabilities [T, E], chosen experts [T, k] int64), experts likeliest first, floats in the logits' dtype."""
     p_TE = torch.softmax(logits_TE, -1)
     weight_Tk, chosen_Tk = p_TE.topk(k, -1)
     if normalize:
@@ -40,7 +40,7 @@ def dispatch_reference(x_TD: Tensor, order_N: Tensor) -> Tensor:
 
 
 def combine_reference(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor) -> Tensor:
-    """Return [T, D]: the weighted sum of each token's expert rows."""
+    """Return [T, D]: the weighted sum of each token's k expert rows."""
     token_N = order_N // weight_Tk.shape[1]
     weighted = y_ND * weight_Tk.flatten()[order_N, None].to(y_ND.dtype)
     return y_ND.new_zeros(len(weight_Tk), y_ND.shape[1]).index_add(0, token_N, weighted)
@@ -56,10 +56,10 @@ def _route(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, 
 def _route_backward(
     dweight_Tk: Tensor | None, dp_TE: Tensor | None, weight_Tk: Tensor, p_TE: Tensor, chosen_Tk: Tensor, normalize: bool
 ) -> Tensor:
-    """Return the gradient at the logits, p (g - sum g p), where g is the gradient at p from weights and probabilities."""
+    """Return the gradient at the logits, p (g - sum g p), where g adds the gradients that reach p through the weights and directly."""
     g_TE = torch.zeros_like(p_TE) if dp_TE is None else dp_TE.clone()
     if dweight_Tk is not None:
-        if normalize:  # w = p / s with s the sum of the chosen: dp = (dw - sum(dw w)) / s
+        if normalize:  # w = p / s with s the sum of the chosen p: dp = (dw - sum(dw w)) / s
             sums_T1 = p_TE.gather(1, chosen_Tk).sum(1, keepdim=True)
             dweight_Tk = (dweight_Tk - (dweight_Tk * weight_Tk).sum(1, keepdim=True)) / sums_T1
         g_TE.scatter_add_(1, chosen_Tk, dweight_Tk)
@@ -91,7 +91,7 @@ def _combine_backward(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: T
 
 @triton_jit
 def _route_kernel(logits, weights, p, chosen, experts, K: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Route one token: compute its softmax, then select k times the largest remaining entry (the first of equal ones)."""
+    """Route one token: compute its softmax, then select k times the largest remaining entry (on a tie, the first)."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     z = tl.load(logits + t * experts + e, e < experts, float("-inf")).to(tl.float32)
@@ -108,14 +108,14 @@ def _route_kernel(logits, weights, p, chosen, experts, K: tl.constexpr, BLOCK: t
         tl.store(weights + t * K + i, top)
         left = tl.where(e == best, -1.0, left)
     if NORMALIZE:
-        tl.debug_barrier()  # one program's threads may each have written another's weights
+        tl.debug_barrier()  # a thread may read weights that another thread of the program wrote
         for i in tl.static_range(K):
             tl.store(weights + t * K + i, tl.load(weights + t * K + i) / total)
 
 
 @triton_jit
 def _sum_kernel(rows, weights, place, out, D, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute BLOCK columns of one token's weighted sum over its K rows."""
+    """Compute BLOCK columns of the sum of one token's K rows, each times its weight if WEIGHTED."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -129,7 +129,7 @@ def _sum_kernel(rows, weights, place, out, D, K: tl.constexpr, WEIGHTED: tl.cons
 
 @triton_jit
 def _combine_gradients_kernel(dy, y, weights, order, dy_rows, dweights, D, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the gradient of one expert row, which is its token's gradient times its weight, and the gradient of this weight."""
+    """Compute the gradient at one expert row, which is the token's gradient times the row's weight, and the gradient at this weight."""
     n = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + n)
     weight = tl.load(weights + choice).to(tl.float32)
@@ -192,7 +192,7 @@ def _fake_route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor
 _top_k_routing = operator(
     "top_k_routing(Tensor logits, int k, bool normalize) -> (Tensor, Tensor, Tensor)", _route, _route_triton, _fake_route
 )
-# torch's gather is as fast as dispatch can be: it reads and writes a row once.
+# torch's gather is as fast as dispatch can be: it reads and writes each row once.
 _dispatch_rows = operator(
     "moe_dispatch(Tensor x, Tensor order, Tensor place) -> Tensor",
     _dispatch, _dispatch, lambda x, order, place: x.new_empty(order.shape[0], x.shape[1]),
@@ -241,8 +241,8 @@ differentiable(
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64). `chosen`: indices of the k likeliest experts, likeliest first,
-    like `weights`. Weights and probabilities are differentiable and at least fp32. With `normalize` a token's weights add up to one."""
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64). `chosen`: indices of the k likeliest experts, likeliest first;
+    `weights`: in this order. Weights and probabilities are differentiable and at least fp32. `normalize`: a token's weights sum to one."""
     if not 1 <= k <= logits_TE.shape[1]:
         raise ValueError(f"k is {k}, of {logits_TE.shape[1]} experts")
     return _top_k_routing(logits_TE, k, normalize)  # type: ignore[no-any-return]
@@ -250,7 +250,7 @@ def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, T
 
 def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return int64 (order [N], place [N], offsets [E + 1]) that sort the N = T k choices, numbered token by token, by expert. order[n]: the
-    choice at sorted row n; place: its inverse; expert e has rows offsets[e] to offsets[e + 1], in the order of their tokens."""
+    choice at sorted row n; place: the inverse of order; expert e has rows offsets[e] : offsets[e + 1], in the order of their tokens."""
     chosen_N = chosen_Tk.flatten()
     order_N = chosen_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -260,7 +260,7 @@ def sort_by_expert(chosen_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def dispatch(x_TD: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """Return [N, D]: every token's row once per chosen expert, in the order of `sort_by_expert`. Differentiable in x."""
+    """Return [N, D]: each token's row once per chosen expert, sorted by expert with `sort_by_expert`'s result. Differentiable in x."""
     return _dispatch_rows(x_TD, order_N, place_N)  # type: ignore[no-any-return]
 
 

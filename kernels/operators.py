@@ -1,11 +1,11 @@
-"""Custom operators for torch's dispatcher: one name, one version per device, visible to autograd and torch.compile.
+"""Custom operators for torch's dispatcher, with one implementation per device, visible to autograd and torch.compile.
 
-An operator has a portable version (torch operators; numba loops on CPU) and a Triton version. The dispatcher picks
-by the tensors' device; fp64, which is for checks, always takes the portable version. With TRITON_INTERPRET=1,
-Triton's interpreter runs the Triton versions on CPU tensors, so that tests run them without a GPU.
+An operator has a portable implementation (torch operators; numba loops on CPU) and a Triton implementation. The dispatcher picks
+by the tensors' device; fp64, which is for checks, always takes the portable one. With TRITON_INTERPRET=1,
+Triton's interpreter runs the Triton implementations on CPU tensors, so that tests run them without a GPU.
 
-A file's `NUMERICS` gives each operation a version of its results. Artifacts' keys depend on this version and the reference, not on loops
-and Triton programs: raise the version when bits change (`tests/identity/numerics.py` compares them).
+A file's `NUMERICS` gives each operation's results a version. Artifacts' keys depend on this version and the reference, not on loops
+and Triton programs: raise the version when a result's bits change (`tests/identity/numerics.py` compares bits).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within the context, switch torch's deterministic algorithms on or off. Operations without such an algorithm only warn."""
+    """Within the context, switch torch's deterministic algorithms on or off. Operations without a deterministic algorithm only warn."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     try:
@@ -38,8 +38,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def operator(schema: str, portable: Function, triton: Function, fake: Function) -> Any:
-    """Define an operator `puna::…` and return a function that calls it. `fake` returns empty outputs of the right shapes, for tracing. It
-    must read `x.shape[0]`: `len(x)` would be a constant, and every length would be compiled again."""
+    """Define an operator `puna::…` and return a function that calls it. `fake` returns empty outputs of the right shapes, for tracing, and
+    must read `x.shape[0]`: `len(x)` would be a constant, and torch.compile would compile every length again."""
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
     plain = portable
@@ -59,12 +59,12 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
 
 _LIBRARY.define("seen_by_mode() -> bool")
 _LIBRARY.impl("seen_by_mode", lambda: False, "CompositeExplicitAutograd")
-_LIBRARY.impl("seen_by_mode", lambda: True, "Python")  # the dispatcher's key while a mode is active
+_LIBRARY.impl("seen_by_mode", lambda: True, "Python")  # the dispatch key of an active mode
 
 
 def alone(first: Any, *others: Any) -> bool:
-    """True if autograd, autocast, tracing and modes are off, and all tensors are plain and on CPU. The dispatcher then costs 20 us per call
-    and adds nothing. Subclasses of Tensor may wait for communication, which only the dispatcher triggers."""
+    """True if a call can skip the dispatcher, which costs 20 us: autograd, autocast, tracing, modes and Triton's interpreter are off, all
+    tensors are plain, and `first` is on CPU. Subclasses of Tensor may wait for communication, which only the dispatcher triggers."""
     return (
         not torch.compiler.is_compiling()
         and not INTERPRETED
@@ -84,7 +84,7 @@ def _plain(argument: Any) -> bool:
 
 
 def _without_autocast(function: Function) -> Function:
-    """Return a function that runs `function` outside autocast, which would round its products."""
+    """Return a function that runs `function` with autocast off: autocast would round the function's products."""
 
     def run(*args: Any) -> Any:
         if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
@@ -108,23 +108,23 @@ def _guarded(portable: Function, triton: Function) -> Function:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """True if operators on this tensor run their Triton version."""
+    """True if operators on this tensor run their Triton implementation."""
     return tensor.dtype != torch.float64 and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
 
 
 def differentiable(call: Any, backward: Function, setup: Function) -> None:
-    """Attach a backward pass to `call`, a result of `operator`; `setup(ctx, inputs, output)` saves its tensors. The argument is the
+    """Attach a backward pass to `call`, a result of `operator`; `setup(ctx, inputs, output)` saves what `backward` needs. `call` is the
     operator, not its name: so a stage's key, which depends on all reachable code, depends on the backward pass too."""
     torch.library.register_autograd(call.dispatched, backward, setup_context=setup, lib=_LIBRARY)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and statistics for this dtype: at least fp32."""
+    """Return the dtype in which sums and statistics of `dtype` values are computed: fp64 for fp64, else fp32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def fused_on_cpu(*tensors: Tensor | None) -> bool:
-    """True if numba's loops can take these tensors: contiguous fp32 on CPU, with numba installed."""
+    """True if numba's loops can take these tensors (None is ignored): contiguous fp32 on CPU, with numba installed."""
     from puna.kernels.cpu.lazy_jit import has_numba
 
     for t in tensors:

@@ -1,8 +1,8 @@
-"""Shared parts of the output layer's operators, which compute logits by chunks of rows and sum gradients over chunks.
+"""Shared parts of the output layer's operators, which compute logits in chunks of rows and sum gradients over the chunks.
 
-Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The device's library computes the products; between them is one pass over
-a chunk's logits, in place. Softmax and the sums over chunks, dW too, are in fp32 at least: in low precision, accumulating dW makes training
-diverge.
+Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The device's BLAS computes the matrix products; between them is one pass
+over a chunk's logits, in place. Softmax and the sums over chunks, such as dW, are at least fp32: training diverges if dW is accumulated in
+low precision.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LOWEST = -3.0e38  # below every logit, and finite, so that differences are defin
 
 
 def chunks(rows: int, w_VD: Tensor) -> Iterator[slice]:
-    """Return slices of the rows, such that a slice's logits take at most the device's number of bytes (or the slice has one row)."""
+    """Return slices that cut `rows` rows into chunks. A chunk's logits take at most the device's `CHUNK_BYTES`, or it has one row."""
     capacity = CHUNK_BYTES_GPU if w_VD.is_cuda else CHUNK_BYTES
     size = max(1, capacity // (w_VD.element_size() * len(w_VD)))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
-    """Add d^T x to dw in dw's precision."""
+    """Add d^T x to dw in place, in dw's precision."""
     if dw_VD.dtype == x_CD.dtype:
         dw_VD.addmm_(d_CV.T, x_CD)
     elif x_CD.is_cuda:
@@ -46,7 +46,7 @@ def gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[T
 
 
 def fake_gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
-    """Return empty `gradients` for tracing, in the operator's dtypes."""
+    """Return empty tensors with the shapes of `gradients` and the dtypes that the operator returns, for tracing."""
     return x_ND.new_empty(x_ND.shape if want_x else 0), w_VD.new_empty(w_VD.shape if want_w else 0)
 
 
@@ -56,6 +56,6 @@ def fake_rows(x_ND: Tensor, count: int) -> list[Tensor]:
 
 
 def block_size(V: int) -> tuple[int, int]:
-    """Return (logits that a program holds at once, number of warps)."""
+    """Return (logits that a program holds at once, number of warps) for rows of V logits."""
     block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
     return block, max(1, min(16, block // 256))

@@ -1,13 +1,13 @@
-"""Attention of new tokens over keys and values in pages: prefill, decoding and shared prefixes in one ragged step.
+"""Attention of new tokens over a paged KV cache: prefill, decoding and shared prefixes in one ragged step.
 
 Shapes: N queries, H query heads, G key-value heads, R = H / G, K width of queries and keys, V width of values;
-P pages of S tokens, B sequences, W pages of the longest.
+P pages of S tokens, B sequences, W pages of the longest sequence.
 
 A query has a position in its sequence and sees itself and every token before it. A sequence is a list of pages in the order of its
-path, so that page j holds the positions from j S on. Neighbouring queries that share their first pages read these once (cascade
+tokens: its page j holds the positions from j S on. Neighbouring queries that share their first pages read these once (cascade
 inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the loop goes through a query's pages in order.
-So a query's bits depend neither on where its pages are or who shares them, nor on the rest of the step. On a GPU long stretches are cut
-into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding).
+So the bits of a query's result depend neither on where its pages are, nor on other queries in the step. On a GPU long runs of pages are
+cut into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding).
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ if has_numba():
     )
 
 NUMERICS = {"PAGE": 1, "PagedPlan": 1, "new_pages": 2, "paged_attention": 1}
-PAGE = 16  # tokens of a page: one wide vector of scores
+PAGE = 16  # tokens per page: their scores for one query fill a 512-bit vector
 TILE = 16  # neighbouring queries that are computed together
 KEPT = 8  # pages of values that stay in the L1 cache while a tile's queries read them in turn
-SPARE = 8  # numbers after a list of pages that the prefetch may read
-SPLIT = 1024  # tokens of one piece on a GPU
-Shape = tuple[int, int, int, int]  # G, R, K and V of an attention
+SPARE = 8  # spare entries after a list of pages, which the prefetch may read
+SPLIT = 1024  # maximum number of tokens of one piece on a GPU
+Shape = tuple[int, int, int, int]  # (G, R, K, V)
 Arrays = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """The pages that a step's queries see, on CPU.
+    """The pages that a step's queries see, as CPU tensors; `items` are copied to `device`.
 
     tables    [B, W] int32   each sequence's pages, in order
-    sequence  [N] int32      each query's sequence; sequences that share pages should be side by side, so that their queries share them
-    position  [N] int32      number of tokens before each query on its path
+    sequence  [N] int32      each query's sequence; queries share page reads only if their sequences are side by side
+    position  [N] int32      number of tokens before each query in its sequence
     """
 
     tables: Tensor
@@ -76,13 +76,13 @@ class PagedPlan:
             raise ValueError("a plan has int32 tensors on CPU, with one sequence and one position per query")
         positions = self.position.numpy()
         if len(positions) and not (positions.min() >= 0 and positions.max() < PAGE * self.tables.shape[1]):
-            raise ValueError(f"positions lie in 0 to {PAGE * self.tables.shape[1] - 1}, where the tables have pages of {PAGE}")
+            raise ValueError(f"positions lie in 0 to {PAGE * self.tables.shape[1] - 1}, the positions in the tables' pages of {PAGE}")
 
     @cached_property
     def arrays(self) -> Arrays:
-        """Return the loops' arrays: tables [B W], W, sequences, positions, stretches [stretches, 4] of (first query, end, first page, end),
-        and the first stretch of each tile of queries. A tile is cut like the tree of its paths: first the pages that all its queries share,
-        then those that neighbours share."""
+        """Return (tables [B W], W, sequences, positions, stretches, each tile's first stretch) for the numba loops. A stretch (first query,
+        end query, first page, end page) is a run of pages that neighbouring queries share. A tile's stretches follow the tree of its
+        sequences: first the pages that all its queries share, then those that fewer neighbours share."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         flat = np.ascontiguousarray(tables).ravel()
         tile_count = -(-len(sequence) // TILE)
@@ -91,7 +91,7 @@ class PagedPlan:
         return flat, tables.shape[1], sequence, position, stretches, begins
 
     def scratch(self, R: int, width: int) -> tuple[Any, Any, Any]:
-        """Return each thread's scratch, shared by a step's layers: a tile's pages, queries, and rows of scores with a spare vector."""
+        """Return buffers per thread, reused by a step's layers: a tile's pages, its queries or sums of values, and its rows of scores."""
         if (R, width) not in self._scratch:
             threads, W = torch.get_num_threads(), self.tables.shape[1]
             queries, scores = (np.empty((threads, TILE * R, size), np.float32) for size in (width, PAGE * (W + 1)))
@@ -104,8 +104,8 @@ class PagedPlan:
 
     @cached_property
     def items(self) -> tuple[Tensor, Tensor]:
-        """Return a GPU's work: [items, 6] int32 of (first query, number of queries, sequence, first position, end, index of the first
-        partial result), and [N, most] int32 with the indices of each query's partial results, padded with -1."""
+        """Return a GPU's work: [items, 6] int32 of (first query, number of queries, sequence, first position, end position, index of the
+        first partial result), and [N, maximum count] int32 with the indices of each query's partial results, padded with -1."""
         tables, sequence, position = (t.numpy() for t in (self.tables, self.sequence, self.position))
         items: list[tuple[int, ...]] = []
         parts: list[list[int]] = [[] for _ in range(len(sequence))]
@@ -132,10 +132,10 @@ class PagedPlan:
 
 
 def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out as the device's version reads them.
+    """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out for the device's implementation.
 
-    On a CPU, pages take memory when they are first written, and are at least fp32. A head's pages are contiguous: sequences take
-    their next page at about the same time, so a step reads nearly contiguous memory per head.
+    On a CPU, pages take memory only once they are written, and are at least fp32. A head's pages are contiguous: sequences take
+    their next pages at about the same time, so a step reads nearly contiguous memory per head.
     """
     if torch.device(device).type != "cpu":
         return tuple(torch.zeros(count, PAGE, G, width, dtype=dtype, device=device) for width in (K, V))  # type: ignore[return-value]
@@ -145,7 +145,7 @@ def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: to
 
 
 def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v over the tokens that a query sees, computed one query at a time: [N, H, V]."""
+    """Return softmax(q k^T / sqrt(K)) v over the tokens that each query sees, computed one query at a time: [N, H, V]."""
     R = q_NHK.shape[1] // k_PSGK.shape[2]
     out = []
     for q_HK, sequence, position in zip(q_NHK, plan.sequence.tolist(), plan.position.tolist(), strict=True):
@@ -162,12 +162,12 @@ def paged_attention_reference(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, pla
 
 @strict_jit
 def _stretches(tables: Any, W: int, sequence: Any, position: Any, stretches: Any, begins: Any) -> None:
-    """Fill `stretches` and `begins`, see `PagedPlan.arrays`."""
+    """Fill `stretches`, and `begins` with each tile's first stretch (see `PagedPlan.arrays`)."""
     common, stack, count = np.empty(TILE, np.int32), np.empty((2 * TILE, 3), np.int32), 0
     for tile in range(len(begins) - 1):
         begins[tile], first = count, tile * TILE
         last = min(first + TILE, len(sequence))
-        for n in range(first, last - 1):  # number of first pages that two neighbours share
+        for n in range(first, last - 1):  # count the first pages that two neighbouring queries share
             a, b, j = W * sequence[n], W * sequence[n + 1], 0
             most = min(position[n], position[n + 1]) // PAGE + 1
             while j < most and (a == b or tables[a + j] == tables[b + j]):
@@ -194,7 +194,7 @@ def _stretches(tables: Any, W: int, sequence: Any, position: Any, stretches: Any
 
 @strict_jit
 def _scores(M: int, K: int, a: Address, table: Address, length: int, pages: Address, out: Address, wide: int) -> None:
-    """Write the scores of M queries with the keys of a table's pages to `out`, in rows of `wide` bytes."""
+    """Write the dot products of M queries with the keys of a table's pages to `out`, whose rows are `wide` bytes apart."""
     size, j = 4 * K * PAGE, 0
     many = tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH
     while j < length:
@@ -212,7 +212,7 @@ def _scores(M: int, K: int, a: Address, table: Address, length: int, pages: Addr
 
 @strict_jit
 def _values(M: int, lanes: int, p: Address, wide: int, table: Address, length: int, pages: Address, out: Address) -> None:
-    """Add the values of a table's pages, weighted by M rows of p, to M sums at `out`."""
+    """Add the values of a table's pages, weighted by M rows of p (`wide` bytes apart), to M sums at `out`."""
     size, many = 4 * PAGE * lanes, PAGE * (tiles.TALL_WIDTH if M >= tiles.TALL else tiles.FEW_WIDTH)
     for j in range(0, length, KEPT):
         at, some, row, d = table + 4 * j, min(KEPT, length - j), p + 4 * PAGE * j, 0
@@ -231,10 +231,10 @@ def _values(M: int, lanes: int, p: Address, wide: int, table: Address, length: i
 
 @strict_jit
 def _powers(row: Address, low: int, begin: int, length: int, scale: float) -> Any:
-    """Replace scores begin .. length - 1 at address `row` by e^((score - largest) scale), the other scores of the pages from `low` on by 0.
-    Return the sum."""
+    """Replace scores `begin` to `length` - 1 at address `row` by e^((score - largest) scale), and the other scores from `low` to the last
+    page's end by 0. Return the sum of the exponentials."""
     none, zero, whole = np.float32(-np.inf), np.float32(0), length // PAGE * PAGE
-    inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # only the first and the last page may be seen in part
+    inner, tops = (begin + PAGE - 1) // PAGE * PAGE, fill(none)  # a query may see only parts of the first and the last page
     for t in range(begin // PAGE * PAGE, inner, PAGE):
         tops = between(load(row + 4 * t), begin - t, length - t, none)
     for t in range(inner, whole, PAGE):
@@ -266,9 +266,9 @@ def attend_head(
 ) -> None:  # fmt: skip
     """Compute attention for a tile of queries of key-value head g: scores by page, exponentials by row, sums of values by page.
 
-    `plan`: `PagedPlan.arrays`. `k`, `v`: the head's own pages; `packed`: room for a tile's queries and sums of values; `scores`: rows of
-    `wide` bytes. `walk` gets the tile's pages in reading order. Every page is multiplied whole; a token that a query does not see counts as
-    an exact zero. So the order of operations for a query depends only on its position and its path.
+    `plan`: `PagedPlan.arrays`. `k`, `v`: the head's pages; `packed`: buffer for the tile's queries, then for its sums of values; `scores`:
+    rows of `wide` bytes. `walk` gets the tile's pages in reading order. Every page is multiplied whole; a token that a query does not see
+    counts as an exact zero. So the order of operations for a query depends only on its position and its sequence.
     """
     (G, R, K, V), (tables, W, sequence, position, stretches, begins) = shape, plan
     first, last = tile * TILE, min(tile * TILE + TILE, len(sequence))
@@ -277,7 +277,7 @@ def attend_head(
         lowest = min(lowest, max(0, position[n] + 1 - window))
         for c in range(0, heads, LANES):
             store_first(packed + 4 * ((n - first) * heads + c), load_first(q + 4 * ((n * G + g) * heads + c), heads - c), heads - c)
-    lowest, count = lowest // PAGE, 0  # no query sees the pages before it
+    lowest, count = lowest // PAGE, 0  # no query sees a page before page `lowest`
     for s in range(begins[tile], begins[tile + 1]):
         for j in range(max(stretches[s, 2], lowest), stretches[s, 3]):
             walk[count] = tables[W * sequence[stretches[s, 0]] + j]
@@ -325,7 +325,7 @@ def _attend_loop(
 
 
 def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
-    """True if the loops can read these pages: fp32 in the layout of `new_pages`, whose rows of values are padded to a multiple of 16."""
+    """True if the numba loops can read these pages: fp32 on CPU, in the layout of `new_pages` (value rows padded to a multiple of 16)."""
     (P, S, _, K), lanes = k_PSGK.shape, v_PSGV.stride(1)
     ours = k_PSGK.stride() == (K * S, 1, P * K * S, S) and v_PSGV.stride() == (S * lanes, lanes, P * S * lanes, 1)
     ours &= lanes == -(-v_PSGV.shape[3] // PAGE) * PAGE
@@ -333,7 +333,7 @@ def paged_for_loops(k_PSGK: Tensor, v_PSGV: Tensor) -> bool:
 
 
 def places(k_PSGK: Tensor, v_PSGV: Tensor) -> tuple[Address, Address, int, int]:
-    """Return the pages' addresses for the loops: of keys and of values, and the bytes between two heads of each."""
+    """Return (address of the key pages, address of the value pages, bytes from head to head in the key pages, and in the value pages)."""
     return k_PSGK.data_ptr(), v_PSGV.data_ptr(), 4 * k_PSGK.stride(2), 4 * v_PSGV.stride(2)
 
 
@@ -378,10 +378,10 @@ def _attend_portable(q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedP
 def paged_attention(
     q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, plan: PagedPlan, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """Return softmax(scale q k^T) v over each query's visible keys, [N, H, V] in q's dtype, no autograd. `scale` None: 1 / sqrt(K).
+    """Return softmax(scale q k^T) v over each query's visible keys, [N, H, V] in q's dtype, without autograd. `scale` None: 1 / sqrt(K).
 
-    Pages come from `new_pages`; on a CPU, torch's operators read any other layout (such as values inside keys). With a `window` a
-    query sees the last `window` tokens of its path, itself included. On a CPU, all numbers in a plan's pages must be finite.
+    Pages come from `new_pages`; on a CPU, slower torch operators read any other layout (such as values inside keys). With a `window` a
+    query sees the last `window` tokens of its sequence up to and including itself. On a CPU, all values in a plan's pages must be finite.
     """
     (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]
     if k_PSGK.shape[:3] != v_PSGV.shape[:3] or k_PSGK.shape[3] != K or H % G or len(plan.sequence) != N or S != PAGE:

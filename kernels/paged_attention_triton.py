@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU; `paged_attention.py` explains the names.
+"""Attention over a paged KV cache on a GPU; `paged_attention.py` explains the names.
 
 A program computes a partial softmax for one item of a plan, one key-value head and some of the item's queries. A query's partial results
 are merged by their log-sum-exps (FlashDecoding).
@@ -17,21 +17,21 @@ from puna.kernels.cpu.lazy_jit import triton_jit
 if TYPE_CHECKING:
     import triton.language as tl
 
-ROWS, TOKENS = 16, 64  # queries and keys that a program multiplies at once
+ROWS, TOKENS = 16, 64  # rows (pairs of query and head) and keys that a program multiplies at once
 LOG2_E = math.log2(math.e)
 
 
 @triton_jit
 def _rows(x, column, inside, width):  # type: ignore[no-untyped-def]
-    """Return the rows at addresses x; zero where `inside` is false and beyond the width."""
+    """Return the rows of `width` elements at addresses x; zero where `inside` is false and in columns beyond `width`."""
     return tl.load(x[:, None] + column[None, :], inside[:, None] & (column[None, :] < width), 0.0)
 
 
 @triton_jit
 def softmax_step(s, peak, total):  # type: ignore[no-untyped-def]
-    """Add scores (base 2) of more keys to a running softmax; return their exponentials, the old sum's decay, the new sum and peak."""
+    """Add scores (base 2) of more keys to a running softmax; return (scores' exponentials, the old sum's decay, new sum, new peak)."""
     higher = tl.maximum(peak, tl.max(s, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # where a query has seen no token so far
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # 0 where a query has seen no token so far
     p = tl.exp2(s - base[:, None])
     decay = tl.exp2(peak - base)
     return p, decay, total * decay + tl.sum(p, 1), higher
@@ -44,8 +44,8 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     S: tl.constexpr, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     TAIL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute M queries of one item and key-value head; the rows are (query, head of the group) pairs. With a TAIL, the first V numbers of
-    a key are also its value, read once; TAIL is the block size of the other K - V."""
+    """Compute the partial results of M rows, (query, query head) pairs of one item and key-value head. With a TAIL, the first V elements of
+    a key are also its value, and are read once; TAIL is the block size of the other K - V elements."""
     item = items + 6 * tl.program_id(0)
     group = tl.program_id(1)
     first = tl.load(item)
@@ -92,7 +92,7 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     place = (slot + query).to(tl.int64) * H + head
     whole = tl.where(total == 0.0, 1.0, total)
     tl.store(partial + place[:, None] * V + wide[None, :], acc / whole[:, None], inside[:, None] & (wide[None, :] < V))
-    # A piece of which a query sees no token gets no weight, but a finite logarithm, so that differences are defined.
+    # If a query sees no token of a piece, the piece gets no weight but a finite logarithm, so that differences are defined.
     tl.store(logs + place, tl.where(total == 0.0, -1e30, peak + tl.log2(whole)), inside)
 
 
@@ -109,7 +109,7 @@ def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constex
         slot = tl.load(parts + query * most + i).to(tl.int64)
         log = tl.load(logs + slot * H + head, slot >= 0, float("-inf"))
         piece = tl.load(partial + (slot * H + head) * K + column, (slot >= 0) & (column < K), 0.0)
-        higher = tl.maximum(peak, log)  # the first piece of a query exists, so this is finite
+        higher = tl.maximum(peak, log)  # finite, since every query has a first piece
         share = tl.exp2(log - higher)
         decay = tl.exp2(peak - higher)
         total = total * decay + share
@@ -119,7 +119,7 @@ def merge_kernel(partial, logs, parts, out, most, H: tl.constexpr, K: tl.constex
 
 
 def tokens(block: int, size: int) -> int:
-    """Return the number of keys that a program multiplies at once, such that two blocks of them fit into shared memory."""
+    """Return the number of keys that a program multiplies at once (16 to `TOKENS`), such that two blocks of keys fit into shared memory."""
     return max(16, min(TOKENS, (64 << 10) // (block * size)))
 
 
@@ -127,7 +127,7 @@ def attend(
     q_NHK: Tensor, k_PSGK: Tensor, v_PSGV: Tensor, tables: Tensor, positions: Tensor, items: Tensor, parts: Tensor, most: int, window: int,
     scale: float,
 ) -> Tensor:
-    """Return attention by the items and parts of a plan, at most `most` queries an item: [N, H, V] in q's dtype."""
+    """Return attention [N, H, V] in q's dtype. `items`, `parts`: `PagedPlan.items`; `most`: maximum number of queries of an item."""
     q = q_NHK.contiguous()
     (N, H, K), (S, G, V) = q.shape, v_PSGV.shape[1:]
     R = H // G

@@ -1,8 +1,8 @@
-"""Linear layers in 8 bits: INT8 (absolute maximum) and FP8 (e4m3), with one scale per row of either factor.
+"""Linear layers in INT8 or FP8 (e4m3), with one scale per row of each factor, from the row's absolute maximum.
 
     q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-Products of INT8 are summed in int32, of FP8 in fp32. Shapes: T rows, D inputs, N outputs.
+INT8 products are summed exactly, as in int32; FP8 products in fp32. Shapes: T rows, D inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NUMERICS = {"quantize_rows": 1, "quantized_linear": 1}
 Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-LEAST = 1e-30  # least peak of a row: smaller rows become zeros
-BLOCK = 4096  # numbers of a row that a program quantises at once
-EXACT_DEPTH = 1024  # products of bytes whose sum has no rounding in fp32: 1024 * 128^2 = 2^24
+LEAST = 1e-30  # lower bound of a row's absolute maximum, so that a row of zeros has a positive scale
+BLOCK = 4096  # elements of a row that a program quantises at once
+EXACT_DEPTH = 1024  # number of int8 products whose sum has no rounding in fp32: 1024 * 128^2 = 2^24
 
 
 def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return (q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times scale. A row that is not finite has the scale NaN."""
+    """Return (q [T, D] int8 or e4m3, scales [T] in x's dtype): x is about q times scale. A row that is not all finite has scale NaN."""
     top = TOP[TYPES[kind]]
     peak_T = x_TD.abs().amax(1).clamp_min(LEAST)
     scaled_TD = x_TD * (top / peak_T)[:, None]
@@ -44,7 +44,7 @@ def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear_reference(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """Return x w^T in x's dtype, with x quantised by rows."""
+    """Return x w^T in x's dtype, with x quantised by row; `q_ND` and `scale_N`: w from `quantize_rows`."""
     q_TD, scale_T = quantize_rows_reference(x_TD, "fp8" if q_ND.dtype == torch.float8_e4m3fn else "int8")
     return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None]).T
 
@@ -76,7 +76,7 @@ def _product_loop(
 
 
 def _product_of_bytes(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor) -> Tensor:
-    """Return `_product` of INT8 in fp32, by the loop of the dense layers, which reads rows of x as unsigned bytes with their scale."""
+    """Return `_product` of INT8 in fp32, by the numba loop of dense layers. It reads a row of x as unsigned bytes, then the row's scale."""
     (T, D), N, size, b_ND = a_TD.shape, len(b_ND), row_bytes(a_TD.shape[1]), b_ND.contiguous()
     rows, sums_N, y_TN = torch.empty(T, size, dtype=torch.uint8), b_ND.sum(1, dtype=torch.int32), torch.empty(T, N)
     rows[:, :D], rows.view(torch.float32)[:, -LANES:] = a_TD.view(torch.uint8) ^ 128, a_T[:, None]
@@ -103,10 +103,10 @@ def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one row: find its largest magnitude, then convert its numbers, which are still in the cache."""
+    """Quantise one row: find its largest magnitude, then convert its elements, which are still in the cache."""
     t = tl.program_id(0).to(tl.int64)
     peaks = tl.zeros([BLOCK], tl.float32)
-    zeros = tl.zeros([BLOCK], tl.float32)  # NaN where a number is not finite
+    zeros = tl.zeros([BLOCK], tl.float32)  # NaN where an element is not finite
     for first in range(0, width, BLOCK):
         d = first + tl.arange(0, BLOCK)
         row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
@@ -120,7 +120,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(x + t * x_row + d, d < width, 0.0).to(tl.float32)
         row = tl.minimum(tl.maximum(row * inverse, -TOP), TOP)
         if ROUND:
-            row = (row + 12582912.0) - 12582912.0  # adding 1.5 * 2^23 rounds to a whole number
+            row = (row + 12582912.0) - 12582912.0  # adding and subtracting 1.5 * 2^23 rounds to a whole number
         tl.store(q + t * width + d, row.to(q.dtype.element_ty), d < width)
 
 
@@ -129,7 +129,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     a, b, a_scales, b_scales, out, T, N, D,
     M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SUM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [M, C] tile of a b^T; programs walk down GROUP tiles before they go right, so that b stays in the cache."""
+    """Compute one [M, C] tile of a b^T, times both scales. Programs go down GROUP tiles before they go right, so b stays in the cache."""
     program = tl.program_id(0)
     tiles = tl.cdiv(N, C)
     band = program // (GROUP * tiles)
@@ -165,7 +165,7 @@ def _quantize_triton(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
 
 
 def _product_triton(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of FP8 by torch's faster kernel if it supports shape and dtype, else (and for INT8) by `_product_kernel`."""
+    """Return the scaled product: FP8 by torch's faster kernel if it supports shapes and dtype, else (and INT8) by `_product_kernel`."""
     import triton.language as tl
 
     (T, D), N = a_TD.shape, len(b_ND)
@@ -206,18 +206,18 @@ def _forward(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
 
 
 def require_products(kind: Kind, device: torch.device) -> None:
-    """Raise ValueError if `device` has no 8-bit products of this kind: FP8 needs compute capability 8.9. A CPU computes FP8's products in
-    fp32: correct, but slower than without quantisation."""
+    """Raise ValueError if `device` has no 8-bit products of this kind: on a GPU, FP8 needs compute capability 8.9. A CPU computes FP8
+    products in fp32: correct, but slower than without quantisation."""
     if kind == "fp8" and device.type == "cuda" and capability(device) < 89:
         name, known = torch.cuda.get_device_name(device), capability(device) / 10
-        raise ValueError(f"{name} (compute capability {known}) has no FP8 products, which need 8.9: choose int8, or neither")
+        raise ValueError(f"{name} (compute capability {known}) has no FP8 products, which need 8.9: choose int8 or no quantisation")
 
 
 def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return (q [T, D] int8 or e4m3, scales [T] fp32 at least). A row with a number that is not finite has the scale NaN."""
+    """Return (q [T, D] int8 or e4m3, scales [T] at least fp32): x is about q times scale. A row that is not all finite has scale NaN."""
     return _quantize_rows(x_TD, kind == "fp8")  # type: ignore[no-any-return]
 
 
 def quantized_linear(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """Return x w^T, [T, N] in x's dtype, without autograd; `q_ND` and `scale_N` are w by `quantize_rows`. x is quantised by row here."""
+    """Return x w^T, [T, N] in x's dtype, without autograd; `q_ND` and `scale_N`: w from `quantize_rows`. x is quantised by row here."""
     return _forward(x_TD, q_ND, scale_N)

@@ -3,7 +3,7 @@
     total = x + residual;  y = total / sqrt(mean(total^2) + eps) * weight   over the last axis
 
 With r = 1 / sqrt(mean(total^2) + eps), n = total r and g = dy * weight, the backward pass
-is dtotal += r (g - n mean(g n)) and dweight = sum over rows of dy n. Statistics are in fp32 at least.
+returns dx = dtotal + r (g - n mean(g n)) and dweight = sum over rows of dy n. Statistics are in fp32 at least.
 Shapes: T rows, D width.
 """
 
@@ -26,8 +26,8 @@ if has_numba():
     from puna.kernels.cpu.vectors import total as total_of
 
 NUMERICS = {"rms_norm": 2, "add_rms_norm": 2}
-ELEMENTS = 2048  # per program, in several rows if rows are short (qk-norm): one short row would leave threads idle
-PROGRAMS = 264  # programs of the backward pass, which sum separate parts of dweight: two per multiprocessor of a large GPU
+ELEMENTS = 2048  # elements per program, in several rows if rows are short (qk-norm): one short row would leave threads idle
+PROGRAMS = 264  # most programs of the backward pass, each with its own partial dweight: two per multiprocessor of a large GPU
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -36,7 +36,7 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (y, total) by definition, in the inputs' dtype."""
+    """Return (y, total) by the definition, in the inputs' dtype."""
     total_TD = x_TD + residual_TD
     return rms_norm_reference(total_TD, weight_D, eps), total_TD
 
@@ -46,7 +46,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @strict_jit
 def norm_row(width: int, x: Address, residual: Address, weight: Address, eps: float, total: Address, y: Address) -> np.float32:
-    """Write one normalised row to y; return r. If there is a residual (not 0), write x + residual to `total`."""
+    """Write one normalised row to y; return r. If `residual` is not 0, write x + residual to `total` and normalise this sum."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -68,7 +68,7 @@ def _forward_loop(
     part: int, start: int, stop: int, width: int, x: Address, residual: Address, weight: Address, eps: float, y: Address, total: Address,
     r: Address,
 ) -> None:  # fmt: skip
-    """Normalise rows given by address: in a step of generation, passing arrays would cost more than the arithmetic."""
+    """Normalise rows given by address: in a generation step, passing arrays would cost more than the arithmetic."""
     r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
         at = 4 * t * width
@@ -157,7 +157,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dy, dtotal, total, weight, r, dx, dweight, rows, width,
     ADD: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every n-th block of M rows, where n is the number of programs."""
+    """Compute dx of every n-th block of M rows, for n programs, and these rows' part of dweight."""
     d = tl.arange(0, BLOCK)
     gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -178,7 +178,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def block(width: int) -> tuple[int, int, int]:
-    """Return (rows per program, elements per row, warps), where the first two are powers of two: about 16 elements per thread."""
+    """Return (rows per program, padded row width, warps); the first two are powers of two. A thread gets about 16 elements."""
     size = max(16, 1 << (width - 1).bit_length())
     count = max(1, ELEMENTS // size)
     return count, size, max(1, min(16, count * size // 512))

@@ -27,7 +27,7 @@ HEADS = 8  # heads that a Triton program rotates at once
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, K/2] of each position's angles, computed in fp64, in `dtype`."""
+    """Return cosines and sines [T, K/2] of each position's angles, computed in fp64 and returned in `dtype`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.to(torch.float64)[:, None] * theta**-exponents
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -64,7 +64,7 @@ def _rotate_loop(
 
 
 def _rotate(x_TNK: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    if exact():  # a slice of wider rows is contiguous only if it has one row
+    if exact():  # else the row count would choose the path: a slice of wider rows is contiguous only if it has one row
         x_TNK = x_TNK.contiguous()
     if fused_on_cpu(x_TNK, cos, sin):
         out = torch.empty_like(x_TNK)
@@ -136,5 +136,5 @@ differentiable(_rope, lambda ctx, grad: (_rope(grad, *ctx.saved_tensors, not ctx
 
 
 def rope(x_TNK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [T, N, K] with rotary position embedding, by the tables cos and sin [T, K/2] of `rope_table`; K is even."""
+    """Return x [T, N, K] with rotary position embedding applied, from the tables cos and sin [T, K/2] of `rope_table`; K is even."""
     return _rope(x_TNK, cos, sin, False)  # type: ignore[no-any-return]

@@ -36,7 +36,7 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @strict_jit
 def _silu_times(gate: Any, up: Any) -> Any:
-    """Return silu(gate) * up for vectors of sixteen numbers."""
+    """Return silu(gate) * up for vectors of sixteen fp32 numbers."""
     return times(over(gate, add(fill(np.float32(1)), exp(minus(fill(np.float32(0)), gate)))), up)
 
 
@@ -51,15 +51,15 @@ def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
 def _forward_loop(
     part: int, start: int, stop: int, width: int, gate: Address, gate_row: int, up: Address, up_row: int, y: Address
 ) -> None:
-    """Compute rows; gate_row and up_row are the strides of gate and up in bytes."""
+    """Compute rows `start` to `stop` - 1; gate_row and up_row are the row strides of gate and up in bytes."""
     for t in range(start, stop):
         swiglu_row(width, gate + t * gate_row, up + t * up_row, y + 4 * t * width)
 
 
 @numba_jit
 def _backward_loop(part: int, start: int, stop: int, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
-    """Write the gradients to `dgate` and `dup`. gate and up are flat, with rows `strides` apart: a row that is a slice of its own needs no
-    check of indices, so its loop is vectorised."""
+    """Write the gradients to `dgate` and `dup`. gate and up are flat, with rows `strides` elements apart. Each row is sliced first:
+    the loop over the slice needs no index checks, so it is vectorised."""
     width = dy.shape[1]
     for t in range(start, stop):
         d, to_gate, to_up = dy[t], dgate[t], dup[t]
@@ -130,7 +130,7 @@ def _backward_kernel(dy, gate, up, dgate, dup, width, gate_stride, up_stride, BL
 
 
 def _dense_rows(x_TF: Tensor) -> Tensor:
-    """Return x, copied unless the elements of a row are contiguous; rows may be strided (halves of one product)."""
+    """Return x, copied unless the elements of a row are contiguous; rows may be strided (such as halves of a joint projection)."""
     return x_TF if x_TF.stride(1) == 1 else x_TF.contiguous()
 
 
@@ -174,7 +174,7 @@ differentiable(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, with the inputs' shape and dtype. Rows may be strided, such as the halves of one product."""
+    """Return silu(gate) * up, with the inputs' shape and dtype. Strided rows, such as halves of a joint projection, are read in place."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}, up {up.dtype} {list(up.shape)}: they must be alike")
     width = gate.shape[-1]

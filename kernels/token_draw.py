@@ -1,7 +1,7 @@
 """Log-sum-exp of rows of logits, and one token per row, sampled by the inverse of the cumulative distribution.
 
 Shapes: C rows, V vocabulary. The exponentials are summed once, in blocks; a draw walks over the blocks' sums and computes
-one block again. On CPU, training gets log-probabilities from the same loop, so that sampling and training agree bit by bit.
+one block's exponentials again. On CPU, training gets log-probabilities from the same loop, so that sampling and training agree bit by bit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if has_numba():
 
 NUMERICS = {"token_draw": 2}
 
-LANES, BLOCK = 16, 128  # probabilities are summed in blocks of this many tokens
-LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token (of equal ones, the first)
+LANES, BLOCK = 16, 128  # elements of a vector; tokens of a block, whose probabilities are summed together
+LIKELIEST = -1.0  # in place of a uniform number: take the likeliest token (on a tie, the first)
 
 
 def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> Tensor:
-    """Return, per row, the first token whose cumulative probability under softmax(logits * scale) exceeds the row's uniform number."""
+    """Return, per row, the first token whose cumulative probability of softmax(logits * scale) exceeds `uniforms`; LIKELIEST: argmax."""
     p_CV = torch.softmax(logits_CV.double() * scale_C.double()[:, None], -1).cumsum(-1)
     drawn = (p_CV <= uniforms_C[:, None] * p_CV[:, -1:]).sum(-1)
     return torch.where(uniforms_C == LIKELIEST, logits_CV.argmax(-1), drawn)
@@ -39,7 +39,7 @@ def token_draw_reference(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor)
 
 @strict_jit
 def _sum_loop(part: int, start: int, stop: int, V: int, logits: Address, scale: Any, peaks: Any, lse: Any, blocks: Any) -> None:
-    """Fill `peaks` [C] with largest logits, `lse` [C], `blocks` [C, V / 128] with sums of e^((z - peak) scale)."""
+    """Fill rows of `peaks` [C] (largest logits), `lse` [C], and `blocks` [C, ceil(V / 128)] (block sums of e^((logit - peak) scale))."""
     for row in range(start, stop):
         at, turn = logits + 4 * row * V, scale[row]
         z, whole = carray(pointer(at), (V,)), V // LANES * LANES
@@ -107,7 +107,7 @@ def _draw_loop(
 
 
 def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] block sums relative to the peak), fp32, on CPU with numba."""
+    """Return ([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] sums of e^((logit - peak) scale)), fp32; only if `uses_loop`."""
     C, V = logits_CV.shape
     peaks, lse = torch.empty(C), torch.empty(C)
     blocks = torch.empty(C, -(-V // BLOCK))
@@ -117,7 +117,7 @@ def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def uses_loop(logits_CV: Tensor) -> bool:
-    """True if the loops can take these logits: contiguous, fp32, on CPU, with numba installed."""
+    """True if numba's loops can take these logits: contiguous fp32 on CPU, with numba installed, outside Triton's interpreter."""
     whole = logits_CV.dtype == torch.float32 and logits_CV.is_cpu and logits_CV.is_contiguous()
     return whole and has_numba() and not uses_triton(logits_CV)
 
@@ -134,7 +134,7 @@ def _portable(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[T
 
 
 def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
-    """Return, per row, the first entry whose cumulative weight exceeds `uniforms` times the row's total; search its block first."""
+    """Return, per row, the first entry whose cumulative weight exceeds the row's uniform number times the row's total weight."""
     C, V = p_CV.shape  # a row with a NaN gives any entry
     blocks = torch.nn.functional.pad(p_CV, (0, -V % BLOCK)).view(C, -1, BLOCK)
     passed = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -146,7 +146,7 @@ def invert(p_CV: Tensor, uniforms_C: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
-    """Return [C, 1]: the first entry above `wanted`; if rounding leaves none, the last entry with a positive weight."""
+    """Return [C, 1]: the index of the first entry above `wanted`; if rounding leaves none, of the last entry with a positive weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last).clamp_(max=cumulative.shape[-1] - 1)
 
@@ -157,8 +157,8 @@ def _first_above(cumulative: Tensor, wanted: Tensor) -> Tensor:
 def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return ([C] int64 tokens of softmax(logits * scale), [C] log-sum-exps of logits * scale), without autograd.
 
-    `scale` [C] fp32 on CPU is one over the temperature, `uniforms` [C] fp64 on CPU in [0, 1); LIKELIEST in its place takes the
-    likeliest token. If a row's log-sum-exp is not finite, its token is arbitrary.
+    `scale` [C], fp32 on CPU: one over the temperature. `uniforms` [C], fp64 on CPU: numbers in [0, 1), or LIKELIEST for the row's
+    likeliest token. If a row's log-sum-exp is not finite, the row's token is arbitrary.
     """
     if not uses_loop(logits_CV):
         return _portable(logits_CV, scale_C, uniforms_C)

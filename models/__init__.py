@@ -1,1 +1,1 @@
-"""The language model: its settings, layouts, tokenizer, training and generation."""
+"""Language models: settings, checkpoint layouts, tokenizer, training and generation; classifiers, content extraction."""

@@ -73,9 +73,9 @@ def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int
 def _layer_elements(config: ModelConfig) -> int:
     """Return the elements per token that one layer keeps for its backward pass.
 
-    These are inputs and outputs of two norms (4 D; 2 D if one feeds both halves), rotated queries and keys, values, and the attention's
-    output. Then gate, up and their product: 3 F for each expert of a token, beside its input and output. Normalised or latent queries and
-    keys add their own.
+    These are inputs and outputs of two norms (4 D; 2 D if one norm feeds both blocks), rotated queries and keys, values, and the
+    attention's output. Then gate, up and their product (3 F); with experts, these and an input and output (2 D) per expert of a token, and
+    the router's logits and probabilities. Normalised or latent queries and keys add their own elements.
     """
     width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     inner = 3 * config.intermediate_size
@@ -93,8 +93,8 @@ def _layer_elements(config: ModelConfig) -> int:
 def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False) -> int:
     """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
-    With activation checkpointing, these are each layer's input, and all elements of the one layer that is computed again. The output layer
-    works in chunks and keeps its inputs' gradient instead of logits.
+    With activation checkpointing, the forward pass keeps each layer's input, and all elements of the one layer that is being recomputed.
+    The output layer works in chunks and keeps the gradient of its inputs instead of logits.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
     layer = _layer_elements(config)
@@ -108,7 +108,7 @@ def peak_bytes(
 ) -> int:  # fmt: skip
     """Return the peak memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
 
-    It is the sum of weights and moments, gradients of earlier micro-batches if `accumulated`, and the largest of four stages of the step:
+    The peak sums weights, moments, gradients of earlier micro-batches if `accumulated`, and the largest of four stages of the step:
 
     1. the output layer: the activations that the forward pass kept, this layer's inputs and their gradient, the gradient of
        its weights, and either a chunk of logits or a scaled copy of the weights' gradient;
@@ -179,14 +179,14 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step, whose parts do not overlap."""
+        """Return the seconds of the whole step: the sum of its parts, which do not overlap."""
         return self.matrices + self.attention + self.memory
 
 
 def step_time(
     config: ModelConfig, lengths: Iterable[int], machine: Machine, precision: Precision = "fp32", update: bool = True
 ) -> StepTime:
-    """Return the time of a training step on documents of these lengths (tokens): forward, backward and, with `update`, optimiser."""
+    """Return the time of a training step on documents of these lengths (tokens): forward, backward and, with `update`, AdamW's update."""
     lengths = list(lengths)
     tokens = sum(lengths)
     matrices = 6 * matrix_parameters(config) * tokens
@@ -197,8 +197,8 @@ def step_time(
 
 
 def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
-    """Return the FLOPs of a training step per byte that it must move: for elementwise work, the update, and each matrix, read for the
-    forward and the backward pass, with its gradient written. Below a machine's `ops_per_byte`, the step is memory-bound."""
+    """Return the arithmetic intensity of a training step: FLOPs per byte moved, by elementwise work, the optimiser's update, and matrices
+    (two reads, one write of the gradient). A step below a machine's `ops_per_byte` is memory-bound."""
     lengths = list(lengths)
     matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
     moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices
@@ -207,7 +207,7 @@ def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """Minimum seconds of one step of generation: for its FLOPs, and for the bytes that it reads; the two may overlap."""
+    """Minimum seconds of one decoding step: `operations` for its FLOPs, `memory` for the bytes that it reads; these times may overlap."""
 
     operations: float
     memory: float
@@ -218,8 +218,8 @@ class DecodeTime:
 
 
 def decode_time(config: ModelConfig, answers: int, context: int, machine: Machine, precision: Precision = "fp32") -> DecodeTime:
-    """Return the minimum time (the roofline of Williams et al. 2009) of a step that draws one token of each answer, token number `context`
-    of its sequence. Weights (of all experts) and each sequence's keys and values are read once; kernel launches are not counted."""
+    """Return the minimum time (roofline, Williams et al. 2009) of a decoding step that computes token number `context` of each answer's
+    sequence. Weights (of all experts) and each sequence's keys and values are read once; kernel launches are not counted."""
     counts, matrices = parameters(config), 2 * matrix_parameters(config)
     attention = forward_flops(config, [context]) - forward_flops(config, [context - 1]) - matrices
     weights = ELEMENT_BYTES[precision] * (counts.total - (0 if config.tie_word_embeddings else counts.embedding))

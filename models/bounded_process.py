@@ -1,4 +1,4 @@
-"""Processes that run untrusted programs within bounds of time and memory: chat templates, patterns of tokenizers and adapters.
+"""Processes that run untrusted programs within limits of time and memory: chat templates, regular expressions of tokenizers and adapters.
 
 A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since an untrusted program
 may have written them. A user's own programs run in the same way, with the user's environment.
@@ -25,16 +25,16 @@ from typing import Any, BinaryIO
 
 SECONDS = 1.0  # maximum CPU seconds of one request
 PATIENCE = 30.0  # maximum seconds to wait for an answer
-CLOCK = 10.0  # seconds of wall time per CPU second of a user's program: it may wait, and the machine may be busy
+CLOCK = 10.0  # seconds of wall time per CPU second of a user's program, which may wait, on a machine that may be busy
 START_SECONDS = 120.0  # maximum seconds for a process to start
-GRACE_SECONDS = 5.0  # seconds beyond its wall time after which a user's program without a parent ends itself
+GRACE_SECONDS = 5.0  # seconds beyond its wall time after which an orphaned program of a user ends itself
 MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
 CHARACTERS = 1 << 25  # maximum bytes of an answer
 PROGRAMS = 64  # maximum programs that a process remembers
 
 
 class LimitError(RuntimeError):
-    """A request that ran out of time or memory; the text says which."""
+    """A request that exceeded a limit of time, memory or size; the message says which."""
 
 
 class Process:
@@ -48,7 +48,7 @@ class Process:
         _processes.add(self)
 
     def _begin(self) -> None:
-        """Forget the process. A forked child starts its own: two processes would read each other's answers."""
+        """Forget the running process. A forked child needs a process of its own: parent and child would read each other's answers."""
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
@@ -56,7 +56,7 @@ class Process:
         self.known: set[bytes] = set()  # keys that the running process remembers
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
-        """Return the answer to a request of at most `seconds` CPU seconds. `more` is sent along if the process does not know `key` yet.
+        """Return the answer to a request of at most `seconds` CPU seconds. `more`: data of `key`, sent until the process remembers `key`.
         Raise LimitError if the request takes too much time or memory."""
         patience = seconds * CLOCK if self._own else PATIENCE
         with self._lock:
@@ -85,7 +85,7 @@ class Process:
         if self._popen is None or self._popen.poll() is not None or len(self.known) >= PROGRAMS or command != self._command:
             self.end()
             self._command = command
-            # An untrusted program gets nothing else of this process's environment.
+            # An untrusted program gets no other variable of this process's environment.
             environment = {**(os.environ if self._own else {}), "PYTHONPATH": path}
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", *command[1:]], bufsize=0, env=environment, start_new_session=True,
@@ -99,12 +99,12 @@ class Process:
         return self._popen
 
     def end(self, patience: float = 0.5) -> int:
-        """End the process with all that it started, and return its status; it has `patience` seconds to end by itself."""
+        """Wait `patience` seconds for the process to end by itself, then kill its process group; return its exit status (0 if none ran)."""
         popen, self._popen = self._popen, None
         self.known.clear()
         if popen is not None:
             with suppress(subprocess.TimeoutExpired):
-                popen.wait(patience)  # one that is ending keeps its own status
+                popen.wait(patience)  # a process that is ending keeps its own status
         self._close()
         return 0 if popen is None else int(popen.returncode)
 
@@ -142,7 +142,7 @@ def _write(pipe: Any, whole: bytes) -> None:
 
 
 def _answer(popen: subprocess.Popen[bytes], patience: float) -> dict[str, Any]:
-    """Read an answer. Raise EOFError if the process has ended, TimeoutError if it does not answer within `patience` seconds."""
+    """Return an answer. Raise EOFError if the process has ended, TimeoutError after `patience` seconds, LimitError if it is too long."""
     until = time.monotonic() + patience
     (size,) = struct.unpack("<Q", _read(popen.stdout, 8, until))
     if size > CHARACTERS:
@@ -165,8 +165,8 @@ def _read(pipe: Any, size: int, until: float) -> bytes:
 
 
 def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEMORY, own: bool = False) -> None:
-    """Answer the requests on standard input until it ends, each within the bounds. `memory`: bytes beyond those at the start; `own`: see
-    `Process`; then `answer` bounds the memory."""
+    """Answer the requests on standard input until the input ends, each within its limits. `memory`: bytes beyond the size at the start.
+    `own`: see `Process`; the function `answer` must then limit the memory itself."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     timer = signal.ITIMER_PROF if own else signal.ITIMER_VIRTUAL

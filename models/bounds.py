@@ -1,4 +1,4 @@
-"""Bounds on the sizes that a model's files declare, checked before anything of that size is allocated or iterated."""
+"""Checks of the sizes and patterns that a model's files declare, before anything of such a size is allocated or iterated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (
     "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "num_hidden_layers",
 )  # fmt: skip
-"""Fields of a configuration that are the length of some tensor's side, or the number of layers."""
+"""Fields of a configuration that are a dimension of some tensor, or the number of layers."""
 ADAPTER_BYTES = 1 << 20  # maximum bytes of an adapter's configuration
 ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # adapter types whose parameters are all in their file
 STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations of LoRA that do not change the model's own weights
@@ -26,7 +26,7 @@ PATTERNS = 1 << 11  # maximum patterns by which an adapter chooses modules
 
 
 def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise ValueError if the file is too large, no JSON, nested too deeply, or no object."""
+    """Return the JSON object in a file. Raise ValueError if the file is too large, not JSON, nested too deeply, or not an object."""
     if (size := path.stat().st_size) > limit:
         raise ValueError(f"{path} has {size:,} bytes: at most {limit:,} are read")
     try:
@@ -49,8 +49,8 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
-    """Raise ValueError if files of `size` bytes with `tensors` tensors cannot have a configuration's sizes. Each size is a tensor's side, a
-    number takes at least half a byte, and each layer has a tensor."""
+    """Raise ValueError if weight files of `size` bytes with `tensors` tensors cannot hold a model of a configuration's sizes. Each size is
+    a tensor's dimension, a number takes at least half a byte, and each layer has at least one tensor."""
     check_numbers(raw)
     if (layers := raw.get("num_hidden_layers") or 0) > tensors:
         raise ValueError(f"num_hidden_layers = {layers:,}, but the weights are {tensors:,} tensors: the files hold fewer layers")
@@ -60,7 +60,7 @@ def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
 
 
 def weight_names(index: Path) -> Sequence[str]:
-    """Return the names of the files in an index. Raise ValueError for one that is not a safetensors file of the index's own folder."""
+    """Return the sorted names of the weight files in an index; raise ValueError unless each is a safetensors file of the index's folder."""
     content = read_object(index).get("weight_map")
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{index} names no weights (weight_map)")
@@ -71,8 +71,8 @@ def weight_names(index: Path) -> Sequence[str]:
 
 
 def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
-    """Raise ValueError for an adapter's configuration that cannot be merged, repeats layers, or has invalid or slow patterns.
-    `modules`: names of the model's modules, against which the patterns are matched."""
+    """Raise ValueError if an adapter cannot be merged, changes the model's own weights, repeats layers, or has invalid or slow patterns.
+    `raw`: the adapter's configuration; `modules`: names of the model's modules, against which the patterns are matched."""
     if (kind := raw.get("peft_type")) not in ADAPTERS:
         raise ValueError(f"peft_type = {kind!r} cannot be merged (only {', '.join(ADAPTERS)})")
     if (start := raw.get("init_lora_weights")) not in STARTS:
@@ -96,7 +96,7 @@ _process = Process(__name__)
 
 
 def serve() -> None:
-    """Serve `check_adapter`: match patterns against module names as PEFT does, within limits; answer only with errors."""
+    """Serve `check_adapter`: match patterns against module names as PEFT does, within limits; answer with the first error, if any."""
 
     def answer(key: bytes, context: Any, request: Any) -> dict[str, Any]:
         patterns, modules = request

@@ -11,7 +11,7 @@ from puna.models.settings import Settings
 
 
 class RopeScaling(Settings):
-    """Stretched rotary frequencies for contexts longer than the first training's.
+    """Scaling (stretching) of the rotary frequencies for contexts longer than in pretraining.
 
     linear: every frequency is divided by `factor` (Chen et al. 2023). llama3: frequencies with a wavelength above
     `original_max_position_embeddings / low_freq_factor` tokens are divided, frequencies with a wavelength below
@@ -26,7 +26,7 @@ class RopeScaling(Settings):
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context / this stay")
     beta_fast: float = Field(32.0, gt=0, description="yarn: turns over the original context above which frequencies stay")
     beta_slow: float = Field(1.0, gt=0, description="yarn: turns over the original context below which frequencies are divided in full")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn: context of the first training, tokens")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn: context length before stretching, tokens")
 
     @model_validator(mode="after")
     def _factors_in_order(self) -> RopeScaling:
@@ -48,7 +48,7 @@ class RopeScaling(Settings):
         return 0.1 * math.log(self.factor) + 1 if self.rope_type == "yarn" else 1.0
 
     def stretch(self, frequencies: list[float], theta: float) -> list[float]:
-        """Return the stretched frequencies of all pairs of elements, in radians per token. `theta`: their base."""
+        """Return the stretched frequencies of all pairs of elements, in radians per token. `theta`: base of `frequencies`."""
         if self.rope_type != "yarn":
             return [self._stretch_one(frequency) for frequency in frequencies]
         pairs, context = len(frequencies), self.original_max_position_embeddings
@@ -101,7 +101,7 @@ class Mla(Settings):
 
 
 class ModelShape(Settings):
-    """Sizes of the decoder, and its variations of a plain Llama. Widths are in elements."""
+    """Sizes of the decoder, and its differences from a plain Llama. Widths are in elements."""
 
     hidden_size: int = Field(ge=1, description="Width of the model")
     intermediate_size: int = Field(ge=1, description="Width of the feed-forward blocks")
@@ -159,7 +159,7 @@ class ModelShape(Settings):
         return self.hidden_size // self.num_attention_heads if self.mla is None else self.mla.qk_head_dim
 
     def complete(self, vocab_size: int, max_position_embeddings: int) -> ModelConfig:
-        """Return the whole configuration, with a vocabulary and a longest context, both in tokens."""
+        """Return the full configuration: this shape with the size of the vocabulary and the longest context, in tokens."""
         return ModelConfig(vocab_size=vocab_size, max_position_embeddings=max_position_embeddings, **dict(self))
 
 
@@ -194,7 +194,7 @@ class ModelConfig(ModelShape):
         return self
 
     def _layout(self) -> str:
-        """Return the layout that can hold this model; raise ValueError if `model_type` names one that cannot."""
+        """Return `model_type` or, if it is empty, the first layout that can hold this model; raise ValueError if `model_type` cannot."""
         has = self.features
         able = [name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may]
         if not self.model_type:
@@ -230,7 +230,7 @@ class ModelConfig(ModelShape):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return each layer's sliding window in tokens; None if a query sees all of its path."""
+        """Return each layer's sliding window in tokens; None for a layer whose queries see all tokens before them."""
         sliding = range(self.num_hidden_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if i in sliding else None for i in range(self.num_hidden_layers))
 
@@ -239,7 +239,7 @@ class ModelConfig(ModelShape):
         return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     def rotary_frequencies(self) -> list[float]:
-        """Return the angle of each rotated pair of elements from one token to the next, in radians."""
+        """Return each rotated pair's frequency: the angle in radians by which its rotation grows from one token to the next."""
         width = self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
         plain = [self.rope_theta ** (-2 * i / width) for i in range(width // 2)]
         return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain, self.rope_theta)

@@ -41,7 +41,7 @@ class Forest:
 
     @staticmethod
     def branch(prompt: Sequence[int] | Tensor, answers: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """Return a forest of a prompt and its answers. An answer sees the prompt and itself. Raise ValueError if one of them is empty.
+        """Return a forest of a prompt and its answers. An answer sees the prompt and itself. Raise ValueError if any of them is empty.
 
         Answer i starts at `len(prompt) + sum(len(a) for a in answers[:i])`.
         """
@@ -59,7 +59,7 @@ class Forest:
 
     @staticmethod
     def concatenate(forests: Sequence[Forest]) -> Forest:
-        """Return one forest with `forests` side by side; a forest starts at the sum of the lengths of the forests before it."""
+        """Return one forest of all trees of `forests`, side by side in this order; raise ValueError if `forests` is empty."""
         if not forests:
             raise ValueError("Forest.concatenate needs at least one forest")
         ends, offset = [], 0
@@ -95,7 +95,7 @@ class Forest:
         return parents.to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> Forest:
-        """Return the forest on another device. Its mask is built on the current device, so that no step waits to read its segments."""
+        """Return the forest on another device. Build its mask on the current device first, so that no step waits to read the segments."""
         if torch.device(device) == self.tokens.device:
             return self
         mask = self.mask.to(device)

@@ -1,4 +1,4 @@
-"""The speed of a machine: matrix products, attention and memory traffic per second, measured or from a data sheet."""
+"""The speed of a machine in matrix products, attention and memory traffic, measured or from a data sheet; limits of generation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GPUS = {
 
 
 def data_sheet(name: str) -> DataSheet:
-    """Return the data sheet of a GPU; raise ValueError for one that is not listed."""
+    """Return the data sheet of the GPU with this name; raise ValueError if no key of `GPUS` is part of the name."""
     for part, sheet in GPUS.items():
         if part in name:
             return sheet
@@ -70,13 +70,13 @@ class Machine:
 
     @staticmethod
     def of(sheet: DataSheet) -> Machine:
-        """Return the rates of a GPU in bf16: 0.75 of the data sheet's matrix rate, 0.5 of it in attention, and 0.85 of the bandwidth, which
-        good kernels reach."""
+        """Return the rates of a GPU in bf16: shares of the data sheet's rates that good kernels reach. They are 0.75 of the FLOPs in matrix
+        products, 0.5 of the FLOPs in attention, and 0.85 of the bandwidth."""
         return Machine(0.75 * sheet.flops, 0.5 * sheet.flops, 0.85 * sheet.bandwidth)
 
     @staticmethod
     def gpu(name: str) -> Machine:
-        """Return the rates of a GPU in `GPUS`; raise ValueError for one that is not listed."""
+        """Return the rates of the GPU with this name in bf16, see `of`; raise ValueError if `GPUS` does not list the GPU."""
         return Machine.of(data_sheet(name))
 
 
@@ -92,8 +92,8 @@ def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, s
 
 
 def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torch.float32) -> float:
-    """Return the operations per second of `size`×`size` matrix products on torch's threads, the best of several tries and two routines. It
-    is one thread's rate by CPU time, times the threads: wall-clock time would understate it while other programs run."""
+    """Return the operations per second of `size`×`size` matrix products on torch's threads, the best of several tries and two routines:
+    one thread's rate by CPU time, times the threads. Wall-clock time would understate the rate while other programs run."""
     threads = torch.get_num_threads()
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     routines = (lambda: product(left, right), lambda: torch.mm(left, right))
@@ -134,12 +134,12 @@ CPU_KEYS = 1 << 30
 
 
 def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
-    """Return the given limits, with the device's defaults in place of None."""
+    """Return the given limits, with the device's defaults in place of None; raise ValueError for a limit below 1."""
     if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
         raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
     key_bytes = CPU_KEYS
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cache
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # memory that torch has cached
         key_bytes = (torch.cuda.mem_get_info(device)[0] + unused) // 2
     usual = Room(USUAL_ANSWERS[device.type], USUAL_STEP[device.type], key_bytes)
     return Room(*(room if own is None else own for own, room in zip((sequences, step_tokens, memory), usual, strict=True)))

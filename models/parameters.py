@@ -29,7 +29,7 @@ class Parameters:
 
 
 def parameters(config: ModelConfig) -> Parameters:
-    """Return the numbers of parameters of the language model with this configuration; all experts are counted."""
+    """Return the numbers of parameters, by part, of the language model with this configuration; all experts count."""
     width, layers = config.hidden_size, config.num_hidden_layers
     vocabulary = config.vocab_size * width
     experts = 1 if config.moe is None else config.moe.num_experts
@@ -74,7 +74,7 @@ def _router(config: ModelConfig) -> int:
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters that multiply a token: the layers' matrices with `top_k` experts, and the (tied) output layer."""
+    """Return the number of matrix parameters active per token: of the layers (with a token's experts only) and of the output layer."""
     top_k = 1 if config.moe is None else config.moe.num_experts_per_tok
     layer = _attention_matrices(config) + top_k * _feed_forward_matrices(config) + _router(config)
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size

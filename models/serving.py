@@ -23,38 +23,38 @@ if TYPE_CHECKING:
 
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
-AHEAD = 4  # tokens that a draft guesses by default
+AHEAD = 4  # tokens that a draft model speculates per step by default
 
 
 class ServingSettings(Settings):
     """Settings for computing a model's answers."""
 
     weights: Weights = Field(
-        "same", description="Format of the layers' matrices: same as stored, or 8 bits, smaller and less exact (fp8: GPU from 8.9 on)"
+        "same", description="Format of the layers' matrices: same (as stored), or 8 bits, smaller and less exact (fp8: GPU 8.9 or newer)"
     )
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that generates answers: Puna's own, or vLLM's if it is installed")
     gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that it takes")
     speculate: int = Field(
-        0, ge=0, le=64, description="Most tokens guessed ahead, by a draft (0: 4) or from the text so far; answers do not change"
+        0, ge=0, le=64, description="Maximum tokens to speculate per step, by a draft (0: 4) or from the text so far; answers do not change"
     )
 
     offload: Offload = Field(
-        "none", description="Place of the layers that do not fit into memory: disk, or the host's memory for a GPU; none: all must fit"
+        "none", description="Where layers that do not fit into memory stay: disk, or (for a GPU) host memory; none: all layers must fit"
     )
     memory: float | None = Field(
-        None, gt=0, description="GB for keys and values; with offload, for weights too (null: most of the free memory)"
+        None, gt=0, description="GB for the KV cache; with offload, for weights too (null: most of the free memory)"
     )
 
     window: int | None = Field(
         None, ge=16, multiple_of=16,
-        description="Keep only the first `sinks` and the last tokens of a prompt with its answer: at least this many, at most a quarter "
-        "more. For texts longer than the model's context; null: keep all",
+        description="Keep in the KV cache only the first `sinks` and the last tokens of a text: at least this many last tokens, at most a "
+        "quarter more. For texts longer than the model's context; null: keep all",
     )  # fmt: skip
     layout: Layout = Field(
-        Layout(), description="Processes that share one model: tensor, or stages of layers (pipeline). data: groups that share the "
-        "questions. One: each process that runs the stage has the whole model", json_schema_extra=NO_RESULT,
+        Layout(), description="Processes that hold one model together: tensor, or pipeline (stages of layers). data: number of such "
+        "groups, which share the questions. Default: each process has the whole model", json_schema_extra=NO_RESULT,
     )  # fmt: skip
-    sinks: int = Field(0, ge=0, multiple_of=16, description="With a window: first tokens that are kept, as attention sinks")
+    sinks: int = Field(0, ge=0, multiple_of=16, description="With a window: number of first tokens that are kept, as attention sinks")
 
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
@@ -69,7 +69,7 @@ class ServingSettings(Settings):
         if self.engine == "vllm" and self.memory is not None:
             raise ValueError(f"memory {self.memory:g}: vLLM is told a share of the GPU, gpu_memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
-            raise ValueError(f"offload {self.offload}: Puna's engine computes layers as they are read; set weights same, engine puna")
+            raise ValueError(f"offload {self.offload}: only Puna's engine streams layers, as stored; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
             raise ValueError("engine vllm does not speculate, and quantises only to fp8: speculate must be 0, weights same or fp8")
         return self
@@ -84,18 +84,18 @@ class ServingSettings(Settings):
 
 
 def without_vllm(engine: str, field: str) -> list[str]:
-    """Return a list with a complaint if `engine` is vllm and vLLM is not installed. `field`: the setting's name."""
+    """Return an error message in a list if `engine` is vllm and vLLM is not installed, else an empty list. `field`: the setting's name."""
     missing = engine == "vllm" and find_spec("vllm") is None
     return [f"{field}: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"] if missing else []
 
 
 def guesses(speculate: int, draft: object) -> int:
-    """Return `SamplingParams.speculate`: the setting, or `AHEAD` tokens if a draft guesses and the setting is 0."""
+    """Return the value of `SamplingParams.speculate`: the setting, or `AHEAD` if the setting is 0 and there is a draft model."""
     return speculate or (AHEAD if draft is not None else 0)
 
 
 def quantise_for(model: Transformer, weights: Weights) -> Transformer:
-    """Return the model, quantised in place to `weights`; raise ValueError if that is not possible."""
+    """Return the model, quantised in place to `weights` (same: unchanged). Raise ValueError if the model or device prevents this."""
     from puna.models.formats.quantised import quantise
 
     return model if weights == "same" else quantise(model, weights)
@@ -105,8 +105,8 @@ def engine_of(
     model: Transformer, tokenizer: Tokenizer | None, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return the engine of a model, and of its draft if there is one; both are quantised in place. `limits`: arguments of `Engine`.
-    `held`: the parallel group of which this model is one rank's part. Raise ValueError if the draft has another tokenizer."""
+    """Return the engine of a model, with its draft model if there is one; both are quantised in place. `limits`: arguments of `Engine`.
+    `held`: the model under a layout; with a pipeline, it alone is used. Raise ValueError if the draft has another tokenizer."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine
@@ -123,7 +123,7 @@ def engine_of(
 
 
 class Offloaded(NamedTuple):
-    """A model with offloaded layers, its engine's limits, the planner's choice in one line, and the place of the offloaded layers."""
+    """A model with offloaded layers, its engine's limits, the chosen plan in one line, and the store of its streamed layers, if any."""
 
     model: Transformer
     limits: dict[str, Any]
@@ -135,8 +135,8 @@ def offloaded_model(
     folder: Path, place: tuple[torch.device, torch.dtype], offload: Offload, memory: float | None, work: Work,
     step_tokens: int | None = None, draft: Transformer | None = None,
 ) -> Offloaded:  # fmt: skip
-    """Return the model in a folder, offloaded by the fastest plan for this work. `memory`: limit in GB, the draft included (None: most of
-    the free memory). `step_tokens`: see `planner.choose`. Raise ValueError, with the memory needed, if nothing fits."""
+    """Return the model in a folder, offloaded by the fastest plan for `work`. `memory`: limit in GB, the draft included (None: most of the
+    free memory). `step_tokens`: see `planner.choose`. Raise ValueError if no plan fits or `offload` does not suit the device."""
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offload_layers
     from puna.models.memory.planner import Rates, Shape, choose, measure

@@ -1,6 +1,6 @@
-"""The base of all settings: frozen pydantic models whose every field is described and bounded.
+"""The base class of all settings: frozen pydantic models in which every field has a description.
 
-Code, the check of recipes and the forms share these classes.
+Code, the validation of recipes and the web forms share these classes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, model_validator
 
-NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extra` of a field that affects no result: keys omit it
+NO_RESULT: dict[str, JsonValue] = {"changes_result": False}  # `json_schema_extra` of a field that affects no result: cache keys omit it
 
 
 class Settings(BaseModel):
-    """The base of settings: frozen; unknown names are errors. A group with only some values takes the others from its field's default."""
+    """The base class of settings: frozen; unknown names are errors. A nested group's missing values come from the default of its field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=())
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError if a field has no description: forms, help and schemas show it."""
+        """Raise TypeError if a field has no description: forms, help and schemas show descriptions."""
         for name, field in cls.model_fields.items():
             if not field.description:
                 raise TypeError(f"{cls.__name__}.{name}: a configuration field needs a description")
@@ -41,12 +41,12 @@ class Settings(BaseModel):
         return value
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other values, checked like a new one."""
+        """Return a validated copy with the values in `changes`."""
         return type(self).model_validate(dict(self) | changes)
 
 
 def _forget(settings: object, value: Any) -> None:
-    """Remove from the JSON value of settings (or of a list of them) the fields that do not affect results."""
+    """Remove the fields that do not affect results from `value`, the JSON value of settings or of a list of settings, in place."""
     if isinstance(settings, list | tuple):
         for item, own in zip(settings, value, strict=True):
             _forget(item, own)
@@ -59,7 +59,7 @@ def _forget(settings: object, value: Any) -> None:
 
 
 def _over(default: object, value: Any) -> Any:
-    """Return a default group's values overridden by the given ones; return anything but a group unchanged."""
+    """Return the values of a default group, overridden at every level by `value`; return `value` unchanged if it is not for a group."""
     if not isinstance(default, Settings) or not isinstance(value, Mapping):
         return value
     values = dict(default)

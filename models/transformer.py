@@ -2,7 +2,7 @@
 
 No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart. Shapes: T tokens, N selected tokens,
 D model width, H query heads, G key-value heads, K head width, F feed-forward width, E experts, V vocabulary. Module names are those of
-Hugging Face's models; `families.py` knows which layout a checkpoint has.
+Hugging Face's models; `families.py` describes the layouts of checkpoints.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token vectors [V, D], left uninitialised like `Linear`."""
+    """An embedding of tokens, with weight [V, D], which torch leaves uninitialised as in `Linear`."""
 
     def reset_parameters(self) -> None:
         """Do nothing: see `Transformer.initialise`."""
@@ -166,7 +166,7 @@ class LatentAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward block."""
+    """A SwiGLU feed-forward block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -199,8 +199,8 @@ class Experts(nn.Module):
 class MoeMLP(nn.Module):
     """A feed-forward block that sends each token through its top-k experts and drops no token.
 
-    It also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose the expert) x (its mean router
-    probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts).
+    It also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose the expert) x (the expert's mean
+    router probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -223,7 +223,7 @@ class MoeMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer; with `parallel_block` one norm feeds both parts. It also returns the experts' load-balancing loss."""
+    """A pre-norm layer; with `parallel_block`, one norm feeds attention and MLP. A call also returns the load-balancing loss or None."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -248,10 +248,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token embedding, layers and final norm: tokens [T] -> hidden states [T, D].
+    """Token embedding, layers and final norm. A call maps embedded tokens [T, D] to hidden states [T, D].
 
-    With `checkpointing`, training keeps each layer's input only and computes the layer again in the backward
-    pass (Chen et al. 2016). `balance` is the layers' mean load-balancing loss of the last forward pass with gradients.
+    With `checkpointing`, training keeps only each layer's input and computes the layer again in the backward pass (Chen et al. 2016).
+    `balance`: the load-balancing loss of the last forward pass with gradients, averaged over the layers.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -282,8 +282,8 @@ class Decoder(nn.Module):
 def decode(
     layers: Iterable[Layer], norm: nn.Module, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states of embedded tokens x [T, D] at position ids [T] after layers and final norm, and the layers' mean
-    load-balancing loss; None without experts."""
+    """Return the hidden states of embedded tokens x [T, D] at position ids [T], after layers and final norm; and the load-balancing loss
+    averaged over the layers, None without experts."""
     cos, sin = rotary_table(config, positions, x_TD.dtype)
     balances = []
     for layer in layers:
@@ -313,7 +313,7 @@ def forest_attend(config: ModelConfig, mask: ForestMask) -> Attend:
     return attend
 
 
-ROWS = 512  # positions whose logits over the vocabulary are in memory at one time
+ROWS = 512  # maximum number of positions whose logits over the vocabulary are in memory at one time
 
 
 def softcap(logits_NV: Tensor, cap: float | None) -> Tensor:
@@ -333,8 +333,8 @@ def by_rows(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets: Tensor
 
 
 class Transformer(nn.Module):
-    """A decoder with a language-model head (`lm`) or one number per token (`scalar`: reward, value). Weights are drawn from `generator`
-    (normal, `config.initializer_range`); without one they are left uninitialised, ready for a checkpoint."""
+    """A decoder with a language-model head (`lm`), or with a head of one number per token (`scalar`: reward, value). `generator` draws the
+    weights (normal, `config.initializer_range`); without a generator the weights are left uninitialised, ready for a checkpoint."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -353,8 +353,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero. With `config.zero_residual` the
-        layers' last matrices and an untied output layer start at zero, too (Zhang et al. 2019, Fixup)."""
+        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero. With `config.zero_residual` each
+        block's output matrices and an untied output layer start at zero, too (Zhang et al. 2019, Fixup)."""
         zero = ("o_proj", "down_proj", "lm_head") if self.config.zero_residual else ()
         for name, parameter in sorted(self.named_parameters()):
             if parameter.ndim == 1:
@@ -399,8 +399,8 @@ class Transformer(nn.Module):
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, forest_attend(self.config, forest.mask))
 
     def take_balance_loss(self) -> Tensor | None:
-        """Return `router_aux_loss_coef` times the layers' mean load-balancing loss of the last forward pass with gradients, and forget it;
-        None without such a pass or without experts."""
+        """Return `router_aux_loss_coef` times the layers' mean load-balancing loss of the last forward pass with gradients, and forget the
+        loss; None without such a pass or without experts."""
         balance, self.model.balance = self.model.balance, None
         return None if balance is None or self.config.moe is None else self.config.moe.router_aux_loss_coef * balance
 
@@ -413,8 +413,8 @@ class Transformer(nn.Module):
         return self.score(hidden_ND)[:, 0]
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats. `positions` [N] int64 are indices
-        into the row (not position ids); several may be equal."""
+        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats. `positions` [N] int64: indices of
+        tokens in the row (not position ids), which may repeat."""
         if self.config.final_logit_softcapping is not None:
             results = by_rows(lambda rows_CD: self.logits(rows_CD) / temperature, self.hidden(forest)[positions], targets)
             return results[0], results[2]

@@ -24,7 +24,7 @@ Message = dict[str, Any]  # one turn
 
 
 class BadRow(PunaError):
-    """Error for a row without a usable example. `rule`: short name of the reason; `text`: message with the row and the reason."""
+    """An error for a row that gives no usable example. `rule`: short name of the reason; `text`: message with the row and the reason."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(text)
@@ -58,7 +58,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the tools of a row's conversation, or None if it has none."""
+    """Return the tools of a row's conversation, or None if the column is null."""
     return None if row["tools"] is None else _parse(row, "tools", list)
 
 

@@ -1,4 +1,4 @@
-"""Models behind OpenAI-compatible endpoints, local or remote: bounded requests with retries, stored with their answers."""
+"""Client of models behind OpenAI-compatible endpoints, local or remote: bounded requests with retries, stored with their answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EndpointConfig(StageConfig):
 
 
 class Reply(NamedTuple):
-    """A server's answer. `finished`: False if it was cut off. `refused`: reason of a refusal, empty for none; `text` is then empty."""
+    """A server's answer. `finished`: False if it was cut off. `refused`: reason of a refusal (with empty `text`), or empty."""
 
     text: str
     finished: bool
@@ -81,7 +81,7 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 class Endpoint:
     """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only the
-    unanswered requests. `write` writes them to the side table `exchanges`."""
+    unanswered requests. `write` copies all exchanges to the side table `exchanges`."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
         if unmet := config.unmet("endpoint"):
@@ -149,7 +149,7 @@ class Endpoint:
             raise PunaError(f"endpoint {self.config.base_url}: its answer is not in OpenAI's format ({error!r}): {reply_text}") from error
 
     def _safe(self, text: str) -> str:
-        """Return a message without the key."""
+        """Return a message on one line without the key, cut at 500 characters."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
     def _stored_reply(self, id_: str, request: dict[str, Any]) -> Reply:
@@ -173,7 +173,7 @@ class Endpoint:
         return rows
 
     def write(self) -> None:
-        """Write this run's exchanges as a table, and their number as a metric."""
+        """Write this run's exchanges to the table `exchanges`, and their number as a metric."""
         rows = list(self._exchanges().values())
         if rows:
             self._run.write_rows(rows, EXCHANGES)

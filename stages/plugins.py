@@ -1,6 +1,6 @@
-"""Code from outside Puna: stages, signals, rules, verifiers, losses and flows of other packages and of a user's files.
+"""Plugins: stages, signals, rules, verifiers, losses and flows from other packages and from a user's own files.
 
-A package offers them by entry points in one of the `GROUPS`. An entry point names an object, or a module whose import runs
+A package offers plugins through entry points in the `GROUPS`. An entry point names an object, or a module whose import runs
 declarations (`@stage`, …). A user's own file is named on the command line, `--module mine.py`, and may declare anything.
 """
 
@@ -30,15 +30,15 @@ _registries: list[tuple[dict[str, Any], Callable[[Any], str]]] = []
 
 
 def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, T]:
-    """Return `entries` after registering it: a failed import of a module then removes the module's declarations."""
+    """Register and return `entries`, a dict; if the import of a module fails, the module's declarations are removed from the dict."""
     _registries.append((entries, module_of))
     return entries
 
 
 def offers(group: str) -> dict[str, object]:
-    """Return the plugins of installed packages in an entry-point group, by name: modules or objects, imported once.
+    """Return name → plugin (module or object, imported once) of installed packages in `group`, which is one of `GROUPS`.
 
-    A plugin that cannot be imported is left out and named in the log and by `broken`; the others still work.
+    A plugin that cannot be imported, or whose name is taken, is left out; the log and `broken_plugins` name it.
     """
     if group not in GROUPS:
         raise PunaError(f"{group}: no group of plugins; there are {', '.join(GROUPS)}")
@@ -72,7 +72,7 @@ def _load(entry: EntryPoint) -> None:
 
 
 def add(text: str) -> ModuleType:
-    """Import the Python file or dotted module that `--module` names; raise PunaError if that fails.
+    """Import and return the Python file or dotted module that `--module` names; raise PunaError if the import fails.
 
     A file's folder is appended to `sys.path`, so that the file can import its neighbours; the module is named after the file.
     """
@@ -89,12 +89,12 @@ def add(text: str) -> ModuleType:
 
 
 def added_modules() -> dict[str, str]:
-    """Return the modules that `add` imported, in order: name → file ("" for a dotted module). Workers import them, too."""
+    """Return name → file ("" for a dotted module) of the modules that `add` imported, in order. Workers import these modules, too."""
     return dict(_modules)
 
 
 def is_allowed(module: str) -> bool:
-    """True if data may name functions of a module: a person added it, or an installed package offers plugins from it.
+    """True if data may name functions of a module: the user added it by `--module`, or an installed package offers plugins from it.
 
     Puna's own modules are not allowed: data refer to Puna's verifiers by name.
     """
@@ -104,7 +104,7 @@ def is_allowed(module: str) -> bool:
 
 
 def is_offered(module: str) -> bool:
-    """True if an installed package offers plugins from a module."""
+    """True if an installed package offers plugins from the module, or from a package that contains the module."""
     offered = {entry.value.partition(":")[0] for group in GROUPS for entry in entry_points_on(tuple(sys.path)).select(group=group)}
     return any(module == name or module.startswith(f"{name}.") for name in offered)
 

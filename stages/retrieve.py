@@ -1,7 +1,7 @@
 """Passages of documents for a question, ranked by BM25 (Robertson and Zaragoza 2009) in one pass over the documents.
 
-With N documents, n of them with a word, f times in a document of length l words (mean L), a document's score is the sum over the
-question's words of log(1 + (N - n + 1/2) / (n + 1/2)) f (k + 1) / (f + k (1 - b + b l / L)), k = 1.2, b = 0.75.
+A document's score is the sum over the question's words of log(1 + (N - n + 1/2) / (n + 1/2)) f (k + 1) / (f + k (1 - b + b l / L)). The
+word is in n of N documents, f times in this document of l words (mean L); k = 1.2 and b = 0.75.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_ROWS = 1024
 
 
 class Passage(NamedTuple):
-    """A part of a document that matches a question."""
+    """A part of a document that matches a question, with the document's id and score."""
 
     id: str
     score: float
@@ -29,7 +29,7 @@ class Passage(NamedTuple):
 
 
 def passages(questions: Sequence[str], documents: Artifact, most: int, words: int = 150) -> list[list[Passage]]:
-    """Return at most `most` documents for each question (score above 0), the best first, cut to the best `words` consecutive words."""
+    """Return for each question the best `words` consecutive words of each of the `most` best documents with a score above 0, best first."""
     queries = [set(_words(question)) for question in questions]
     terms = set().union(*queries)
     frequency, hits, lengths, total = Counter[str](), [], [], 0

@@ -1,6 +1,6 @@
 """Answers by search: a model gives n answers to a prompt, and one of them is chosen. The cost of a search is counted in tokens.
 
-- `best`: the answer with the highest score, by a verifier (Cobbe et al. 2021) or, without one, by the model's own likelihood;
+- `best` (best of n): the answer with the highest score, by a verifier (Cobbe et al. 2021) or, without a verifier, by mean log-probability;
 - `majority`: an answer with the most frequent final answer (self-consistency, Wang et al. 2022).
 """
 
@@ -29,7 +29,7 @@ class SearchConfig(StageConfig):
     """Settings of the search for an answer."""
 
     method: Method = Field("best", description="best: the answer with the highest score of n; majority: the most frequent final answer")
-    n: int = Field(8, ge=2, description="Answers to each prompt")
+    n: int = Field(8, ge=2, description="Number of answers to each prompt")
     verifier: dict[str, JsonValue] | None = Field(
         None, description="Verifier {name: …, …} that scores answers for `best`; null: the mean log-probability of an answer's tokens"
     )
@@ -37,7 +37,7 @@ class SearchConfig(StageConfig):
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen answer, its value, and the tokens drawn for all `tried` answers.
+    """The chosen answer, its value, and the number of tokens generated for all `tried` answers.
 
     `value`: the score, or the share of answers with the same final answer.
     """
@@ -49,14 +49,14 @@ class Choice:
 
 
 def likelihood(answer: Completion) -> float:
-    """Return the mean log-prob of an answer's tokens, a score that needs no verifier."""
+    """Return the mean log-probability of an answer's tokens, a score that needs no verifier."""
     return sum(answer.logprobs) / len(answer.logprobs)
 
 
 def search(
     engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Choice]:
-    """Return the chosen answer to each prompt, the first of equals. `values` scores (prompt number, text); None ranks below all scores."""
+    """Return the chosen answer to each prompt, the first of equals. `values`: (prompt index, answer) pairs → scores; None ranks last."""
     tokenizer = engine.tokenizer
     rows = engine.generate(prompts, replace(params, n=config.n))
 

@@ -1,4 +1,4 @@
-"""Addresses: normalisation (WHATWG, by ada) and the names that domain lists match."""
+"""URLs: parsing (WHATWG, by ada), normalisation, and the host names that domain lists match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123
 
 
 class Address(NamedTuple):
-    """Parts of a parsed address: the host in ASCII lower case (empty for `file:`), path and query as written."""
+    """The parts of a parsed URL: scheme and host in ASCII lower case (no host for `file:`), path and query after WHATWG parsing."""
 
     scheme: str
     host: str
@@ -28,17 +28,17 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address | None:
-    """Return the parts of `url` after WHATWG parsing, None if it is not absolute."""
+    """Return the parts of `url` after WHATWG parsing; None if `url` is not a valid absolute URL."""
     parsed = _whatwg(url)
     return parsed and Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip("."), parsed.pathname, parsed.search.lstrip("?"))
 
 
 def normalized(url: str) -> str:
-    """Return one text for all addresses of the same page.
+    """Return one normalised URL for all URLs of the same page.
 
-    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, user names,
-    fragments, tracking and session parameters and index files are removed; parameters are sorted; escapes are unified.
-    An address that is not absolute is returned unchanged."""
+    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, user names, fragments,
+    tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified.
+    URLs with another scheme lose only the fragment; a text that is not an absolute URL is returned unchanged."""
     parsed = _whatwg(url)
     if parsed is None:
         return url
@@ -63,7 +63,7 @@ def _whatwg(url: str) -> Any:
 
 
 def _escapes(text: str) -> str:
-    """Unify percent escapes: unreserved characters bare, the rest in upper case (RFC 3986, 6.2.2)."""
+    """Return text with unified percent escapes: unreserved characters are decoded, other escapes in upper case (RFC 3986, 6.2.2)."""
     return ESCAPE.sub(_escape, text) if "%" in text else text
 
 
@@ -73,7 +73,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def names(host: str) -> list[str]:
-    """Return the host and the domains above it, down to the registrable domain: `a.b.co.uk` gives a.b.co.uk, b.co.uk."""
+    """Return the host and its parent domains up to the registrable domain (a.b.co.uk gives a.b.co.uk, b.co.uk)."""
     shortest = _registrable(host)
     if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # numbers: an IP address
         return [host]

@@ -26,7 +26,7 @@ PROJECTS = "refs/.projects"
 PROJECT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}"
 ALIAS = re.compile(rf"(?:({PROJECT})/)?([\w-][\w.-]*)@([\w-][\w.-]*)")
 NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
-"""A numbered alias, such as policy@round-2. It never points to another artifact."""
+"""Pattern of numbered aliases, such as policy@round-2. Once set, a numbered alias never points to another artifact."""
 
 
 def checked_project(name: object) -> str:
@@ -37,7 +37,7 @@ def checked_project(name: object) -> str:
 
 
 class Aliases:
-    """The aliases of a store, named as in one project: its own are NAME@VERSION, those of other projects PROJECT/NAME@VERSION."""
+    """The aliases of a store, as one project names them: the project's own are NAME@VERSION, all others PROJECT/NAME@VERSION."""
 
     def __init__(self, files: Files, project: str = DEFAULT) -> None:
         self._files = files
@@ -49,8 +49,8 @@ class Aliases:
         return None if fields is None else (fields["kind"], fields["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias. A numbered alias that points to another artifact is skipped: the next free
-        number is taken. `expected`: the key that the alias must point to before (empty: to none), else raise PunaError."""
+        """Point an alias at an artifact and return the alias. A numbered alias that was ever set to another artifact is skipped: the next
+        free number is taken. `expected`: the key that an alias without number must point to before (empty: none), else raise PunaError."""
         if (number := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
@@ -74,7 +74,7 @@ class Aliases:
         raise AssertionError("unreachable")
 
     def parts(self, alias: str) -> tuple[str, str]:
-        """Return the project of an alias, and its name there. Raise PunaError if the text is not an alias."""
+        """Return (project, NAME@VERSION) of an alias. Raise PunaError if the text is not an alias."""
         if (match := ALIAS.fullmatch(alias)) is None:
             raise PunaError(
                 f"{alias}: no such alias; one is [PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest"
@@ -92,7 +92,7 @@ class Aliases:
         return f"refs/{name}/{version}.json" if project == DEFAULT else f"{PROJECTS}/{project}/{name}/{version}.json"
 
     def files(self) -> dict[str, str]:
-        """Return the files of all aliases of all projects, by alias."""
+        """Return alias → name of the alias's file, for all aliases of all projects."""
         files: dict[str, str] = {}
         for file in filter(is_pointer, self._files.list("refs")):
             project, inside = DEFAULT, file.removesuffix(".json").split("/")[1:]
@@ -104,17 +104,17 @@ class Aliases:
         return files
 
     def keys(self) -> dict[str, str]:
-        """Return every alias of all projects with the key that it points to."""
+        """Return alias → key of the alias's artifact, for all aliases of all projects."""
         pointers = {alias: read_pointer(self._files, file) for alias, file in self.files().items()}
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def lost(self) -> dict[str, str]:
-        """Return alias → first artifact (KIND/KEY) for all aliases of all projects that were set and are gone."""
+        """Return alias → the first artifact it pointed to (`Artifact.id`), for all aliases of all projects that were set and are gone."""
         present = {self.called(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return alias → first artifact (KIND/KEY) for all aliases that were ever set. Damaged lines of the journal are skipped."""
+        """Return alias → the first artifact it pointed to (`Artifact.id`), for all aliases ever set. Damaged journal lines are skipped."""
         first: dict[str, str] = {}
         for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
             first.setdefault(str(entry["alias"]), str(entry["artifact"]))
@@ -137,7 +137,7 @@ def pointer(data: dict[str, str]) -> bytes:
 
 
 def read_pointer(files: Files, name: str) -> dict[str, str] | None:
-    """Return the fields of a pointer file, or None if there is no file. Raise PunaError if it is damaged."""
+    """Return the fields of a pointer file, or None if there is no file. Raise PunaError if the file is damaged."""
     try:
         data = json.loads(files.read(name))
         if data.pop("checksum") != _checksum(data):

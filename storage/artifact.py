@@ -21,7 +21,7 @@ from puna.storage.schemas import table_schema
 from puna.storage.shards import Shard
 
 CHECKED = ".checked"
-"""File beside a manifest: the versions of the files whose checksums were right."""
+"""Name of a file beside a manifest: the versions of the artifact's files whose checksums were verified."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,22 @@ class Artifact:
         return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
 
     def sources(self, table: str | None = None) -> list[Artifact]:
-        """Return the artifacts that hold rows of the table; raise PunaError if one is gone."""
+        """Return the other artifacts that hold rows of the table; raise PunaError if one is gone."""
         artifacts = [Artifact(source.kind, source.key, self.files) for source in self.record(table).sources]
         if lost := next((one for one in artifacts if self.files.stat(f"{one.place}/{NAME}") is None), None):
             raise PunaError(f"artifact {self.id} keeps rows of {lost.id}, which is not in the store")
         return artifacts
 
     def shards(self, table: str | None = None) -> list[ShardRows]:
-        """Return the table's shards by reference, in the order of its key."""
+        """Return the table's shards by reference, in the order of the table's primary key."""
         return self._shards(table, lambda artifact, shard: artifact.stored(shard.file, shard.groups) if shard.file else None)
 
     def facts(self) -> list[ShardRows]:
-        """Return shards with the `digest` and `characters` of all documents, cut like the documents' shards."""
+        """Return shards of the documents' columns `digest` and `characters`, with the same boundaries as the documents' shards."""
         return self._shards(None, lambda artifact, shard: artifact.stored(shard.facts, (shard.own,)) if shard.facts else None)
 
     def _shards(self, table: str | None, stored: Callable[[Artifact, Shard], Stored | None]) -> list[ShardRows]:
-        """Return a table's shards. `stored`: the file that holds an artifact's own rows of a shard."""
+        """Return a table's shards. `stored` returns the file with an artifact's own rows of a shard, or None if there are none."""
         record = self.record(table)
         files = [self, *self.sources(table)]
         columns = [artifact.record(table if artifact is self else artifact.kind).shards for artifact in files]
@@ -127,13 +127,13 @@ class Artifact:
         return empty if columns is None else empty.select(list(columns))
 
     def batches(self, table: str | None = None, columns: list[str] | None = None, rows: int = 8192) -> Iterator[pa.RecordBatch]:
-        """Yield a table in batches, in order, within bounded memory."""
+        """Yield a table in order, in batches of at most `rows` rows, within bounded memory."""
         for shard in self.shards(table):
             for start, stop in shard.pieces():
                 yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
-        """Return parts of the table, of one row group or at most `rows` rows, which a worker reads itself."""
+        """Return the table's parts, of one row group or of at most `rows` rows each. A worker reads its part itself."""
         names, parts, before = None if columns is None else tuple(columns), list[Part](), 0
         for shard in self.shards(table):
             parts += [Part(shard, first, last - first, before + first, names) for first, last in shard.pieces(rows)]
@@ -141,7 +141,7 @@ class Artifact:
         return parts
 
     def between(self, low: str, high: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
-        """Return the rows with ids from `low` to `high`, both included."""
+        """Return the rows with ids (the table's first key column) from `low` to `high`, both included."""
         tables = list(between(self.shards(table), low, f"{high}\0", columns, table_schema(table or self.kind).key[0]))
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
@@ -153,10 +153,10 @@ class Artifact:
         """Return a list of clauses, one per damage found; empty if the artifact is whole.
 
         Damage is an unreadable, foreign or edited manifest; a file that is missing or unknown, or has a wrong size or checksum;
-        rows kept by reference whose artifact is gone or has other content. `read`: compare only the checksums of these files, or of folders
-        ending in /; empty: of all. `quick`: skip files whose size, inode and modification time are as at the last full check. This still
-        detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: skip the artifacts whose rows
-        this one keeps by reference. `seen`: places of such artifacts that were already checked.
+        rows kept by reference whose artifact is gone or has other content. `read`: verify checksums only of files whose names begin with
+        one of these (NAME.parquet also stands for NAME/); empty: of all. `quick`: skip files whose size, inode and modification time are
+        those of their last verification. This still detects changed, truncated, replaced or removed files; only a full check detects bit
+        rot. `own`: skip the artifacts whose rows this one keeps by reference. `seen`: places of such artifacts that were already checked.
         """
         try:
             manifest = self.manifest

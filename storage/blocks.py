@@ -1,7 +1,7 @@
 """Checksums of the blocks of a file on an object store, stored as the object's metadata, so that every response carries them all.
 
-A read is widened to whole blocks and compared with their checksums, so that all readers (Parquet, DuckDB, a model's loader) detect flipped
-bits, in transit or at rest.
+A read is widened to whole blocks, whose checksums are verified. So all readers (Parquet, DuckDB, a model's loader) detect flipped bits,
+whether in transit or at rest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 LEAST = 1 << 16
 MOST = 320
-"""Most blocks of a file: an object can have 2 kB of metadata."""
+"""Maximum number of blocks of a file: an object can have 2 kB of metadata."""
 FIRST, LARGEST = 1 << 20, 8 << 20
-"""Bytes that a reader fetches first, and at most: sequential reads double the amount."""
+"""Bytes that a reader fetches at first, and at most at once: sequential reads double the amount."""
 
 
 def block_bytes(size: int) -> int:
@@ -44,13 +44,13 @@ def _text(file: BinaryIO, size: int) -> str:
 
 
 def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the smallest range of whole blocks that contains the bytes start .. stop of a file of `size` bytes."""
+    """Return the smallest range of whole blocks that contains the bytes `start` to `stop` - 1 of a file of `size` bytes."""
     step = block_bytes(size)
     return start // step * step, min(size, -(-stop // step) * step)
 
 
 def right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if the blocks of `data`, from offset `start` of a file of `size` bytes, match their checksums `sums`."""
+    """True if the blocks of `data`, from offset `start` of a file of `size` bytes, match the file's checksums `sums`."""
     step, view = block_bytes(size), memoryview(data)
     try:
         expected = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")
@@ -62,7 +62,7 @@ def right(data: bytes, start: int, size: int, sums: str) -> bool:
 
 
 class Reader(io.RawIOBase):
-    """A seekable reader of a file of `size` bytes; fetch(start, stop) returns a range's bytes, compared with checksums."""
+    """A seekable reader of a file of `size` bytes; fetch(start, stop) returns the bytes of a range after verifying their checksums."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self._size, self._fetch = size, fetch

@@ -1,4 +1,4 @@
-"""Requests to a bucket of an object store, with retries if these may help, and errors without secrets.
+"""Requests to a bucket of an object store, with retries where a retry may help, and errors without secrets.
 
 Credentials, region and endpoint come only from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
 AWS_REGION, AWS_ENDPOINT_URL). They are never passed to workers, written or shown.
@@ -46,7 +46,7 @@ class Bucket:
         return _connect(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Return the answer to a request, with retries beyond the client's own. `written`: the request writes, so a 404 means no bucket."""
+        """Return the answer to a request, with retries beyond the client's own. `written`: it writes, so a 404 means a missing bucket."""
         for attempt in range(TRIES):
             try:
                 return request()
@@ -66,7 +66,7 @@ class Bucket:
         return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
 
     def _failure(self, name: str, error: Exception) -> PunaError:
-        """Return the error for a failed request, with what to do and without secrets."""
+        """Return the error for a failed request, which says what to do and contains no secrets."""
         text = " ".join(str(error).split())[:300]
         for variable in SECRET:
             if os.environ.get(variable):
@@ -75,9 +75,9 @@ class Bucket:
             return self._no_bucket()
         refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))
         if refused or _status(error) in ("401", "403"):
-            what = "access was refused; the AWS_… variables in the environment must hold credentials for it"
+            what = "access was refused; the AWS_… variables in the environment must hold credentials for the bucket"
             return PunaError(f"{self.uri}/{name}: {what} ({text})")
-        return PunaError(f"{self.uri}/{name}: the object store does not do what it was asked ({text}); run again, what is done is kept")
+        return PunaError(f"{self.uri}/{name}: the request to the object store failed ({text}); run again, finished work is kept")
 
 
 @lru_cache(maxsize=8)
@@ -93,7 +93,7 @@ def _connect(bucket: str, prefix: str, endpoint: str) -> S3Store:
 
 
 def _status(error: Exception) -> str:
-    """Return the HTTP status in the message of a client's error; empty if there is none."""
+    """Return the HTTP status code in the message of a client's error; empty if the message has none."""
     match = re.search(r"status code: (\d+)", str(error))
     return match[1] if match else ""
 

@@ -1,6 +1,6 @@
-"""Cache of local copies of an object store's files, for libraries that read by path. Its size is bounded: the least recently used go first.
+"""Cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
 
-The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE` names the folder, `PUNA_CACHE_GB` its bound.
+The last `PINNED` entries that a process used stay while the process runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def folder() -> Path:
 
 
 def most_bytes() -> int:
-    """Return the bound of the cache in bytes. Raise PunaError if PUNA_CACHE_GB is not a number."""
+    """Return the maximum size of the cache in bytes. Raise PunaError if PUNA_CACHE_GB is not a number."""
     text = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
     try:
         return int(float(text) * 1e9)
     except ValueError as error:
-        raise PunaError(f"PUNA_CACHE_GB={text!r}: is no number of gigabytes") from error
+        raise PunaError(f"PUNA_CACHE_GB={text!r}: is not a number of gigabytes") from error
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The local copies of one store."""
+    """The local copies of one store's files."""
 
     root: Path
 
@@ -49,7 +49,7 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch copies of the files (name → version) that the cache lacks in that version; fetch(name, path) writes a copy."""
+        """Fetch the files of `versions` (name → version) that have no copy of this version; fetch(name, path) writes a copy."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False
@@ -78,7 +78,7 @@ class Cache:
                 path.unlink(missing_ok=True)
 
     def scratch(self, name: str) -> Path:
-        """Return a folder for work in progress; it does not count towards the bound, and `forget_scratch` removes it."""
+        """Return a folder for work in progress. The folder does not count towards the maximum size; `forget_scratch` removes it."""
         path = self.root / "scratch" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -90,7 +90,7 @@ class Cache:
         return self.root / "locks" / entry.replace("/", "+")
 
     def _pin(self, entry: str) -> None:
-        """Keep other processes from removing an entry while this process runs, or until `PINNED` newer entries are in use."""
+        """Keep processes from removing an entry while this process runs, or until this process has used `PINNED` other entries."""
         file = self._lock(entry)
         if file not in _pinned:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Cache:
             _pinned.popitem(last=False)[1].close()
 
     def _shrink(self, most: int) -> None:
-        """Remove the least recently used entries that no process uses until at most `most` bytes are left."""
+        """Remove entries that no process has pinned, least recently used first, until at most `most` bytes are left."""
         sizes: dict[str, int] = {}
         files = self.root / "files"
         for path, _, names in os.walk(files):
@@ -127,6 +127,6 @@ class Cache:
 
 
 def _entry(name: str) -> str:
-    """Return the unit of eviction that a file belongs to: an artifact, or the work of one key."""
+    """Return the unit of eviction that a file belongs to: an artifact, the work of one key, or another top-level file or folder."""
     inside = name.split("/")
     return "/".join(inside[: {"objects": 4, "work": 2}.get(inside[0], 1)])

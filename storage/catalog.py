@@ -23,15 +23,15 @@ from puna.storage.tables import connect, literal, pattern
 from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST, Views, duck_type, facts
 
 MOST_COMPARED = 4 << 30
-"""Most bytes of files that are compared with their checksums per statement: about 3 s on one core."""
+"""Maximum bytes of files whose checksums are verified per statement: about 3 s on one core."""
 
 
 class Catalog:
     """An open connection to the tables of a store; the views' column `artifact` is the artifact's key.
 
-    Files are compared with their checksums before a statement reads them, at most `MOST_COMPARED` bytes; `uncompared`: bytes beyond.
-    `output`: a file outside the store that the connection may write. `memory`: a statement's limit as DuckDB writes it (`1GB`), without
-    spilling to disk.
+    Files' checksums are verified before a statement reads the files, up to `MOST_COMPARED` bytes; `uncompared`: number of bytes beyond.
+    `output`: a file outside the store that the connection may write. `memory`: memory limit in DuckDB's notation (`1GB`); statements then
+    do not spill to disk.
     """
 
     def __init__(self, store: Store, output: Path | None = None, memory: str | None = None) -> None:
@@ -102,7 +102,7 @@ class Catalog:
         return self._store.resolve(name).key
 
     def _resolve(self, text: str) -> str:
-        """Return a statement with the names of artifacts in calls of macros replaced by keys."""
+        """Return a statement in which keys replace the names of artifacts in calls of macros, such as `lineage('NAME')`."""
 
         def keys(call: re.Match[str]) -> str:
             names = re.sub(r"'([^']+)'", lambda name: literal(self.key_of(name[1])), call[2])
@@ -111,14 +111,14 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return table → number of artifacts for tables in `text` that several artifacts have; empty if `text` has the word `artifact`."""
+        """Return table → number of artifacts, for tables in `text` that several artifacts have; {} if `text` has the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.named(text) if name in KINDS}
         return {name: count for name, count in counts.items() if count > 1}
 
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
-        """Return the relation of one read-only statement (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError with DuckDB's message."""
+        """Return the relation of one read-only statement (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError if it fails or writes."""
         try:
             statements = self.connection.extract_statements(text)
             if len(statements) != 1:
@@ -133,7 +133,7 @@ class Catalog:
             raise _problem(error) from error
 
     def write(self, text: str, file: Path) -> int:
-        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is complete or absent; return its rows."""
+        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is complete or absent; return the row count."""
         self.sql(text)
         how = format_of(file)
         try:
@@ -167,7 +167,7 @@ def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) 
     except duckdb.Error as error:
         raise PunaError(
             f"the table {name} of an artifact cannot be read ({_reason(error)}); "
-            "`puna verify` names the damaged one, with --quarantine it is set aside"
+            "`puna verify` names the damaged one; with --quarantine it is set aside"
         ) from error
 
 

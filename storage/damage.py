@@ -1,8 +1,8 @@
 """Detection of damage: artifacts whose bytes changed are reported, moved to `quarantine/`, and never read silently.
 
-An artifact is suspect if one of its inputs was found damaged later and its stage did not compare its inputs after reading them
-(`inputs_compared`: today's stages do), or if it was made from a suspect that still exists, is gone, or now has other content. Running its
-stage again, or a person's trust, clears it. Suspects are computed from the manifests and a journal of findings.
+An artifact is suspect if an input was found damaged after the artifact was made, and its stage did not verify inputs after reading them
+(`inputs_compared`: today's stages do). It is also suspect if an input is suspect, or was suspect and is gone or has other content now.
+Running the stage again, or a person's trust, clears it. Suspects are computed from the manifests and a journal of findings.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from puna.storage.manifest import NAME
 JOURNAL = "quarantine/journal.jsonl"
 FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
-"""`damaged`: bytes were wrong. `suspect`: the suspect artifact was set aside, to be made again. `trusted`: a person trusts its content."""
+"""`damaged`: bytes were wrong. `suspect`: a suspect artifact was set aside, to be made again. `trusted`: a person trusts the artifact."""
 FRESH_SECONDS = 600.0
-"""Seconds for which a process does not compare a file with its checksum again."""
+"""Seconds after a checksum's verification in which a process does not repeat it."""
 _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
-"""(URI, name) of a file → the version that was compared, and when."""
+"""(the store's URI, a file's name) → (the version whose checksum was verified, when)."""
 
 
 def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-    """Return `artifact` after a check (of `read`, see `Artifact.damage`). If damaged, move it to `quarantine/` and raise DamagedArtifact.
-
-    A quick check detects changed, truncated or removed files. `whole`: compare every byte, unless the store's reads do so anyway; only this
-    detects bit rot, which keeps a file's size and time.
+    """Return `artifact` if a check (of `read`, see `Artifact.damage`) finds no damage. Else raise DamagedArtifact, after moving it and
+    damaged artifacts whose rows it keeps to `quarantine/`. A quick check detects changed, truncated or removed files.
+    `whole`: verify all bytes, unless the store's reads do so anyway. Only this detects bit rot, which keeps a file's size and time.
     """
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # so that its manifest is read again
     if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
@@ -59,7 +58,7 @@ def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
 
 
 def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:
-    """Move a damaged artifact to `quarantine/`; return its new place, None if it is whole or gone. `own`: ignore damage of sources."""
+    """Move a damaged artifact to `quarantine/`; return its new address, None if it is whole or gone. `own`: ignore damage of sources."""
     with files.lease(artifact.key):
         current = Artifact(artifact.kind, artifact.key, files)
         lost = files.stat(f"{current.place}/{NAME}") is None
@@ -68,7 +67,7 @@ def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | 
 
 
 def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str:
-    """Move the folder of a key to `quarantine/` and return its new place. `damaged`: note the artifact as damaged, not only as suspect."""
+    """Move a key's folder to `quarantine/`; return the new address. Note the artifact as suspect, if it is, and as damaged if `damaged`."""
     target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
     if key in suspects(files):
         note(files, kind, key, "suspect")
@@ -80,7 +79,7 @@ def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str
 
 @dataclass(frozen=True, eq=False)
 class ComparedFiles(LocalFiles):
-    """A local store for readers that commit nothing: a table's file is compared with its checksum before it is read."""
+    """A local store for readers that commit nothing: a table's file is read only after its checksum is verified."""
 
     def __eq__(self, other: object) -> bool:
         """True for a local store with the same root, with or without comparison."""
@@ -94,12 +93,12 @@ class ComparedFiles(LocalFiles):
 
 
 def reading(files: Files) -> Files:
-    """Return `files` with comparison before reads, for readers that commit nothing. A stage instead checks its inputs before its commit."""
+    """Return `files` that verify tables' checksums before reads, for readers that commit nothing. Stages verify inputs before a commit."""
     return ComparedFiles(files.root) if isinstance(files, LocalFiles) else files
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Compare files with their checksums, unless done lately; return the bytes skipped beyond `most`. Raise DamagedArtifact."""
+    """Verify files' checksums, unless done lately; return the bytes skipped because of `most`. Raise DamagedArtifact if one is wrong."""
     todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
@@ -121,7 +120,7 @@ def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
 
 
 def _whole(files: Files, name: str) -> bool:
-    """True if an artifact's file agrees with its checksum; False if it differs or the manifest cannot be read."""
+    """True if an artifact's file has the manifest's checksum; False if it differs or the file or manifest cannot be read."""
     _, kind, _, key, inside = name.split("/", 4)
     try:
         expected = Artifact(kind, key, files).manifest.files[inside].sha256

@@ -1,7 +1,7 @@
 """The file `puna.duckdb` of a store, with views of all artifacts for any DuckDB client that opens it read-only.
 
 The file has views and small tables, but no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that
-readers never wait and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` replaces it.
+readers never wait and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` replaces this address.
 """
 
 from __future__ import annotations

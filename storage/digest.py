@@ -74,7 +74,7 @@ def of_stored(files: Files, name: str) -> str:
 
 
 class Rolling:
-    """Running sha256 of a table's column names, types and values in row order; batches, compression and writer do not matter."""
+    """A running sha256 of a table's column names, types and values in row order. It does not depend on batches, compression and writer."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -101,7 +101,7 @@ ROW_BYTES = 16
 
 
 def of_rows(table: pa.Table) -> npt.NDArray[np.uint8]:
-    """Return a digest of each row's values, uint8[n, 16], the same in any table. Columns are strings, bytes, integers or times."""
+    """Return a digest of each row's values, uint8[n, 16]; equal rows have equal digests. Columns are strings, bytes, integers or times."""
     lengths, values = [], []
     for column in table.columns:
         data = column if pa.types.is_string(column.type) or pa.types.is_binary(column.type) else column.cast(pa.int64()).cast(pa.string())

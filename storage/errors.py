@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class PunaError(Exception):
-    """An error of the input or the store. The message names the file, row or field, and says what to do."""
+    """An error in the input or the store. The message names the file, row or field, and says what to do."""
 
 
 class DamagedArtifact(PunaError):
@@ -14,7 +14,7 @@ class DamagedArtifact(PunaError):
 
     @classmethod
     def of(cls, name: str, damage: Sequence[str], aside: Sequence[str] = ()) -> DamagedArtifact:
-        """Return the error for the artifact `name`. `aside`: folders to which it and its damaged sources were moved."""
+        """Return the error for the artifact `name`. `aside`: folders to which the artifact and its damaged sources were moved."""
         where = f" It was moved to {', '.join(aside)}." if aside else ""
         return cls(
             f"artifact {name} is damaged: {'; '.join(damage)}.{where} "

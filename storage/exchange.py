@@ -1,8 +1,8 @@
 """The exchange (shuffle): regrouping of jobs' rows by a key.
 
 A job writes files in which a partition's rows are one run: an Arrow stream with its checksum. A partition is read by fetching
-its run from every file. The leading bits of a key select its partition, so that partitions of ids are ranges of shards.
-Above `LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits these.
+the partition's run from every file. The leading bits of a key select the partition, so that partitions of ids are ranges of shards.
+Above `LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits these runs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
 MAP_BYTES = 96 << 20
-"""Approximate raw bytes of a job's file, which the runs of its partitions share."""
+"""Approximate uncompressed bytes of one file of a job; the file has the runs of all partitions."""
 PIECE_BYTES = 2 << 20
-"""Raw bytes per partition at which a job packs its rows."""
+"""Average uncompressed bytes per run at which a job compresses the rows that it holds."""
 HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
-"""Most raw bytes that a job holds before it packs them, and the smallest efficient piece. Packing takes two more copies of the bytes."""
+"""Uncompressed bytes that a job holds at most, unless pieces would average less than `LEAST_PIECE`. Compressing copies the bytes twice."""
 PARTITION_BYTES = 48 << 20
 LEVEL = 2048
-"""Most partitions of one level: a run in a job's file then has about 48 kB."""
+"""Maximum number of partitions of one level: a run in a job's file then has about 48 kB."""
 MOST_PARTITIONS = 1 << 20
 READS = 3
-"""Most reads of a run with a wrong checksum: a bit may be flipped in transit from an object store."""
+"""Maximum number of reads of a run while its checksum is wrong: a bit may be flipped in transit from an object store."""
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
 def partitions(raw: int) -> int:
-    """Return the number of partitions for about `raw` bytes: a power of two, such that a partition fits into a worker's memory."""
+    """Return the number of partitions for about `raw` uncompressed bytes: a power of two. A partition fits into a worker's memory."""
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
 
 
@@ -57,7 +57,7 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The rows of one partition: begin and end of its run in every file, as arrays: terabytes have tens of millions of runs."""
+    """The rows of one partition: begin and end of its run in every file. These are arrays, as terabytes have tens of millions of runs."""
 
     files: Files
     schema: pa.Schema
@@ -85,7 +85,7 @@ class Partition:
                 if _right(data):
                     break
             else:
-                raise PunaError(f"{name}: what was written of partition {self.number} is damaged; run again, it is then made again")
+                raise PunaError(f"{name}: what was written of partition {self.number} is damaged; run again to write it again")
             yield ipc.open_stream(pa.py_buffer(data)[4:]).read_all()
 
     def read(self) -> pa.Table:
@@ -105,7 +105,7 @@ class Exchange:
 
     @property
     def filled(self) -> list[Partition]:
-        """Return the partitions that have rows; if none has, the first one, so that derived tables still have their columns."""
+        """Return the partitions that have rows. If none has, but jobs ran, return the first, so that derived tables have their columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
@@ -122,7 +122,7 @@ class Exchange:
             rows = in_range(part.read(), low, high).sort_by("id")
             if rows.num_rows or part is self.parts[-1]:
                 yield rows
-            del rows  # the next partition takes its place
+            del rows  # free the memory for the next partition
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Runs:
         table, self._held, self._left = pa.concat_tables(self._held).combine_chunks(), [], 0
         runs, count = self._how.runs, len(self._how.runs)
         place = (_places(table[self._how.by], self._how.partitions) - runs.start) // runs.step
-        place = place.astype(np.uint16 if count <= 1 << 16 else np.int64)  # short ones sort faster
+        place = place.astype(np.uint16 if count <= 1 << 16 else np.int64)  # short integers sort faster
         if count > 1:
             table = table.take(pa.array(np.argsort(place, kind="stable")))
         sizes = np.bincount(place, minlength=count)
@@ -235,7 +235,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result from an earlier attempt, or None. Raise `Damaged` if a file is damaged."""
+    """Return the job's result from an earlier attempt with as many runs, or None. Raise `Damaged` if one of its files is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]

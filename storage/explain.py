@@ -15,7 +15,7 @@ from puna.storage.work import Identity
 
 @dataclass(frozen=True)
 class Change:
-    """One difference: its part (`config`, `code`, `input`, the `artifact` itself), field, and values before and now."""
+    """One difference: what differs (`config`, `code`, `input` or the `artifact` itself), the field's name, its values before and now."""
 
     what: str
     name: str
@@ -43,7 +43,7 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
     """Return the differences from the nearest earlier artifact of the step (fewest differences, then newest); None if there is none.
-    Artifacts without an input of the same name, such as imports of other files, do not count."""
+    If this key was made before, return one change that says so. Artifacts that share no input name (other imports) do not count."""
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
@@ -55,7 +55,7 @@ def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
 
 
 def explain(store: Store, artifact: Artifact) -> tuple[Artifact | None, list[Change]]:
-    """Return the nearest earlier artifact of the same step (of the same stage if no log names the step), and the differences from it."""
+    """Return the nearest earlier artifact of the same step (of the stage if no log names the step) or None, and the differences from it."""
     now, steps_of = artifact.manifest, _steps(store)
     steps = steps_of.get(artifact.key, set())
     earlier = (
@@ -75,13 +75,13 @@ def _steps(store: Store) -> dict[str, set[str]]:
 
 
 def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Artifact, list[Change]] | None:
-    """Return the artifact with the fewest differences (of several, the newest), and these. `earlier`: artifacts, oldest first."""
+    """Return the artifact with the fewest differences (on a tie, the newest), and the differences. `earlier`: artifacts, oldest first."""
     about = [(artifact, changes(artifact.manifest, now)) for artifact in earlier]
     return min(reversed(about), key=lambda one: len(one[1])) if about else None
 
 
 def _without_moved(before: dict[str, str], now: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both codes without `meaning` and without symbols that only moved to another module or folder."""
+    """Return both maps of symbol → hash without `MEANING` and without symbols that only moved to another module or folder."""
     only_before, only_now = ({(_bare(n), h) for n, h in one.items() if n not in other} for one, other in ((before, now), (now, before)))
     moved = only_before & only_now
     left = [{n: h for n, h in one.items() if n != MEANING and (_bare(n), h) not in moved} for one in (before, now)]

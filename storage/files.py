@@ -1,4 +1,4 @@
-"""`Files`, the storage of a store on a disk or an object store: all of `storage` accesses files through it.
+"""Interface `Files` to a store's files, on a disk or an object store: all of `storage` accesses files through this interface.
 
 Names are relative, with `/`. Committed files never change; aliases, acceptances and leases do, by compare-and-swap.
 """
@@ -37,7 +37,7 @@ class Stat(NamedTuple):
 
 
 class Files(Protocol):
-    """A storage of files, small and picklable, so that workers get a copy of it. Reading a missing file raises FileNotFoundError."""
+    """An interface to a store's files; small and picklable, so that workers get a copy. Reading a missing file raises FileNotFoundError."""
 
     def __hash__(self) -> int:
         return hash(self.uri)
@@ -58,7 +58,7 @@ class Files(Protocol):
         """Return a file as a seekable object for reading."""
 
     def table(self, name: str) -> BinaryIO:
-        """Return a Parquet file of an artifact, opened for reading; `damage.ComparedFiles` first compares its checksum."""
+        """Return a Parquet file of an artifact, opened for reading; `damage.ComparedFiles` first verifies the file's checksum."""
         return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
@@ -81,7 +81,7 @@ class Files(Protocol):
         return self.swap(name, data, None)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        """Write a small file and return True if it still has this version (None: does not exist); otherwise return False."""
+        """Write a small file and return True if the present file has this version (None: does not exist); otherwise return False."""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
         """Write a small file atomically, replacing any old one; if `lasting`, it also survives a loss of power."""
@@ -100,7 +100,7 @@ class Files(Protocol):
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
         """Create a folder from stored files, `content`: name in the folder → file to move; `last` is written after all others. Return
-        False, and leave the folder as it is, if it has the last file already. `staging`: a folder for temporary use."""
+        False, and leave the folder as it is, if it already has the `last` file. `staging`: a folder for temporary use."""
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         """Hold a name exclusively, as a lock between processes; without `wait`, yield False if another process holds it."""
@@ -109,7 +109,7 @@ class Files(Protocol):
         """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """Set up the connection to read the files; return the prefix of their names in SQL."""
+        """Set up the connection to read the store's files; return the prefix of the files' names in SQL."""
 
     def local(self, name: str) -> Path:
         """Return a local path of a file or folder: its own, or the path of a copy in a bounded cache."""
@@ -156,7 +156,7 @@ class LocalFiles(Files):
         return stats
 
     def list(self, folder: str, after: str = "") -> Iterator[str]:
-        cut = len(os.path.join(self.root, ""))  # of ten thousand artifacts, paths as objects would take a second
+        cut = len(os.path.join(self.root, ""))  # for ten thousand artifacts, `Path` objects would take a second
         names = [os.path.join(path, name)[cut:] for path, _, inside in os.walk(self.root / folder) for name in inside]
         yield from sorted(name for name in names if name > after)
 
@@ -209,7 +209,7 @@ class LocalFiles(Files):
     def remove(self, name: str) -> None:
         path = self.root / name
         if path.is_dir() and not path.is_symlink():
-            # First move it away in one step: a half-removed artifact must neither look like one nor block its key.
+            # First move the folder away in one step: a half-removed artifact must neither look whole nor block its key.
             doomed = self.root / "quarantine" / f"removed-{path.name[:12]}-{uuid.uuid4().hex}"
             doomed.parent.mkdir(exist_ok=True)
             path.rename(doomed)
@@ -254,7 +254,7 @@ class LocalFiles(Files):
                 except BlockingIOError:
                     yield False
                     return
-                # `gc` removes old lock files; a lock on one that was removed meanwhile excludes nobody.
+                # `gc` removes old lock files; a lock on a file that was removed meanwhile excludes nobody.
                 if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
                     yield True
                     return

@@ -17,10 +17,10 @@ from puna.storage.manifest import NAME
 
 FILE = "index.jsonl"
 SPARE = 1000
-"""Number of outdated lines, beyond one per artifact, at which the index is rewritten."""
+"""Number of outdated lines, beyond one per artifact, above which the index is rewritten."""
 
 Entry = dict[str, Any]
-"""Summary of one artifact, see `entry`."""
+"""Summary of one artifact (see `entry`)."""
 
 
 def manifests(files: Files) -> dict[tuple[str, str], str]:
@@ -49,7 +49,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: the manifest was not changed."""
+    """Return the summary of an artifact's manifest. Raise PunaError if the manifest cannot be read. `sound`: the manifest is unchanged."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}
@@ -91,7 +91,7 @@ def line(entry: Entry) -> bytes:
 
 
 def parse(line: bytes) -> Entry | None:
-    """Return the entry in a line of a journal, or None if it is damaged. Journals of aliases once had lines without a checksum."""
+    """Return the entry in a line of a journal, or None if the line is damaged. Journals of aliases once had lines without a checksum."""
     data = line if line.startswith(b"{") else line[9:]
     try:
         entry: Entry = json.loads(data.decode())

@@ -1,7 +1,7 @@
 """Leases on an object store: locks between processes on any machines, without comparing clocks.
 
-A lease is an object that names its holder, changed by compare-and-swap. A waiter takes the lease over if the object did not change for two
-terms of the waiter's own clock; the old holder's next renewal then fails. On the same machine, a dead holder is detected at once.
+A lease is an object that names its holder and changes by compare-and-swap. A waiter takes the lease over if the object did not change
+for two terms of the waiter's own clock; the old holder's next renewal then fails. On the same machine, a dead holder is detected at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Held:
 
     @property
     def lost(self) -> bool:
-        """True if another process may hold the lease: it was not renewed in time."""
+        """True if another process may hold the lease, because this process did not renew the lease in time."""
         return self._taken or _now() - self._renewed > 1.5 * self._term
 
     def _renew(self) -> None:
@@ -121,7 +121,7 @@ def _take(place: Place, name: str, term: float) -> Held | None:
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """Return the lease's state if no process holds it; None if its holder runs on this machine, or renewed it meanwhile."""
+    """Return the lease's state if no process holds it; None if the holder runs on this machine, or renewed the lease meanwhile."""
     first = _state(place, name)
     start, pause = _now(), min(POLL, term / 8)
     while first.owner:
@@ -149,7 +149,7 @@ def _state(place: Place, name: str) -> State:
             raise ValueError(f"owner {owner}")
         return State(owner, version)
     except (ValueError, KeyError, TypeError) as error:
-        raise PunaError(f"{name}: is no lease ({error}); remove it when nobody works on this store") from error
+        raise PunaError(f"{name}: is not a lease ({error}); remove it when no process works on this store") from error
 
 
 def _content(owner: str) -> bytes:

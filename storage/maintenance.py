@@ -25,7 +25,7 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Compare the files of artifacts (None: of all) with their manifests; note damage. `trust`: note whole suspects as trusted."""
+    """Return a finding per artifact (None: of all, also those without manifest). Note damage and, if `trust`, trust in whole suspects."""
     findings = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):
@@ -49,11 +49,11 @@ class Garbage:
 
 
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
-    """Remove artifacts that nothing needs, abandoned work and quarantined folders; return them.
+    """Return artifacts that nothing needs, abandoned work and quarantined folders, after removing them if `remove`.
 
     An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
-    `keep_runs` productive runs, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected. Work
-    stays while a process holds it, and for `work_days` days after anything in it was last written. With `remove=False` nothing is removed.
+    `keep_runs` runs with artifacts, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected.
+    Work stays while a process holds it, and for `work_days` days after anything in it was last written.
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")

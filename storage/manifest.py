@@ -17,7 +17,7 @@ from puna.storage.shards import FileRecord, Shard
 FORMAT = 2
 NAME = "manifest.json"
 SMALL = 1 << 20
-"""Most bytes of a manifest that a process caches."""
+"""Maximum bytes of a manifest that a process caches."""
 IMPORT = "import"
 """Name of the stage in manifests of imported tables, which no stage made."""
 
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """One stored table: its shards in key order, and its `sources`. `cut`: number of shards that ids are cut into; 0: ids are not cut."""
+    """One stored table: its shards in key order, and its `sources`. `cut`: number of shards with fixed bounds of ids; 0: other bounds."""
 
     rows: int
     digest: str
@@ -66,9 +66,9 @@ class TableRecord:
 class Manifest:
     """Everything known about an artifact; `metrics`, timings and versions are not part of its identity.
 
-    `inputs_compared`: all files that the stage declares to read were compared with their checksums after the stage read them. `timings`:
-    wall and CPU seconds of the stage and its workers. `peak_memory_bytes`: the largest sampled sum of their resident memory. `libraries`:
-    versions. `project`: of the run that made the artifact, empty for the default project. `checksum`: of all other fields.
+    `inputs_compared`: the checksums of all files that the stage declares to read were verified after the stage read them. `timings`: wall
+    and CPU seconds of the stage and its workers. `peak_memory_bytes`: largest sampled resident memory of the stage and workers together.
+    `libraries`: versions. `project`: the run's project, empty for the default project. `checksum`: a checksum of all other fields.
     """
 
     kind: str
@@ -131,7 +131,7 @@ class Manifest:
 
 @lru_cache(maxsize=256)
 def _parse(data: bytes) -> Manifest:
-    """Return the manifest in a JSON text, cached, because a process often asks for the same one. Raise ValueError if it was changed."""
+    """Return the manifest in a JSON text, cached, as a process often asks for the same one. Raise ValueError if the text is not valid."""
     value = json.loads(data)
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")
@@ -150,18 +150,18 @@ def _table(value: dict[str, Any]) -> TableRecord:
 
 
 def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[InputRecord]) -> str:
-    """Return the key of a stage's output: sha256 over stage, code version, configuration and the inputs' data digests."""
+    """Return the key of a stage's output: sha256 over stage, code version, configuration, and the inputs' names, kinds and data digests."""
     return digest.of_value(
         {"stage": stage, "code": code_version, "config": config, "inputs": [[i.name, i.kind, i.data_digest] for i in inputs]}
     )
 
 
 MEANING = "meaning"
-"""The name, among a stage's code symbols, of one hash of all its code without module names."""
+"""The name, among a stage's code symbols, of a single hash of all the stage's code without module names."""
 
 
 def code_version(symbols: dict[str, str]) -> str:
-    """Return one hash of a stage's code, given as name → hash; 64 hex digits. `meaning`, if given, replaces all names with `.` or `:`."""
+    """Return one hash of a stage's code, given as name → hash; 64 hex digits. If `MEANING` is given, skip names with `.` or `:`."""
     relevant = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
     return digest.of_value({"format": FORMAT, "symbols": relevant})
 

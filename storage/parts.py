@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Stored:
-    """A Parquet file of the store: its name, its checksum, and the numbers of rows of its row groups."""
+    """A Parquet file of the store: its name, its checksum, and the number of rows of each row group."""
 
     files: Files
     name: str
@@ -63,7 +63,7 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows with these ascending numbers. Read only their row groups; cache the last for the next call if it has more."""
+        """Return the rows with these ascending numbers. Read only their row groups; cache the last group if it has further rows."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -72,7 +72,7 @@ class Stored:
         tables = [(groups[:1], cached[1])] if cached is not None and cached[0] == groups[0] else []
         rest = groups[len(tables) :]
         goes_on = bool(rows[-1] + 1 < ends[groups[-1]])
-        # A last group that is cached is read separately, so that it does not hold the memory of others.
+        # A last group that is cached is read separately, so that the cache does not hold the memory of other groups.
         for some in (rest[:-1], rest[-1:]) if goes_on else (rest,):
             if some:
                 tables.append((some, self.read(some, columns)))
@@ -115,13 +115,13 @@ def _order(files: Files, name: str, version: str) -> tuple[Ints, Ints]:
         table = pq.ParquetFile(handle).read()
     source, row = (table.column(n).combine_chunks() for n in ("source", "row"))
     if source.null_count or row.null_count:  # numpy would turn nulls into wrong rows
-        raise pa.ArrowInvalid(f"{name}: is damaged: an order has no empty places")
+        raise pa.ArrowInvalid(f"{name}: is damaged: an order file must have no nulls")
     return np.asarray(source, dtype=np.int64), np.asarray(row, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The rows of one shard by reference; small and picklable. `stored`: its own file, then those of its sources."""
+    """The rows of one shard by reference; small and picklable. `stored`: the artifact's own file, then its sources' files."""
 
     rows: int
     low: tuple[Any, ...]
@@ -130,7 +130,7 @@ class ShardRows:
     order: Stored | None = None
 
     def place(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Return, for the rows start .. stop - 1, the numbers of their sources, and their row numbers in these."""
+        """Return, for rows `start` to `stop` - 1, each row's source (an index of `stored`), and its row number in the source's file."""
         if self.order is None:
             return np.zeros(stop - start, np.int64), np.arange(start, stop)
         source, row = _order(self.order.files, self.order.name, self.order.version)
@@ -158,7 +158,7 @@ class ShardRows:
         return collect(source, row, take)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
-        """Yield the row numbers `rows` by row group of the file that has them, because `take` reads whole groups."""
+        """Yield the row numbers `rows`, split by the file and row group that have the rows, because `take` reads whole groups."""
         source, row = self.place(0, self.rows)
         for number in np.unique(source[rows]).tolist():
             file, here = self.stored[number], rows[source[rows] == number]
@@ -188,7 +188,7 @@ class ShardRows:
 
 
 def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> pa.Table:
-    """Return rows of several sources in this order; `take` reads the rows of one source, given by its number."""
+    """Return the rows (source[i], row[i]) in the order of i; `take` reads the rows of one source, given by the source's number."""
     numbers = np.unique(source).tolist()
     places = [np.flatnonzero(source == number) for number in numbers]
     pieces = [take(number, row[here]) for number, here in zip(numbers, places, strict=True)]
@@ -197,7 +197,7 @@ def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> p
 
 @dataclass(frozen=True)
 class Part:
-    """A range of rows of one stored table, small and picklable, which a worker reads itself. `start`: its first row in the table."""
+    """A small, picklable range of rows of one stored table, which a worker reads itself. `start`: index of the first row in the table."""
 
     shard: ShardRows
     first: int
@@ -250,23 +250,23 @@ def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Se
 
 @dataclass(frozen=True)
 class Beside:
-    """Rows of another table that a worker gets together with the rows of the same ids; the result of `Artifact.beside`."""
+    """A second table: with each part of the first table, a worker gets the rows of the same ids. The result of `Artifact.beside`."""
 
     shards: tuple[ShardRows, ...]
     schema: pa.Schema
 
     def within(self, low: str, high: str | None) -> Beside:
-        """Return only the shards that may have rows of a range of ids."""
+        """Return the table with only the shards that may have rows of a range of ids."""
         return Beside(tuple(near(self.shards, low, high)), self.schema)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Return the rows of a range in order, with their ids."""
+        """Return an iterator over the rows of a range of ids in order; the tables also have the column `id`."""
         names = self.schema.names
         return between(self.shards, low, high, names if "id" in names else ["id", *names])
 
 
 class Stream:
-    """A reader of rows in the order of their key: a call of `below` yields the next rows below an edge."""
+    """A reader of rows in the order of a key: each call of `below` yields the next rows whose key is below an edge."""
 
     def __init__(self, pieces: Iterator[pa.Table], key: str) -> None:
         self._pieces = pieces
@@ -288,7 +288,7 @@ class Stream:
 
 
 class Follower:
-    """A reader of a table's rows by ascending ranges of ids, in step with another table; it returns every row once."""
+    """A reader of a table's rows by ascending ranges of ids, in step with another table; each row is returned once."""
 
     def __init__(self, table: Beside | Exchange, low: str, high: str | None) -> None:
         self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema

@@ -27,7 +27,7 @@ class Made:
 
 
 def started(flow: str, **about: Any) -> dict[str, Any]:
-    """Return the event that opens a log: a run of `flow`, which is a flow or a single stage. `about`: how it was started, see `RunLog`."""
+    """Return the event that opens a log: a run of `flow`, a flow or a single stage. `about`: how the run was started (see `RunLog`)."""
     return {"event": "started", "flow": flow, **about}
 
 
@@ -62,7 +62,7 @@ class RunLog:
     """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` (no end recorded).
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
-    `lines`: standard error of all processes but the first.
+    `lines`: standard error of all processes except the first.
     """
 
     name: str

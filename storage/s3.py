@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode
 
 MULTIPART = 16 << 20
-"""Bytes above which a file is uploaded in pieces, and the least size of a piece."""
+"""Bytes above which a file is uploaded in pieces, and the minimum size of a piece."""
 COPIED = 5 << 30
-"""Most bytes of an object that S3 copies in one request."""
+"""Maximum bytes of an object that S3 copies in one request."""
 AT_ONCE = 8
 SUMS, NONCE = "puna-sums", "puna-nonce"
 
 
 @dataclass(frozen=True)
 class S3Files(Bucket, Files):
-    """A prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
+    """The files below a prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
-    `read` compares whole files with their checksums, but not parts of files: their readers do. `append` rewrites the whole log.
+    `read` verifies the checksums of whole files; callers that read parts must verify these themselves. `append` rewrites the whole log.
     `publish` copies within the bucket; the conditional put of the last file decides which of two writers wins.
     """
 
@@ -57,7 +57,7 @@ class S3Files(Bucket, Files):
             )
         prefix = parsed.path.strip("/")
         if parsed.scheme != "s3" or not NAME.fullmatch(parsed.netloc) or not re.fullmatch(r"[\w!.*'()/-]*", prefix) or parsed.fragment:
-            raise PunaError(f"store {uri}: is no address of an object store; give s3://BUCKET/PREFIX")
+            raise PunaError(f"store {uri}: is not the address of an object store; give s3://BUCKET/PREFIX")
         if any(part in (".", "..", "") for part in prefix.split("/")) and prefix:
             raise PunaError(f"store {uri}: the prefix has a part that is empty, `.` or `..`")
         return cls(parsed.netloc, prefix)
@@ -72,19 +72,19 @@ class S3Files(Bucket, Files):
         return self._read_blocks(name, 0, None)[0]
 
     def read_version(self, name: str) -> tuple[bytes, str] | None:
-        """Return the content of a whole file, compared with its checksums, and its version; None if there is no file."""
+        """Return (content, version) of a whole file, after verifying its checksums; None if there is no file."""
         try:
             return self._read_blocks(name, 0, None)
         except FileNotFoundError:
             return None
 
     def _read_blocks(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
-        """Return whole blocks of a file, compared with their checksums, and its version. Raise PunaError if its size is not `size`."""
+        """Return (whole blocks, version) of a file, after verifying the checksums. Raise PunaError if the file's size is not `size`."""
         for attempt in range(TRIES):
             data, now, sums, version = self._get(name, start, stop)
             if size not in (None, now):
                 _size.cache_clear()
-                raise PunaError(f"{self.uri}/{name}: another process wrote it anew while it was read; run again")
+                raise PunaError(f"{self.uri}/{name}: another process replaced the file while it was read; run again")
             if _right(data, start, now, sums):
                 return data, version
             pause(attempt)
@@ -155,7 +155,7 @@ class S3Files(Bucket, Files):
                 if (writer[1] if writer is not None else None) != version:
                     return None
                 pause(attempt)  # another writer's put was in progress, and failed
-        raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
+        raise PunaError(f"{self.uri}/{name}: other processes keep changing the file; run again")
 
     def _writer(self, name: str) -> tuple[str, str] | None:
         try:
@@ -183,7 +183,7 @@ class S3Files(Bucket, Files):
             if self.swap(name, content, version):
                 return
             pause(min(attempt, 2))
-        raise PunaError(f"{self.uri}/{name}: is changed by others all the time; run again")
+        raise PunaError(f"{self.uri}/{name}: other processes keep changing the file; run again")
 
     def put(self, name: str, file: Path) -> None:
         size = file.stat().st_size
@@ -313,7 +313,7 @@ class StoreFileSystem(AbstractFileSystem):
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:
-        """Return the file at `path`, a pattern without wildcards, or no file."""
+        """Return [path] if this file exists, else []; DuckDB's pattern `path` has no wildcards here."""
         return [path] if self.exists(path) else []
 
     def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:

@@ -1,7 +1,7 @@
 """Schemas of all tables of artifacts: Arrow schemas with the meaning and unit of every column.
 
 The main table of an artifact has the name of its kind; other tables are side tables. `signals` is open: besides `id`, its columns are
-numbers and words about the document, which their writer describes with unit and meaning.
+numbers and words about the document. The stage that writes such a column describes it with unit and meaning.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TableSchema:
     """A table: its columns, the primary key it is sorted by, and how it is stored.
 
     `open`: further described columns of numbers and words are allowed. `identity`: the artifact's data digest depends on the table's
-    content (not for logs with timings). `group_rows`: most rows of a Parquet row group, the unit of reading. `shard_bytes`: raw bytes
-    above which there is more than one shard. `selectable`: rows may be kept by reference.
+    content (not for logs with timings). `group_rows`: maximum rows of a Parquet row group, the unit of reading. `shard_bytes`: uncompressed
+    bytes above which there is more than one shard. `selectable`: rows may be kept by reference.
     """
 
     name: str

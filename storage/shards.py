@@ -1,8 +1,8 @@
 """Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
 
 Ids of pages and documents are uniform hashes, so fixed bounds of ids give shards of similar size. The number of shards is set where rows
-enter, and all derived tables keep it, so that the tables of one corpus match shard by shard. A row group is one `write_table` call on
-combined chunks, so that equal rows give equal bytes whoever wrote them.
+enter. All derived tables keep this number, so the tables of one corpus match shard by shard. A row group is one `write_table` call on
+combined chunks, so equal rows give equal bytes, whichever job wrote them.
 
 A shard of documents may keep rows by reference: an order file then gives for each row its source (0: the shard's own file; n: the shard's
 file in the table's n-th source) and its row number there.
@@ -31,7 +31,7 @@ from puna.storage.errors import PunaError
 from puna.storage.schemas import TableSchema, table_schema
 
 GROUP_BYTES = 8 << 20
-"""Raw bytes at which a row group ends, however few rows it has."""
+"""Uncompressed bytes at which a row group ends, however few rows the group has."""
 LEVEL = 1
 """Level of zstd's compression: level 3 stores a seventh less and takes 1.5 times as long."""
 UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
@@ -44,7 +44,7 @@ FACTS = pa.schema({"digest": pa.binary(digest.ROW_BYTES), "characters": pa.int32
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One stored file."""
+    """Size and checksum of one stored file."""
 
     bytes: int
     sha256: str
@@ -52,8 +52,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard of a table. `low`, `high`: its first and last key; `groups`: numbers of rows of its own file's row groups; `file`, `order`,
-    `facts`: names of the files of its own rows, of all rows' order, and of the own rows' digests and lengths; empty if missing."""
+    """One shard of a table. `low`, `high`: first and last key; `groups`: number of rows of each row group in `file`. File names, empty
+    if missing: `file` has the shard's own rows, `order` the order of own and referenced rows, `facts` the own rows' digests and lengths."""
 
     rows: int
     digest: str
@@ -79,7 +79,7 @@ NOTHING = Shard(0, "", [], [])
 
 
 def count(table: TableSchema, raw: int) -> int:
-    """Return the number of shards, a power of two, for a table of `raw` bytes."""
+    """Return the number of shards, a power of two, for a table of `raw` uncompressed bytes."""
     return 1 if raw <= table.shard_bytes else 1 << math.ceil(GROWTH * math.log2(raw / table.shard_bytes))
 
 
@@ -97,7 +97,7 @@ def shard_of(ids: pa.Array | pa.ChunkedArray, shards: int) -> npt.NDArray[np.int
 
 
 def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the rows' raw sizes in bytes, int64[n]: the lengths of strings and bytes, and 8 for any other value or list element."""
+    """Return the rows' uncompressed sizes in bytes, int64[n]: lengths of strings and bytes, and 8 for any other value or list element."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
@@ -142,7 +142,7 @@ class Sink:
 
 
 def write_table(path: Path, table: pa.Table, **how: Any) -> FileRecord:
-    """Write rows outside any artifact table as one row group, synced."""
+    """Write rows that belong to no artifact table (such as an order) to a new file, as one synced row group; return the file's record."""
     with contextlib.closing(Sink(path)) as sink:
         write_rows(sink, table, **how)
     return sink.record
@@ -165,7 +165,7 @@ class Written:
 
 
 class ShardWriter:
-    """The writer of one shard, whose rows come in the order of their key. `path`: the table's file; order and facts get files beside it."""
+    """A writer of one shard, whose rows come in key order. `path`: the file of the rows; order and facts get files beside that file."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._table = table_schema(name)
@@ -220,7 +220,7 @@ class ShardWriter:
         self._keys = [self._keys[0] if self._keys else first, last]
 
     def _flush(self, *, last: bool) -> None:
-        """Write the full row groups; with `last`, all rows. A group ends at a number of rows or bytes, which only the rows decide."""
+        """Write the full row groups; with `last`, all rows. Groups end at fixed numbers of rows or bytes: equal rows give equal groups."""
         while self._held:
             sizes = np.cumsum(np.concatenate(self._held_sizes))
             full = int(np.searchsorted(sizes, GROUP_BYTES)) + 1
@@ -237,7 +237,7 @@ class ShardWriter:
             self._held, self._held_sizes = ([rest], [flat]) if rest.num_rows else ([], [])
 
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
-        """Finish the shard. `order`, `facts` and `span` (first and last key) describe all its rows if some are kept by reference."""
+        """Return the finished shard. If it has rows by reference, `order`, `facts`, `span` (first and last key) describe all its rows."""
         files: dict[str, FileRecord] = {}
         rows = self.rows
         if self._file is not None:
@@ -262,7 +262,7 @@ class ShardWriter:
         if order is not None and span is not None:
             low, high = [span[0]], [span[1]]
             place = beside(self._path, "order")
-            # Few sources, and mostly increasing rows.
+            # Sources are few, and row numbers mostly increase.
             files["order"] = write_table(
                 place, order.cast(ORDER), use_dictionary=["source"], column_encoding={"row": "DELTA_BINARY_PACKED"}
             )
@@ -276,7 +276,7 @@ class ShardWriter:
     def __exit__(self, *error: object) -> None:
         """Remove the file if it is unfinished."""
         if self._file is not None and not self._file[0].closed:
-            with contextlib.suppress(Exception):  # the error that ended the writing is on its way
+            with contextlib.suppress(Exception):  # the error that ended the writing is being raised
                 self._file[1].close()
             with contextlib.suppress(OSError):
                 self._file[0].close()

@@ -29,7 +29,7 @@ from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, 
 
 @dataclass(frozen=True)
 class Staged:
-    """Rows that a job wrote, by key. `files`: table, order, facts → name and record. `number`: index of their shard; None: to merge."""
+    """One table's rows that a job wrote, in key order. `files`: table, order, facts → name and record. `number`: shard, None to merge."""
 
     table: str
     shard: Shard
@@ -56,7 +56,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Staging:
-    """The folder of the store where the jobs of one key write their output."""
+    """The folder of the store where the jobs of one unfinished artifact write their output."""
 
     files: Files
     folder: str
@@ -153,7 +153,7 @@ class Outputs:
     job: str
     streamed: str = ""
     facts: tuple[Stored | None, ...] | None = None
-    """Files with digests and characters of the rows that may be kept by reference: item n - 1 is for source n; None: none may be kept."""
+    """Files with digests and characters of rows that may be kept by reference: item n - 1 is for source n; None: no rows may be kept."""
     _held: dict[str, list[pa.Table]] = field(default_factory=dict)
     _order: list[tuple[Ints, Ints]] = field(default_factory=list)
     _facts: list[pa.Table] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Outputs:
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
-        """Add rows of a table; calls for the streamed table must come in the order of its key."""
+        """Add rows of a table. For the table `streamed`, each call's keys must follow those of the calls before."""
         if table != self.streamed:
             self._held.setdefault(table, []).append(table_schema(table).conform(rows))
             return
@@ -185,7 +185,7 @@ class Outputs:
         self._main.add(rows, facts)
 
     def keep(self, ids: pa.ChunkedArray, source: Ints, row: Ints) -> None:
-        """Keep rows of other artifacts by reference, given by ids, numbers of sources and row numbers there."""
+        """Keep rows of other artifacts by reference, given by ids, numbers of sources, and row numbers in the sources."""
         self._refer(ids, source, row, self._known_facts(source, row))
 
     def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
@@ -221,7 +221,7 @@ class Outputs:
         return collect(source, row, lambda number, rows: self._known[number].take(pa.array(rows)))
 
     def finish(self, *, number: int | None = None, cut: int = 0, info: Any = None) -> list[Staged]:
-        """Finish all tables and move them to the staging folder."""
+        """Finish all tables, move their files to the staging folder, and return the staged tables."""
         tables: dict[str, Written] = {}
         if self._main is not None:
             tables[self.streamed] = self._main.close(*self._references())
@@ -241,7 +241,7 @@ class Outputs:
 
 
 def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
-    """Write the rows of in-memory pieces, sorted by their key; a column that a piece lacks is null there."""
+    """Write the rows of in-memory pieces, sorted by the table's key; a column that a piece lacks is null in the piece's rows."""
     schema = table_schema(table)
     whole = schema.schema_for(unite(piece.schema for piece in pieces))
     rows = in_order(pa.concat_tables([fill(piece, whole) for piece in pieces]), schema.key)
@@ -261,7 +261,7 @@ def unite(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def fill(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return `table` with this schema; a column that it lacks is null."""
+    """Return `table` with this schema; columns that `table` lacks are null."""
     for one in schema:
         if one.name not in table.schema.names:
             table = table.append_column(one, pa.nulls(table.num_rows, one.type))

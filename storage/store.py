@@ -4,10 +4,10 @@ store.json                      the layout's number
 objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run in progress
-refs/                           aliases, see `aliases`, and accepted equivalences
+refs/                           aliases (see `aliases`) and accepted equivalences
 index.jsonl                     summaries of the manifests, derived from them
 runs/<run>.jsonl                the events of a run, with the artifacts that it made or reused; runs/order: the runs by start time
-runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by this process
+runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by that process
 quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts
 """
 
@@ -51,7 +51,7 @@ class Store:
         self.files = files
         self._aliases = Aliases(files, project or DEFAULT)
         self._whole: Store | None = None
-        """The store of which this one is a view (see `within`), referenced so that its `holding` stays alive."""
+        """The store that this one is a view of (see `within`); the reference keeps that store's `holding` alive."""
         try:
             with explain_write_errors(self.uri):
                 for name in FOLDERS:
@@ -63,7 +63,7 @@ class Store:
         weakref.finalize(self, self.holding.release)
 
     def _check_layout(self) -> None:
-        """Raise PunaError if the store has another layout or its mark is damaged; write the mark of a new store."""
+        """Raise PunaError if the store has another layout or a damaged `store.json`; write `store.json` in a new store."""
         mark = json.dumps({"layout": FORMAT}).encode()
         marked = self.files.stat(LAYOUT) is not None
         layout = _field(self.files.read(LAYOUT), "layout") if marked else None
@@ -84,7 +84,7 @@ class Store:
 
     @classmethod
     def open(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store at a path, `file://` or `s3://` URI, within a project; its folders are made on first use."""
+        """Return the store at a path, `file://` or `s3://` URI, within a project. Missing folders of the store are made."""
         return cls(files_of(uri), project)
 
     @classmethod
@@ -106,7 +106,7 @@ class Store:
         return self.files.scratch("")
 
     def find(self, kind: str, key: str) -> Artifact | None:
-        """Return the committed artifact, or None."""
+        """Return the committed artifact with this kind and key, or None."""
         return Artifact(kind, key, self.files) if self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None else None
 
     def committed(self) -> list[Artifact]:
@@ -114,7 +114,7 @@ class Store:
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
     def entries(self, project: str | None = None) -> list[Entry]:
-        """Return the summaries of all artifacts, oldest first. `project`: only of artifacts that its runs made or its aliases name."""
+        """Return the summaries of all artifacts, oldest first. `project`: only those that the project's runs made or aliases name."""
         entries = [one for one in index.entries(self.files) if one["kind"] in KINDS]
         if project is None:
             return entries
@@ -132,7 +132,7 @@ class Store:
         return [Artifact(one["kind"], one["key"], self.files) for one in self.entries()]
 
     def resolve(self, name: str) -> Artifact:
-        """Return the one artifact of this name: `kind/prefix`, a key's prefix, or an alias `name@version`. Else raise PunaError."""
+        """Return the only artifact with this name (`kind/prefix`, a key's prefix, or an alias `name@version`). Else raise PunaError."""
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")
@@ -162,7 +162,7 @@ class Store:
         return damage.suspects(self.files)
 
     def reading(self) -> Store:
-        """Return the store for readers that commit nothing: table files are compared with their checksums before they are read."""
+        """Return the store for readers that commit nothing: a table file is read only after its checksum is verified."""
         return Store(damage.reading(self.files), self.project)
 
     @contextlib.contextmanager
@@ -191,7 +191,7 @@ class Store:
             return work.commit(kind, key, Identity(IMPORT))
 
     def accepted_key(self, key: str) -> str:
-        """Return the key of the artifact that stands for `key`: itself, or an older one declared equivalent."""
+        """Return the key of the artifact that stands for `key`: `key` itself, or that of an older artifact declared equivalent."""
         fields = read_pointer(self.files, _acceptance(key))
         return key if fields is None else fields["stands_for"]
 
@@ -201,7 +201,7 @@ class Store:
             self.files.write(_acceptance(new_key), pointer({"stands_for": old.key}))
 
     def acceptances(self) -> dict[str, str]:
-        """Return key → key of the older artifact that stands for it, for all accepted equivalences."""
+        """Return new key → key of the older artifact that stands for the new key, for all accepted equivalences."""
         names = filter(is_pointer, self.files.list("refs/.accepted"))
         return {Path(n).stem: fields["stands_for"] for n in names if (fields := read_pointer(self.files, n)) is not None}
 
@@ -211,7 +211,7 @@ class Store:
         return self._aliases.project
 
     def within(self, project: str | None) -> Store:
-        """Return a view of this store within a project; the store itself if none or the same is named."""
+        """Return a view of this store within a project; the store itself if `project` is empty or the store's project."""
         if not project or project == self.project:
             return self
         view = copy.copy(self)
@@ -219,7 +219,7 @@ class Store:
         return view
 
     def require_project(self) -> Store:
-        """Return this store. Raise PunaError if it has no alias or artifact of its project."""
+        """Return this store. Raise PunaError if no alias or artifact of the store's project exists."""
         if self.project != DEFAULT and self.project not in (projects := self.projects()):
             raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(projects)}")
         return self
@@ -230,7 +230,7 @@ class Store:
         return [DEFAULT, *sorted(names - {DEFAULT})]
 
     def alias(self, name: str) -> Artifact:
-        """Return the artifact that `[PROJECT/]NAME@VERSION` points to."""
+        """Return the artifact that `[PROJECT/]NAME@VERSION` points to. Raise PunaError if the alias or artifact does not exist."""
         target = self._aliases.target(name)
         if target is None:
             project, own = self._aliases.parts(name)
@@ -242,12 +242,12 @@ class Store:
         return artifact
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias, see `Aliases.set`."""
+        """Point an alias at an artifact and return the alias (see `Aliases.set`)."""
         with explain_write_errors(self.uri):
             return self._aliases.set(name, artifact, expected)
 
     def full_name(self, alias: str) -> str:
-        """Return the alias as named in the default project: with its project, if that is another one."""
+        """Return the alias as the default project names it: an alias of another project gets the prefix PROJECT/."""
         return self._aliases.called(alias)
 
     def project_of(self, alias: str) -> str:
@@ -276,7 +276,7 @@ class Store:
         return messages
 
     def names(self, project: str | None = None) -> dict[str, list[str]]:
-        """Return key → its aliases, of all projects or of one, for all keys that have an alias."""
+        """Return key → the key's aliases, of all projects or of one, for all keys that have such an alias."""
         names: dict[str, list[str]] = {}
         for name, key in self.aliases().items():
             if project in (None, self.project_of(name)):
@@ -291,7 +291,7 @@ class Store:
             self.files.append(f"runs/{run}.jsonl", line)
 
     def at_work(self, run: str) -> AbstractContextManager[bool]:
-        """Hold a lock while a run is in progress: `gc` then keeps its artifacts, and a run that was killed can be detected."""
+        """Hold a lock while a run is in progress: `gc` then keeps the run's artifacts, and a run that was killed can be detected."""
         return self.lock(f"run-{run}")
 
     def runs(self) -> list[str]:
@@ -334,7 +334,7 @@ def explain_write_errors(uri: str) -> Iterator[None]:
     except (OSError, duckdb.Error) as error:
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
-            message = "the disk is full. Nothing half-made was committed and the parts that were done are kept: make room and run again"
+            message = "the disk is full. Nothing incomplete was committed, and finished parts are kept: make room and run again"
             raise PunaError(f"store {uri}: {message} ({error})") from error
         inside = str(getattr(error, "filename", None) or "").startswith(uri)
         if inside and number in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -1,6 +1,6 @@
 """Assembly of an artifact's tables from its jobs' pieces, which are shards in final form, or are merged by a worker.
 
-Merging sorts by primary key and cuts into shards, out of core. So equal rows give equal bytes, whichever job computed them.
+Merging sorts rows by primary key and cuts them into shards, out of core. So equal rows give equal bytes, whichever job computed them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from puna.storage.shards import NOTHING, FileRecord, ShardWriter
 from puna.storage.staging import Outputs, Staged, Staging, fill, unite
 
 Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
-"""Function that calls a function for all jobs, in workers, and returns the results in order."""
+"""A function that applies its first argument to all jobs, in workers, and returns the results in order."""
 
 LEAST_KEPT = 0.25
-"""Least share of the sources' rows to keep by reference; fewer rows are copied, because reading them by reference would cost more."""
+"""Minimum share of the sources' rows to keep by reference; fewer rows are copied, because reading them by reference would cost more."""
 MERGED_ROWS = 4096
-"""Most rows of a batch of sorted rows."""
+"""Maximum rows of a batch that DuckDB's sort returns."""
 MOST_SOURCES = 4
-"""Most artifacts whose rows a table may keep by reference; with more, all rows are copied."""
+"""Maximum number of artifacts whose rows a table may keep by reference; with more, all rows are copied."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The jobs' pieces of one table. `cut`: number of shards of its corpus; 0 outside a corpus."""
+    """The jobs' pieces of one table. `cut`: number of shards of the corpus that the table belongs to; 0: no corpus."""
 
     table: str
     staged: list[Staged]
@@ -50,7 +50,7 @@ class Pieces:
     source_shards: tuple[tuple[Stored | None, ...], ...] = ()
     """For each source, its own files by shard."""
     ranges: bool = False
-    """True if the pieces have separate ranges of keys, so that they can be shards."""
+    """True if the pieces have disjoint ranges of keys, so that they can be shards."""
 
 
 class Made(NamedTuple):
@@ -62,7 +62,7 @@ class Made(NamedTuple):
 
 
 def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """Return the table of some pieces: as unchanged shards, with references copied, or merged. `mapper` runs the jobs for this."""
+    """Return the table made of `pieces`: as unchanged shards, with referenced rows copied, or merged. `mapper` runs copying and merging."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in staged)
@@ -89,14 +89,14 @@ def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
 
 
 def _write_anew(pieces: Pieces, staged: list[Staged]) -> bool:
-    """True if rows kept by reference must be copied: too few are kept, or of too many artifacts."""
+    """True if rows kept by reference must be copied: they are too few, or from too many artifacts."""
     referred = sum(one.shard.rows - one.shard.own for one in staged)
     source_rows = sum(sum(file.groups) for source in pieces.source_shards for file in source if file is not None)
     return referred < LEAST_KEPT * source_rows or len(pieces.sources) > MOST_SOURCES
 
 
 def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
-    """Return the table of these shards: its record, and the names of its files in the artifact."""
+    """Return the finished table of these shards, with the names of the table's files in the artifact."""
     count = cut or len(staged)
     by_number = {one.number: one for one in staged}
     columns = staged[0].columns if staged else {f.name: str(f.type) for f in schema.schema}
@@ -154,7 +154,7 @@ def _merge(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
 
 
 def _sort(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
-    """Return the rows of all pieces in order of the key: one after another if they do not overlap, else sorted by DuckDB."""
+    """Return the rows of all pieces in key order: piece after piece if the pieces' key ranges are disjoint, else sorted by DuckDB."""
     sequence = _in_order(staged)
     if sequence is not None:
         pieces = (rows for one in sequence for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
@@ -176,7 +176,7 @@ class Balance(NamedTuple):
 
 
 def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
-    """Return the first `most` ids that are more or less often in the output than in the input, with the number missing (< 0: extra)."""
+    """Return the first `most` ids that occur more or less often in the output than in the input, with the number missing (< 0: extra)."""
     jobs = [(Balance(near(balance.came, *span(cut, n)), near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
     return sorted(one for ids in mapper(_imbalance, jobs) for one in ids)[:most]
 
@@ -213,7 +213,7 @@ def empty(name: str) -> bytes:
 
 
 def parquet(files: Sequence[str]) -> str:
-    """Return SQL for the rows of Parquet files, with columns matched by name; paths are not taken as patterns or for columns."""
+    """Return SQL for the rows of Parquet files, with columns matched by name. Paths are not read as glob patterns or Hive partitions."""
     paths = ", ".join(literal(pattern(file)) for file in files)
     return f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
 

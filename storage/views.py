@@ -20,7 +20,7 @@ from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
 
 NEWEST = "newest"
-"""Name of the SQL schema whose views have only the newest artifact with a table."""
+"""Name of the SQL schema whose views have only the rows of the newest artifact with the table."""
 ADDRESSES = "addresses"
 """Name of the view of all pages' and documents' addresses."""
 
@@ -116,7 +116,7 @@ class Views:
     use: Callable[[list[str]], object] = len
 
     def names(self) -> list[str]:
-        """Return the names of all views, quoted for SQL; the views of tables come first."""
+        """Return the names of all views as SQL writes them (aliases in double quotes); the views of tables come first."""
         newest, aliased = (f"{NEWEST}.{name}" for name in TABLES), (f'"{alias}"' for alias in self._by_alias())
         return [*TABLES, ADDRESSES, *newest, *aliased, *DERIVED]
 
@@ -135,7 +135,7 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Return SQL for the ids and addresses of all pages and documents, read from underived artifacts: derived rows keep both."""
+        """Return SQL for the ids and addresses of all pages and documents, read from underived artifacts: derived ones keep both."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
@@ -146,7 +146,7 @@ class Views:
         return {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
-        """Return SQL for the rows of a table of these artifacts, with the artifacts' keys in the column `artifact`."""
+        """Return SQL for the rows of one table of the artifacts `having`, with the artifacts' keys in the column `artifact`."""
         queries = []
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
@@ -188,7 +188,7 @@ class Views:
 
 
 def _number(table: str, names: list[str]) -> str:
-    """Return SQL for the position in `names`, from 1, of the file that a row is from."""
+    """Return SQL for the position in `names`, from 1, of the file that a row of `table` is from."""
     name = rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
     return f"list_position([{', '.join(map(literal, names))}], {name})"
 

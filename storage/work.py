@@ -35,7 +35,7 @@ from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
 LOGS = "runs/held-"
-"""Prefix of the logs with keys that live processes use; `gc` keeps these artifacts."""
+"""Prefix of the names of logs with keys that live processes use; `gc` keeps the artifacts with these keys."""
 WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
@@ -51,12 +51,12 @@ class Identity:
 
     @cached_property
     def key(self) -> str:
-        """Return the sha256 over stage, code version, configuration and the inputs' data digests."""
+        """Return the artifact's key, a sha256 over these fields (see `manifest.key_of`)."""
         return key_of(self.stage, self.code_version, self.config, self.inputs)
 
 
 class Work:
-    """An unfinished artifact. Parts and scratch survive a crash, `output` does not. Only parts claimed by this attempt are committed."""
+    """An unfinished artifact. Parts and `scratch` survive a crash; `output` does not. Only parts claimed by this attempt are committed."""
 
     def __init__(self, files: Files, key: str, project: str = "") -> None:
         self.files = files
@@ -70,7 +70,7 @@ class Work:
         self.cut = 0
         """Number of shards of the corpus that the artifact's rows belong to; 0: no corpus."""
         self.ranges: set[str] = set()
-        """Tables whose pieces have separate ranges of keys, so that they can be shards."""
+        """Names of tables whose pieces have disjoint ranges of keys, so that the pieces can be shards."""
         self._claimed: dict[str, list[Staged]] = {}
         self._made: dict[str, Made] | None = None
         self.shift = 0
@@ -108,8 +108,8 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return for each shard the facts files of `documents` and its sources; None if their rows cannot be kept by reference. Sets the
-        source numbers: 0 for newly written rows, then `documents` if it has own rows, then its sources. Add `shift` to its own numbers."""
+        """Return for each shard the facts files of `documents` and its sources; None if rows of these cannot be kept by reference. Number
+        the sources: 0 for new rows, then `documents` if it has own rows, then its sources. Add `shift` to source numbers in `documents`."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -149,7 +149,7 @@ class Work:
         return Pieces(name, self._claimed.get(name, []), self.cut, sources, files, name in self.ranges)
 
     def _empty(self, name: str, whole: Made) -> Made:
-        """Return a table without rows: one file with its columns."""
+        """Return a table without rows: one file that has the columns of the table's schema."""
         data = tables.empty(name)
         self.files.write(f"{self.staging.folder}/{name}/empty.parquet", data)
         record = FileRecord(len(data), hashlib.sha256(data).hexdigest())
@@ -163,7 +163,7 @@ class Work:
         return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
 
     def discard(self) -> None:
-        """Remove the work folder, because the artifact already exists or these parts must not be committed."""
+        """Remove the work folder. For use when the artifact already exists or the parts must not be committed."""
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
@@ -187,7 +187,7 @@ class Work:
             won = files.publish(place, content, (NAME, manifest.to_json().encode()), f"{self.place}/commit")
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-                raise  # the store explains these itself
+                raise  # `explain_write_errors` explains these
             raise PunaError(f"cannot commit {kind}/{key[:12]} to {place}: {error}") from error
         artifact = Artifact(kind, key, files)
         if won:
@@ -203,11 +203,11 @@ class Work:
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))
             if name == NAME:
-                raise PunaError(f"{path}: this name is the manifest's; the stage has to call its file otherwise")
+                raise PunaError(f"{path}: this is the manifest's name; the stage must give its file another name")
             if path.is_symlink():
                 raise PunaError(f"{path}: is a link, and what it points to may go; the stage has to write the file itself")
             if name in taken or name.removesuffix(".parquet") in names:
-                raise PunaError(f"{path}: a file of the stage has the name of its table; call it otherwise")
+                raise PunaError(f"{path}: a file of the stage has the name of one of its tables; give the file another name")
             sync(path)
             if path.is_file():
                 files[name] = FileRecord(path.stat().st_size, digest.of_file(path))
@@ -216,7 +216,7 @@ class Work:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file so that it exists whole or not at all, a loss of power included."""
+    """Write a small file so that it exists whole or not at all, even after a loss of power."""
     write_bytes(file, text.encode())
 
 
@@ -258,13 +258,13 @@ class Holding:
 
 
 def drop(files: Files, name: str) -> None:
-    """Remove the log and the lease of a process that has ended."""
+    """Remove the log and the lease of a process that has ended or needs no keys any more. `name`: the name of its `Holding`."""
     files.remove(f"{LOGS}{name}")
     files.remove(f"{LOCKS}/held-{name}")
 
 
 def held(files: Files, but: str) -> tuple[set[str], list[str]]:
-    """Return the keys that live processes use, and the names of dead processes. `but`: the caller's name."""
+    """Return the keys that live processes use, and the `Holding` names of dead processes. `but`: a name to skip, the caller's own."""
     keys: set[str] = set()
     dead = []
     for log in files.list("runs"):
@@ -274,6 +274,6 @@ def held(files: Files, but: str) -> tuple[set[str], list[str]]:
         if not files.held(f"held-{name}"):
             dead.append(name)
             continue
-        with contextlib.suppress(FileNotFoundError):  # it ended while we looked
+        with contextlib.suppress(FileNotFoundError):  # the process ended meanwhile
             keys |= set(files.read(log).decode(errors="replace").split())
     return keys, dead

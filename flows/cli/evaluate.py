@@ -24,7 +24,7 @@ from puna.storage.catalog import query
 
 app = typer.Typer()
 MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_error": "calibration error"}
-"""Optional columns of `task_scores`, and their labels."""
+"""Optional column of `task_scores` → its label in the printed table."""
 
 
 @app.command()
@@ -59,7 +59,7 @@ def evaluate(
 ) -> None:
     """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
 
-    If the store knows the model's training data, also show the share of questions found in that data and the scores without them.
+    If the store knows the model's training data, also show the share of questions in that data, and the scores on the other questions.
     """
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
@@ -99,7 +99,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Return the named task files, folders and prompts as stage inputs, and the names of the harness's built-in tasks."""
+    """Return the named task files, folders and prompts as stage inputs, and the names of the harness's built-in tasks among `names`."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -123,7 +123,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with its data files. They are searched for in its folder, then, like in the harness, in the working directory."""
+    """Return a task file with its data files, found in the task file's folder or else, as in the harness, in the working directory."""
     from puna.stages.evaluation.task_file import read_task
 
     (own,) = External.resolve(str(path))
@@ -141,7 +141,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Evaluate a model; import it first if it is a path. `own`: built-in tasks for the harness; None: run the stage `benchmark`."""
+    """Return a model's evaluation; import a path first. `own`: built-in tasks for the harness; None: run `benchmark`, not the harness."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -157,7 +157,7 @@ def _run(
         if problems := needs(config, Facts({}, None)):
             raise PunaError("; ".join(problems))
         if inputs.pop("judges"):
-            raise PunaError("--judge: the harness asks no judges; leave it out")
+            raise PunaError("--judge: the harness uses no judges; leave the option out")
         del inputs["prompts"]
     questions = {name: inputs[name] for name in ("tasks", "prompts") if inputs.get(name)}
     names = [*(one.name for one in asked["tasks"]), *(one.id for one in asked["prompts"]), *(own or ())]
@@ -184,7 +184,7 @@ def compare(
     every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare two models question by question on their common tasks: B minus A, with 95 % intervals and Holm's correction."""
+    """Compare two models question by question on their common tasks: B minus A, with 95 % intervals and Holm-corrected p-values."""
     from puna.stages.evaluation.comparison import differences, evaluations_of, scores_of
 
     opened = Store.existing(store, project)
@@ -219,10 +219,10 @@ def predict(
     outcomes: Annotated[bool, typer.Option("--outcomes", help="Show earlier forecasts beside the losses measured later")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Forecast the loss of a training budget with its 95 % interval, and the model shape and number of tokens that reach this loss.
+    """Forecast the loss that a training budget reaches, with its 95 % interval, and the model shape and number of tokens that reach it.
 
-    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the measured loss of a pretraining
-    run of that size on the same tokens.
+    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss of a pretraining run
+    of the forecast's size, or of about the same FLOPs and number of tokens on the ladder's data.
     """
     opened = Store.existing(store, project)
     if outcomes:

@@ -1,4 +1,4 @@
-"""The commands `puna import` and `puna export`: external models and data to named artifacts, and artifacts to plain files."""
+"""The commands `puna import` and `puna export`, which turn external models and data into artifacts, and artifacts into plain files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def import_(
     modules: ModuleOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
 ) -> None:
-    """Import a model (a checkpoint with its tokenizer) or data (JSON lines, Parquet, CSV, data sets)."""
+    """Import a model (a checkpoint with its tokenizer), a classifier, or data (JSON lines, Parquet, CSV, data sets on disk or the hub)."""
     from puna.flows.engine.inputs import alias_of
 
     plugins = import_modules(modules)
@@ -107,7 +107,7 @@ def export(
     artifact = opened.checked(opened.resolve(identity), whole=True)
     formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
-        raise PunaError(f"--format {format}: {artifact.id} goes out as {' or '.join(formats)}")
+        raise PunaError(f"--format {format}: {artifact.id} can be exported as {' or '.join(formats)}")
     if text is not None and format != "awq":
         raise PunaError("--text chooses the scales of --format awq; leave it out")
     if text is not None and not text.is_file():
@@ -126,7 +126,7 @@ def export(
 
 
 def _export_signatures(documents: Artifact, folder: Path) -> Path:
-    """Write the MinHash signatures in the documents' near-duplicate index as Parquet, for datasketch; return the file."""
+    """Write the MinHash signatures from the documents' near-duplicate index to a Parquet file for datasketch; return the file."""
     import pyarrow.parquet as pq
 
     from puna.stages.curate.minhash.index import signature_table

@@ -114,7 +114,7 @@ def list_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List artifacts, oldest first, with their aliases in all projects, or in the project that --project names."""
+    """List artifacts with their aliases, or runs, oldest first; --project limits the list to one project."""
     opened = Store.existing(store, project)
     if runs:
         logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
@@ -148,8 +148,8 @@ def list_(
 
 
 def leads(processes: int, modules: list[str] | None = None) -> bool:
-    """True in rank 0, which runs the command. The other ranks join rank 0 in each training stage until rank 0 ends, then return False.
-    If `processes` > 1 and they are not yet started, start them and exit with their status."""
+    """True in rank 0, which runs the command. The other ranks join rank 0 in each distributed stage until rank 0 ends, then return False.
+    If `processes` > 1 and the ranks are not started yet, start them and exit with their status."""
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
     ranks.join()
@@ -164,7 +164,7 @@ def leads(processes: int, modules: list[str] | None = None) -> bool:
 
 
 def import_modules(modules: list[str] | None) -> list[ModuleType]:
-    """Import the modules named by `--module`, so that their stages, rules and verifiers are registered."""
+    """Import and return the modules named by `--module`, which register their stages, rules and verifiers."""
     from puna.stages import plugins
 
     return [plugins.add(text) for text in modules or []]
@@ -203,7 +203,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
 
 @app.command()
 def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False) -> None:
-    """Show an artifact's inputs and their inputs, back to the files outside the store."""
+    """Show an artifact's inputs, the inputs of these inputs, and so on, back to the files outside the store."""
     opened = Store.existing(store, project)
     rows: list[dict[str, Any]] = []
     ids: set[str] = set()
@@ -236,7 +236,7 @@ def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: Proje
 
 @app.command()
 def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False) -> None:
-    """Explain why an artifact was recomputed: the fields, code and inputs that changed."""
+    """Explain why an artifact was recomputed: the fields, code and inputs that differ from an earlier artifact of the stage."""
     opened = Store.existing(store, project)
     artifact = opened.resolve(name)
     before, changes = explaining.explain(opened, artifact)
@@ -269,11 +269,11 @@ def why(
 def near(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text, a page (.html), or - for standard input")],
     documents: Annotated[str | None, typer.Argument(metavar="[ID]", help="Documents to search (default: the newest)")] = None,
-    least: Annotated[float, typer.Option(min=0, max=1, help="Minimum share of common word runs: in both texts together, or in one")] = 0.1,
+    least: Annotated[float, typer.Option(min=0, max=1, help="Minimum share of common word n-grams: in both texts, or in one")] = 0.1,
     most: Annotated[int, typer.Option(min=1, help="Maximum number of documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """List the documents that resemble a text, with the share of common word runs in both together, in the text, and in the document."""
+    """List the documents that resemble a text, with the share of common word n-grams in their union, in the text, and in the document."""
     from puna.stages.curate.minhash.index import describe, resembling
 
     opened = Store.existing(store, project)
@@ -296,7 +296,7 @@ def _documents(store: Store, name: str | None) -> Artifact:
         return artifact
     entries = [entry for entry in store.entries() if entry["kind"] == "documents"]
     if not entries:
-        raise PunaError(f"{store.uri} holds no documents to look through")
+        raise PunaError(f"{store.uri} holds no documents to search")
     return Artifact("documents", entries[-1]["key"], store.files)
 
 
@@ -323,7 +323,7 @@ def verify(
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are recomputed")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare every file with its checksum; also list suspects (made from damaged artifacts) and lost aliases."""
+    """Compare every artifact's files with their checksums; also list suspects (made from damaged artifacts) and lost aliases."""
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you take as right")
@@ -360,7 +360,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only list")] = False,
     store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Remove artifacts that no alias and no recent run needs, abandoned work, and quarantined artifacts; artifacts in use stay."""
+    """List or (--yes) remove artifacts that no alias or recent run needs, abandoned work and the quarantine; artifacts in use stay."""
     opened = Store.existing(store)
     garbage = maintenance.collect(opened, keep_runs=keep_runs, work_days=work_days, remove=yes)
     if yes and garbage:

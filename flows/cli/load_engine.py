@@ -27,10 +27,10 @@ def load_engine(
     work: Callable[[Tokenizer, int], Work] | None = None,
     draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return the engine of a model, which is named by artifact, folder or file. Raise PunaError if it cannot be loaded.
+    """Return the engine of a model, named by artifact, folder or file. Raise PunaError if the model cannot be loaded.
 
-    `store`: a function that opens the store. `work`: returns the expected workload for a tokenizer and the longest context. If layers are
-    offloaded, the plan is printed on standard error.
+    `store`: a function that opens the store. `work`: a function that returns the expected workload for a tokenizer and the model's context
+    length. `limits`: limits of the engine. If `serving.offload` is set, the memory plan is printed on standard error.
     """
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
@@ -65,7 +65,7 @@ def _engine_in_part(
 
 
 def serving_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose parameter `serving` is replaced by an option per field of `ServingSettings`; vLLM and layout have none."""
+    """Return the command with `serving` replaced by one option per `ServingSettings` field, except `engine`, `gpu_memory` and `layout`."""
     fields = {name: field for name, field in ServingSettings.model_fields.items() if name not in ("engine", "gpu_memory", "layout")}
 
     def run(**values: Any) -> None:

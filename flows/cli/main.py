@@ -1,4 +1,4 @@
-"""The program `puna`, with the commands run, plan, clean, accept and report; the other modules here add theirs."""
+"""The program `puna`: the commands run, plan, clean, accept and report, and the commands of the other modules in this package."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ColumnsOption = Annotated[
 ]
 InputOption = Annotated[
     list[str] | None,
-    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Pages to read, or artifacts for a single stage; NAME: the input's name"),
+    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Files to read, or an artifact of the store; NAME: the input's name"),
 ]
 WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")]
 
@@ -88,13 +88,13 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, operations, memory and time; for the
-    stage sample, KV cache memory and minimum time.
+    """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, FLOPs, memory and time; for the stage
+    `sample`, KV cache memory and minimum time.
 
     Time, disk and memory of a step are estimated from its earlier runs in the store. A step that follows steps to be run is itself run only
-    if their output is new. The cost of pretraining follows from the model's shape: the recipe's, the input model's, or that of choose_size.
-    Each row counts as one document, for which attention costs most. Times follow from this CPU's measured rates or a GPU's data sheet.
-    For several GPUs, the three fastest tested layouts that fit are listed.
+    if their output is new. The cost of pretraining follows from the model's shape, which the recipe, the input model or choose_size gives.
+    A packed row counts as one document, the case in which attention costs most. Times follow from this CPU's measured rates or a GPU's
+    data sheet. For several GPUs, the fastest tested layouts that fit are listed: at most three, one per set of parallel axes.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
@@ -231,7 +231,7 @@ def report(
     compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run: write a comparison with it instead")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write one self-contained HTML page about a run, or a comparison of two."""
+    """Write one self-contained HTML page about a run, or about a comparison of two runs."""
     from puna.flows.report import write
 
     typer.echo(str(write(Store.open(store), run_name, output, compare)))

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SERVED_AT_ONCE = 128
-"""Prompt tokens per step of the server on a CPU. A prompt of 3,000 tokens then delays other answers by 1 s; in one step, by 12 s."""
+"""Maximum prompt tokens per engine step of `api` on a CPU. With this limit, a 3,000-token prompt delays other answers by 1 s, not 12 s."""
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]
 TopOption = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this total probability (default: the model's)")]
 SERVING = ServingSettings()
 CHAT = {"temperature": 0.7, "top_p": 0.95}
-"""Default sampling of `chat`, if neither the model nor the command sets it."""
+"""Default sampling parameters of `chat`, for those that neither the model nor an option sets."""
 TokensOption = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling")]
 DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller draft model with the same tokenizer")]
@@ -51,7 +51,7 @@ DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; t
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters. An option that is None takes the model's own value, else its value in `default`."""
+    """Return sampling parameters from `options`. An option that is None takes the model's own value, else the value in `default`."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -93,7 +93,7 @@ def chat(
             except PunaError as error:
                 if not sys.stdin.isatty():
                     raise
-                typer.echo(f"error: {error}", err=True)  # a person may shorten the question or begin another talk
+                typer.echo(f"error: {error}", err=True)  # a person may shorten the question or begin a new conversation
 
 
 def _talk(context: int, max_tokens: int) -> Work:
@@ -103,7 +103,7 @@ def _talk(context: int, max_tokens: int) -> Work:
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer while it is generated; return its text. Ctrl-C cuts it off."""
+    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer; the text so far is returned."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None
@@ -146,7 +146,7 @@ def generate(
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per answer: text, tokens, logprobs, finished, cost")] = False,
 ) -> None:  # fmt: skip
-    """Answer prompts, many at once. A line of standard input is a JSON string, a list of messages, or an object with `prompt`
+    """Answer prompts, in batches. A line of standard input is a JSON string, a list of messages, or an object with `prompt`
     or `messages`."""
     requests: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
     requests = requests or [_parse_prompt(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
@@ -183,7 +183,7 @@ def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searc
 
 
 def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool) -> None:
-    """Print answers; after a search, also print the number of generated tokens on standard error, except with `as_json`."""
+    """Print answers; after a search, unless `as_json`, also print the number of generated tokens on standard error."""
     for prompt, ids, row in rows:
         for answer, cost in row:
             text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -196,7 +196,7 @@ def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]],
 
 
 def _check_room(engine: Engine, prompt: int, answer: int) -> None:
-    """Raise PunaError if the longest prompt and its answer do not fit into the model's context."""
+    """Raise PunaError if a prompt of `prompt` tokens and an answer of `answer` tokens do not fit into the model's context."""
     if engine.room(prompt, answer) < answer:
         context = engine.model.config.max_position_embeddings
         message = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
@@ -214,7 +214,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _searching(method: str | None, n: int, verifier: str | None, temperature: float | None) -> SearchConfig | None:
-    """Return the configuration of --search; None without --search. Raise PunaError if options contradict each other."""
+    """Return the configuration of --search; None without --search. Raise PunaError if options conflict or --verifier is unusable."""
     if method is None:
         if verifier is not None:
             raise PunaError("--verifier chooses among answers: give --search best, too")
@@ -231,7 +231,7 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
 
 
 def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
-    """Return a function that scores answers with the verifier; None without a verifier. Check first that it can judge every prompt."""
+    """Return a function that scores answers with the verifier; None without one. Raise PunaError if the verifier cannot judge a prompt."""
     if config.verifier is None:
         return None
     verifier = from_text(json.dumps(config.verifier))
@@ -242,7 +242,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
 
 
 def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """Return the prompts as messages. In each prompt's last message, matching passages of the documents precede its text."""
+    """Return the prompts as messages, with up to `most` matching passages of the documents before each prompt's last text."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
@@ -257,7 +257,7 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
 
 
 def _mask(engine: Engine, file: Path) -> Mask:
-    """Return the mask of tokens that the JSON schema in a file allows."""
+    """Return the mask of the tokens that the JSON schema in a file allows at each point."""
     from puna.models.generation.grammar import Grammar
 
     assert engine.tokenizer is not None

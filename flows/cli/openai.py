@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's API: completions and chat, whole or as a stream of events.
 
-If a client disconnects or its time is up, its request is cancelled at the next step of the engine (`openai_worker.py`).
+If a client disconnects or a request's time is up, the request is cancelled at the engine's next step (`openai_worker.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
 PROMPT_TOKENS = 1 << 16
-"""Maximum total of prompt tokens in a request with several prompts."""
+"""Maximum total prompt tokens of a request with several prompts, unless the model's context is longer."""
 STOP_TEXTS = 64
-"""Maximum number of stop texts. After every token, the server searches for all of them."""
+"""Maximum number of stop texts of a request. After every token, the server searches for all of them."""
 CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody receives the response
 
 
@@ -46,7 +46,7 @@ class Limits:
 
 
 class Answerer:
-    """The request handlers of one model. `speculate`: see SamplingParams; it applies to answers without a response format."""
+    """The request handlers of one model. `speculate`: see SamplingParams; unused in answers with a response format."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
@@ -56,14 +56,14 @@ class Answerer:
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
-        """Return completions of the prompts; with `echo`, also the prompts and, if requested, their log-probs."""
+        """Return the response to a completion request; with `echo`, also with the prompts and, if requested, the prompts' log-probs."""
         n = len(body.prompt)
         if n * body.n > self.most:
             raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
         if body.max_tokens == 0 and not body.echo:
             raise _refusal("max_tokens", "0 draws nothing: ask for 1 at least, or for the prompt itself by echo")
         if body.stream and (field := "prompt" if n > 1 else "echo" if body.echo else ""):
-            raise _refusal(field, "a stream answers one prompt, without the prompt itself: leave stream out")
+            raise _refusal(field, "a stream has one prompt and no echo: leave stream out")
         top = self._alternatives(body, "logprobs", body.echo)
         prompts = [await asyncio.to_thread(self._prompt, one) if isinstance(one, str) else one for one in body.prompt]
         if n > 1 and sum(map(len, prompts)) > max(PROMPT_TOKENS, self.config.max_position_embeddings):
@@ -74,23 +74,23 @@ class Answerer:
         """Return the number of likeliest tokens to report at each position, None without log-probs. Raise ApiError if unsupported."""
         top = body.alternatives
         if body.stream and top:
-            raise _refusal(field, "a stream tells the log-probs of its own tokens, without alternatives: leave stream out")
+            raise _refusal(field, "a stream reports the log-probs of its own tokens, without alternatives: leave stream out")
         if top is not None and self.worker.engine.kept is not None and (top or echo):
             raise _refusal(field, "this server keeps only a window of the tokens (--window): it scores no prompts and alternatives")
         return top
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt text. Raise ApiError if the tokenizer's patterns take too long on it."""
+        """Return the token ids of a prompt text, with BOS if the model has one. Raise ApiError if tokenizing the text takes too long."""
         try:
             return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Return answers to a conversation."""
+        """Return the response to a chat request: the answers to its conversation, whole or streamed."""
         turns, top = [message.turn() for message in body.messages], self._alternatives(body, "top_logprobs")
         try:
-            ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not hold up others
+            ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not delay other requests
             if body.tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
                 raise ApiError(400, "invalid_request_error", "the model's chat template has no place for tools", "tools")
         except ValueError as error:
@@ -108,13 +108,13 @@ class Answerer:
         replies = [Reply(kind, self.name, ids, {i: TextStream(self.tokenizer, texts) for i in range(body.n)}, scored) for ids in prompts]
         if not body.stream:
             work = asyncio.ensure_future(self._all(body, replies, params, longest, top or 0))
-            departure = asyncio.ensure_future(request.receive())  # after the body, only the disconnect comes
+            departure = asyncio.ensure_future(request.receive())  # after the body, only a disconnect message comes
             try:
                 await asyncio.wait((work, departure), return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
                     return Response(status_code=CLIENT_GONE)
                 replies = await work
-                return await asyncio.to_thread(lambda: JSONResponse(whole(replies)))  # a million log-probs must not hold up others
+                return await asyncio.to_thread(lambda: JSONResponse(whole(replies)))  # a million log-probs must not delay others
             finally:
                 departure.cancel()
                 work.cancel()
@@ -124,7 +124,7 @@ class Answerer:
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 
     async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
-        """Generate the answers to all prompts, then compute requested log-probs. If one prompt fails, the whole request fails."""
+        """Generate answers to all prompts, then compute requested log-probs; return `replies`. If one prompt fails, the request fails."""
         if longest:
             drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
             try:
@@ -148,7 +148,7 @@ class Answerer:
                 reply.add(event)
 
     async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
-        """Score the answers to get each token's `top` alternatives. The tokens' own log-probs are replaced, too: they differ only by
+        """Score the answers to get each token's `top` alternatives. Replace the tokens' own log-probs, too: the new ones differ only by
         rounding."""
         answers = [(reply, number) for reply in replies for number in reply.drawn]
         sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
@@ -161,7 +161,7 @@ class Answerer:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 
     def _check(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
-        """Return the request's stop texts; raise ApiError if the request does not fit the model."""
+        """Return the request's stop texts. Raise ApiError if the request does not fit the model, or its stop texts are invalid."""
         if body.model is not None:
             self.check(body.model)
         context, V = self.config.max_position_embeddings, self.config.vocab_size
@@ -179,7 +179,7 @@ class Answerer:
         return texts
 
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
-        """Return the sampling parameters of a request; the model's own settings fill missing fields."""
+        """Return the sampling parameters of a request; the model's own settings fill its missing fields."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         options = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
         try:
@@ -209,7 +209,7 @@ def _refusal(field: str, message: str) -> ApiError:
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """Yield an answer as server-sent events, ending in [DONE]. `usage`: the event before [DONE] reports the token counts."""
+    """Yield a reply as server-sent events, ending with [DONE]. `usage`: report the token counts in the event before [DONE]."""
     try:
         yield reply.line(first)
         async for event in events:
@@ -255,7 +255,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """Return the server of one model. `speculate`: see SamplingParams; it applies to answers without a response format."""
+    """Return the HTTP application that serves one model. `speculate`: see SamplingParams; unused in answers with a response format."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
@@ -301,7 +301,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 
 
 def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | None) -> None:
-    """Add a middleware that refuses requests without the key, and POST requests when `limits.queue` requests are active."""
+    """Add a middleware that refuses requests to /v1/ without the key, and POST requests while `limits.queue` requests are active."""
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -311,7 +311,7 @@ def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | Non
                 if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), key.encode()):
                     raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
             if request.method == "POST" and worker.active >= limits.queue:
-                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are at work, as many as may be: try again later")
+                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are active, the maximum: try again later")
         except ApiError as error:
             return _error_response(error)
         return await go_on(request)

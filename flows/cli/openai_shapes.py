@@ -20,7 +20,7 @@ class ApiError(Exception):
     """An error with its HTTP status, and its body in OpenAI's format."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        message = message.encode("utf-8", "backslashreplace").decode()  # it may repeat halves of surrogate pairs
+        message = message.encode("utf-8", "backslashreplace").decode()  # the message may repeat lone surrogates of the request
         super().__init__(message)
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
@@ -98,7 +98,7 @@ class CompletionRequest(Sampled):
     max_tokens: int = Field(16, ge=0, description="0: generate nothing, only echo the prompts")
     echo: bool = Field(False, description="Whether each answer repeats its prompt first")
     logprobs: bool | int | None = Field(
-        None, ge=0, le=20, description="Likeliest tokens reported at each position; 0 or true: only the log-probs of the tokens themselves"
+        None, ge=0, le=20, description="Number of likeliest tokens to report per position; 0 or true: only the tokens' own log-probs"
     )
 
     @property
@@ -108,7 +108,7 @@ class CompletionRequest(Sampled):
 
 
 class TextPart(BaseModel):
-    """A piece of a turn's text."""
+    """A text part of a message's content."""
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
@@ -135,12 +135,12 @@ class ChatRequest(Sampled):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = Field(False, description="Whether to report the log-probs of the answer's tokens")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="Likeliest tokens reported at each position; needs logprobs: true")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of likeliest tokens per position; needs logprobs: true")
     tools: list[dict[str, Any]] | None = None
 
     @property
     def alternatives(self) -> int | None:
-        """Return the number of likeliest tokens to report at each position; None without log-probs. Raise ApiError without logprobs."""
+        """Return the number of likeliest tokens per position; None without log-probs. Raise ApiError if only `top_logprobs` is set."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "invalid_request_error", "top_logprobs: it needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -148,7 +148,7 @@ class ChatRequest(Sampled):
 
 @dataclass
 class Offsets:
-    """The character offset of each token's text. Tokens that share one character start at its offset; special tokens have no text."""
+    """Character offsets of the tokens' texts. Tokens that share one character start at its offset; special tokens have no text."""
 
     tokenizer: Tokenizer
     places: list[int] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Reply:
     """The answers to one prompt in OpenAI's format, as a whole or in chunks."""
 
     def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """`scored`: the tokenizer that decodes the tokens, if log-probs are requested; else None."""
+        """Prepare answers without tokens. `scored`: the tokenizer that decodes tokens, if log-probs are requested; else None."""
         self.kind, self.texts, self.scored, self.ids = kind, texts, scored, ids
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -184,7 +184,7 @@ class Reply:
             self.offsets = {number: replace(prompt, places=[*prompt.places]) for number in texts}
 
     def add(self, event: Event) -> str:
-        """Add a token; return the text that it completes."""
+        """Add an event's token to its answer; return the text that the token completes."""
         new = self.texts[event.number].add(event.token, event.completion is not None)
         self.said[event.number] += new
         self.drawn[event.number].append(event.token)
@@ -196,7 +196,7 @@ class Reply:
         return new
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
-        """Return an answer's log-probs from token `start` on; with echo, the prompt's tokens precede. None if not requested."""
+        """Return an answer's log-probs from token `start` on; with echo, the prompt's tokens come first. None if not requested."""
         if self.scored is None:
             return None
         tokens, scores = self.drawn[number], self.scores[number]
@@ -223,7 +223,7 @@ class Reply:
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return text → log-prob of the likeliest tokens and of the token itself. If tokens share a text, the likeliest counts."""
+        """Return text → log-prob of the likeliest tokens and the token itself. Of tokens with equal text, the likeliest counts."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}
@@ -245,7 +245,7 @@ class Reply:
         return choices
 
     def line(self, event: Event) -> str:
-        """Add a token and return it as a chunk of a stream."""
+        """Add an event's token to its answer, and return the token's text as a chunk of a stream."""
         first = not self.drawn[event.number]
         text = self.add(event)
         if self.kind.startswith("chat"):

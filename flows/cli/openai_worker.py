@@ -1,4 +1,4 @@
-"""The thread of the HTTP server that runs the engine: requests reach it through a queue, tokens come back to the event loop."""
+"""The HTTP server's engine thread. Requests reach this thread through a queue; generated tokens go back to the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Worker:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.active = 0  # requests that wait or are answered
+        self.active = 0  # number of waiting and running requests
         self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "scored_tokens": 0, "cancelled": 0}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tell: dict[int, Callable[[Event | ApiError], object]] = {}
@@ -74,7 +74,7 @@ class Worker:
             self._orders.put(end)
 
     async def score(self, prompts: list[list[int]], top: int, temperature: float, seconds: float) -> list[list[Score]]:
-        """Return the scores of each prompt's tokens, computed pass by pass between the engine's steps. Raise ApiError after `seconds`."""
+        """Return the scores of each prompt's tokens, computed between engine steps. Raise ApiError on failure or after `seconds`."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[list[Score]]] = loop.create_future()
         scoring = Scoring(self.engine, prompts, top, temperature)
@@ -98,7 +98,7 @@ class Worker:
         self._scorings = deque(one for one in self._scorings if one[0] is not scoring)
 
     def _score(self) -> None:
-        """Compute one pass of the first scoring request in the queue; if it is not finished, append it again."""
+        """Compute one pass of the first scoring request in the queue; append the request again if it is unfinished."""
         scoring, tell = self._scorings.popleft()
         try:
             if scoring.step():

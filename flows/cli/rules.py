@@ -31,7 +31,7 @@ from puna.storage import Artifact, PunaError, Store
 WORD = re.compile(r"\w+")
 WHEN = datetime(2024, 1, 1, tzinfo=UTC)
 MOST_BYTES = 1 << 26
-"""Maximum bytes of a row."""
+"""Maximum bytes of a row of annotated pages."""
 ALL = "all"
 LINES = "select.lines"
 
@@ -40,7 +40,7 @@ Mask = NDArray[np.bool_]
 
 
 class Page(NamedTuple):
-    """An annotated page. `truth`: the good part of its text. If it is None, `good` judges the whole text."""
+    """An annotated page. `truth`: the good part of the page's text. If `truth` is None, `good` says whether the whole text is good."""
 
     body: str
     html: bool
@@ -70,7 +70,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A recipe's rules in order. `whole`: all annotated pages by group; `unjudged`: rules whose signals are missing."""
+    """A recipe's rules in order, with their drops. `whole`: group → tally of its pages; `unjudged`: rules whose signals are missing."""
 
     recipe: str
     rows: Sequence[RuleRow]
@@ -169,7 +169,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Return the drops of every rule in a recipe's selections, alone and in order, without rules on classifiers that the recipe trains."""
+    """Return each rule's drops, alone and in order, for a recipe's selections, without rules on classifiers that the recipe trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)
@@ -237,7 +237,7 @@ def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig
 
 
 def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -> list[RuleRow]:
-    """Return a list with the line rules' row, if they removed words from documents that the selection keeps; else an empty list."""
+    """Return the row of the line rules in a list; an empty list if they removed no line from the documents that the selection keeps."""
     changed = set(selected.read("removed_lines", ["id"])["id"].to_pylist())
     good, bad = np.zeros_like(pages.good), np.zeros_like(pages.bad)
     for row in selected.read(columns=["id", "text"]).to_pylist():
@@ -286,9 +286,9 @@ def rules(
 ) -> None:
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
 
-    A row of FILE has `html` or `text`; `truth` (the good part of its text, empty if there is none) or `good` (true or false, of the whole
-    page); and, if known, `type` and `language`. `pages` counts the pages that a rule drops. Shares are of words, for each rule alone and,
-    in `first_…`, for pages where no earlier rule fires. A type's or language's column is the share of its good words that the rule drops.
+    A row of FILE has `html` or `text`, and `truth` (the good part of the page's text, empty if there is none) or `good` (true or false, of
+    the whole page). It may have `type` and `language`. `pages` counts the pages that a rule drops. Shares are of words, for each rule alone
+    and, in `first_…`, for pages where no earlier rule fires. A type's or language's column is the share of its good words that is lost.
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")

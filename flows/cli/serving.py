@@ -69,7 +69,7 @@ def serve(
     else:
         server = named_server()
     if server is None:
-        raise PunaError("PREFECT_API_URL is not set; `puna up` needs none, or start `prefect server start` and set it to its address")
+        raise PunaError("PREFECT_API_URL is not set: run `puna up`, which needs none, or `prefect server start` and set that address")
     from puna.flows.prefect.deployments import serve_all
 
     if supervised and (trouble := server.wait_until_ready(600.0)) is not None:
@@ -83,7 +83,7 @@ def annotate(
     pairs: Annotated[int, typer.Option(min=1, help="Pairs per prompt")] = 1, host: HostOption = "127.0.0.1", port: PortOption = 8765,
     auth: AuthOption = "", store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
-    """Judge pairs of answers in a browser, by keyboard; several people can judge, each under a name. Ctrl-C ends it and saves."""
+    """Judge pairs of answers in a browser, by keyboard; several people can judge, each under a name. Ctrl-C ends the server and saves."""
     from puna.flows.server.guard import check_auth
     from puna.flows.web import serve as serving
     from puna.flows.web.annotate import Desk, prompts_of

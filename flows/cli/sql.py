@@ -41,7 +41,7 @@ def sql(
         typer.echo(f"{opened.uri}/{database.FILE}")
     elif output is not None:
         if text is None:
-            raise PunaError("--output: give the query whose result it is")
+            raise PunaError("--output: give the query whose result is to be written")
         typer.echo(f"{write_result(opened, text, output):,} rows: {output}")
     elif text is not None:
         with catalog.Catalog(opened) as connection:
@@ -71,7 +71,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
 
 
 def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
-    """Print a statement's result; warn about unverified bytes and, on a terminal, about tables that hold several artifacts."""
+    """Print a statement's result; warn about unverified bytes and, on a terminal, about views with rows of several artifacts."""
     table = catalog.run(opened, text)
     print_rows(table.to_pylist(), as_json, table.schema.names)
     if opened.uncompared:
@@ -107,7 +107,7 @@ def _prompt(store: Store, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _typing(opened: catalog.Catalog) -> Iterator[None]:
-    """Within the context, turn on Tab completion and a history of statements, if Python has readline."""
+    """Turn on Tab completion and a history of statements within the context, if Python has readline."""
     try:
         import readline
     except ImportError:
@@ -136,7 +136,7 @@ def _typing(opened: catalog.Catalog) -> Iterator[None]:
 
 
 def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
-    """Return the completions of a word: aliases after a quote; else tables, macros, columns of the tables in the line, SQL words."""
+    """Return a word's completions: aliases after a quote; else tables, macros, SQL keywords, and columns of the tables in the line."""
     if word.startswith("'"):
         return [f"'{alias}'" for alias in opened.aliases if alias.startswith(word[1:])]
     if "." in word and not word.startswith((f"{NEWEST}.", '"')):

@@ -10,7 +10,7 @@ from typing import Any
 from puna.flows.demo.warc import Member, Page
 
 SITE = "https://boto3.amazonaws.com/v1/documentation/api/latest/reference/services/"
-DEPTH = 2  # levels of nested structures that a page spells out
+DEPTH = 2  # maximum levels of nested structures that a page describes
 
 # Every service has an overview page; the services below also have a page for each operation.
 DETAILED = (
@@ -24,7 +24,7 @@ _DESCRIPTION = re.compile(r"botocore/data/([^/]+)/([^/]+)/service-2\.json(\.gz)?
 
 
 def is_service(path: str) -> bool:
-    """True if a member of the wheel is the description of a service."""
+    """True if `path` in botocore's wheel is the description of a service."""
     return _DESCRIPTION.match(path) is not None
 
 
@@ -107,6 +107,6 @@ def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ..
 
 
 def _snake(name: str) -> str:
-    """Return list_objects_v2 for ListObjectsV2."""
+    """Return an operation's name in snake case: list_objects_v2 for ListObjectsV2."""
     spaced = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
     return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", spaced).lower()

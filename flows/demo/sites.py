@@ -14,8 +14,8 @@ from resiliparse.parse.html import HTMLTree
 
 from puna.flows.demo.warc import Member, Page
 
-MIN_CODE = 200  # bytes; shorter source files are empty packages
-MAX_CODE = 64_000  # bytes; generated tables and the longest modules stay out
+MIN_CODE = 200  # bytes; shorter source files are nearly empty, such as __init__.py
+MAX_CODE = 64_000  # bytes; longer files, such as generated tables, are left out
 
 
 def documentation(members: list[Member], folder: str, site: str) -> Iterator[Page]:
@@ -34,7 +34,7 @@ def source_code(members: list[Member], site: str) -> Iterator[Page]:
 
 
 def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
-    """Yield web pages saved as test data, with their original URL.
+    """Yield the web pages that a package keeps as test data, with their original URLs.
 
     The URL comes from the package's tests, else from the page itself, else from the file's name, which starts with the host.
     """
@@ -48,7 +48,7 @@ def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
 
 
 def html_page(url: str, member: Member) -> Page:
-    """Return an HTML page with the charset of its bytes."""
+    """Return a file of an archive as an HTML page, with the charset of its bytes."""
     return Page(url, member.modified, f"text/html; charset={charset(member.body)}", member.body)
 
 
@@ -82,7 +82,7 @@ def _mock_pages(member: Member) -> dict[str, str]:
 
 
 def _own_address(body: bytes) -> str | None:
-    """Return a page's canonical link or og:url, if it is an absolute URL."""
+    """Return the first absolute URL among a page's canonical links and og:url; None without one."""
     head = HTMLTree.parse_from_bytes(body, charset(body)).head
     if head is None:
         return None

@@ -1,4 +1,4 @@
-"""Pages and their WARC 1.1 files, which have one gzip member per record, like a crawler's, and deterministic bytes."""
+"""Pages, and WARC 1.1 files of pages, with one gzip member per record and deterministic bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output of a flow: a line per stage and a progress bar while it runs, tables at its end, and messages on standard error."""
+"""Terminal output of a flow: a line per stage, a progress bar while a stage runs, tables at the end, and errors on standard error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from puna.storage.explain import Change
 
 EVERY_SECONDS = 15.0
 OURS = (" | Flow run ", " | Task run ")
-"""Markers of Prefect's own log lines, which its server already has."""
+"""Markers of Prefect's own log lines, which the Prefect server already has."""
 LAST_SECONDS = 1.0
 BITS = {
     "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "with the page's",
@@ -33,7 +33,7 @@ BITS = {
 
 
 class Console:
-    """A display of stages: a progress bar on a terminal, else lines. `json`: messages go to standard error, JSON to standard output."""
+    """A display of stages: progress bars on a terminal, else lines. `json`: write messages to standard error, JSON to standard output."""
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
@@ -148,7 +148,7 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Return a table of accuracy on held-out prompts: a row per task, a column per evaluation."""
+    """Return a table of accuracy on held-out prompts: a row per task, a column per evaluation except those of control arms."""
     results = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     tests = [(step, rows) for step, rows in results if any(metric == "accuracy" for _, metric in rows)]
     tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
@@ -209,9 +209,9 @@ def in_short(changes: Sequence[Change]) -> str:
 
 @contextlib.contextmanager
 def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within the context, call `tell` with each line that this process or a child writes to standard error, and pass the line on.
+    """Call `tell` with each line that this process or a child writes to standard error within the context, and pass the line on.
 
-    Prefect's own lines are only passed on; so are, after the context, lines of a child that still runs.
+    Prefect's own lines are only passed on, and so are lines that a child writes after the context.
     """
     sys.stderr.flush()
     before = os.dup(2)

@@ -1,4 +1,4 @@
-"""Cost estimates: of a flow's steps, of pretraining from the model's shape, and of answers from model and prompts."""
+"""Cost estimates of a flow's steps, of pretraining (from the model's shape), and of answers (from the model and the prompts)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from puna.stages.training.phase import Phase
 
 CPU_FLOPS = 1e20
-"""Maximum operations in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
+"""Maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
 LARGE, LARGE_BYTES = "H100", 80e9
-"""The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of it."""
+"""The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of this memory."""
 MODEL = "times are computed, ± 9 % in the median of 27 runs, published or measured on one H200; in long contexts off by up to 60 %"
 LONGEST = 90 * 86_400
 """Maximum seconds of a plan for GPUs."""
@@ -47,7 +47,7 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
 
 
 def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
-    """Return the configuration, inputs and store of a single stage."""
+    """Return the configuration, inputs and store of a request for a single stage."""
     config = stage_config(stage, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
@@ -57,8 +57,8 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
     """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time.
 
-    Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication within a layout. Bytes are per
-    process.
+    Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication between the processes of a
+    layout. Bytes are per process.
     """
     config: Any
     config, values, _ = _alone(stage, request, place)
@@ -68,7 +68,7 @@ def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> li
 
 
 def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: str | None) -> dict[str, Any]:
-    """Return the costs of one model's answers to rows of prompts."""
+    """Return the minimum costs of one model's answers to rows of prompts."""
     from puna.models import accounting
     from puna.models.formats.checkpoint import read_config
     from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
@@ -94,7 +94,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     if at_once < 1:
         raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) takes {size(each)} "
                         f"of keys and values, and there are {size(max(0, room))}: lower max_tokens")  # fmt: skip
-    # n pipeline stages compute n waves of answers, each of which reads the weights.
+    # n pipeline stages compute n micro-batches of answers, and each micro-batch reads the weights.
     step = accounting.decode_time(shape, math.ceil(at_once / layout.pipeline), longest + config.max_tokens, machine, precision)
     seconds, together = step.total / layout.tensor, at_once * layout.data
     reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops / layout.processes
@@ -110,7 +110,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
 
 @dataclass(frozen=True)
 class Total:
-    """The estimated cost of all steps that run: seconds, disk bytes, peak memory bytes. `unknown`: steps that no earlier run measured."""
+    """The estimated cost of all steps to run: seconds, disk bytes, peak memory bytes. `unknown`: steps without a comparable earlier run."""
 
     seconds: float
     bytes: float
@@ -135,7 +135,7 @@ class Total:
 
 
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the costs of a planned pretraining, for the recipe's model, the model to continue, or the size from choose_size."""
+    """Return the costs of a planned pretraining. If `choose_size` must first choose the size, return a note instead."""
     from puna.models.formats.checkpoint import read_config
     from puna.stages.training.chosen_size import ChosenSize
 
@@ -148,9 +148,9 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
-    """Return the figures that `puna plan` prints, bytes and seconds as numbers. `given`: the model that the training continues from.
+    """Return the figures of pretraining that `puna plan` prints. `given`: the model to continue; `size`: the size from choose_size.
 
-    Without `gpu` the device is this CPU, or, if that would take years, enough `LARGE` GPUs to hold the state and end within `LONGEST`.
+    Without `gpu` the device is this CPU or, if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`.
     """
     from puna.models import accounting
 
@@ -216,7 +216,7 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
 
 
 def _context(recipe: Recipe, phase: Phase, context: int) -> int:
-    """Return the length of the phase's packed rows, from its own tokenize step if the recipe has one."""
+    """Return the tokens per packed row of the phase's data: of its own tokenize step if the recipe has one, else `context`."""
     from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 
     label = f"tokenize_{phase.tokens}"

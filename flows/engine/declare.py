@@ -1,4 +1,4 @@
-"""A flow as a program: a plain function whose steps are listed, planned or performed by running it.
+"""Flows as programs: a flow is a plain function, and a run of this function lists, plans or performs the flow's steps.
 
     @flow
     def curate(inputs: list[Files]) -> None:
@@ -6,8 +6,8 @@
         documents = step(extract, pages=step(ingest, inputs=inputs))
         publish("documents", step(url_dedup, documents=documents))
 
-The `Walk` in progress decides what happens at a step: `trace.Tracer` records the steps, `plan.Planner` looks for their artifacts,
-`perform.Performer` makes them.
+The `Walk` in progress decides what happens at a step: `trace.Tracer` records the steps, `plan.Planner` looks up the
+artifacts of the steps, `perform.Performer` makes these artifacts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Item = Artifact | External
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a step, or an input of a flow. It holds artifacts once they are made; in a plan or a trace, only kind and origin.
+    """The output of a step, or an input of a flow. `items`: its artifacts or files; empty while they do not exist, as in a trace.
 
-    `labels`: the steps (or inputs of the flow) that it comes from. `left_out`: the step that the recipe leaves out; the output is then
-    false. `source`: a source name for the rows of an input; empty: the rows keep theirs.
+    `labels`: the steps (or inputs of the flow) that the output comes from. `left_out`: the field of a step that the recipe leaves out; the
+    output is then false. `source`: a new source name for the rows of an input; empty: the rows keep their source names.
     """
 
     kind: str
@@ -75,15 +75,15 @@ class Flow:
 
     @property
     def takes_files(self) -> bool:
-        """True if the flow's first input is files. Without inputs, such a flow reads the sample."""
+        """True if the flow's first input takes files. A run of such a flow without inputs reads the sample."""
         return self.inputs[0].kind == "external" if self.inputs else False
 
     def by_kind(
         self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
     ) -> dict[str, Given]:
-        """Return the flow's inputs: an input in `named` gets those artifacts, every other input the items of its kind, in order.
+        """Return the flow's inputs: for an input in `named`, the artifacts given there; for every other, the items of its kind, in order.
 
-        `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing.
+        `sources`: artifact key → new source name of the artifact's rows. Raise PunaError if a required input is missing.
         """
         inputs: dict[str, Given] = {}
         fitting = assign(f"flow {self.name}", self.inputs, items, named or {})
@@ -95,7 +95,7 @@ class Flow:
         return inputs
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
-        """Return inputs without content, for a trace. `everything`: in a flow that takes files, also documents beside the files."""
+        """Return inputs without items, for a trace. `everything`: in a flow that takes files, include the inputs for documents."""
         inputs: dict[str, Given] = {}
         for spec in self.inputs:
             if spec.sources and self.takes_files and not everything:
@@ -170,9 +170,9 @@ def step(
     """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's values in `field`.
 
     `field`: by default the label, else the stage's name. `default`: base of the recipe's values. `off`: omit the step unless the recipe
-    names it. `through`: the input that replaces the output of an omitted step (for documents stages: the documents). `number`: the round;
-    it changes the default label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that takes
-    the output; if the recipe omits that step and does not name this one, both are omitted. Equal labels and inputs mean one step.
+    names it. `through`: the input that replaces the output of an omitted step (for documents stages: the documents). `number`: the round,
+    which changes the default label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that
+    takes the output; if the recipe omits that step and does not name this one, both are omitted. Equal labels and inputs mean one step.
     """
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
@@ -186,7 +186,7 @@ def setting(name: str, default: int, *, minimum: int, maximum: int, description:
 
 
 def switch(name: str, default: bool, *, description: str) -> bool:
-    """Return a yes-or-no setting of the recipe that decides which steps exist."""
+    """Return a boolean setting of the recipe that decides which steps exist."""
     return bool(current_walk().setting(Setting(name, default, False, True, description)))
 
 
@@ -196,7 +196,7 @@ def together(*parts: Callable[[], object]) -> None:
 
 
 def publish(name: str, output: Output, version: str = "latest") -> Output:
-    """Point the alias `name@version` at the output of a step, and return the output."""
+    """Point the alias `name@version` at the output of a step, unless the step is left out, and return the output."""
     if output:
         current_walk().publish(f"{name}@{version}", output)
     return output
@@ -251,18 +251,18 @@ class Walk(ABC):
             part()
 
     performs: ClassVar[bool] = False
-    """True if the walk makes the steps and may change the store."""
+    """True if the walk computes the steps and may change the store."""
 
     def store(self) -> Store | None:
         """Return the store that the flow may look into; None in a trace."""
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Return a context for an exclusive lock by name: False if another run holds the lock. Here always True."""
+        """Return a context that yields True if it holds the lock `name`, False if another run does. Here it yields True, without a lock."""
         return contextlib.nullcontext(True)
 
     def tell(self, text: str) -> None:  # noqa: B027  only a walk that performs has listeners
-        """Report the flow's outcome."""
+        """Report the flow's outcome; here do nothing."""
 
     def wrong(self, message: str) -> None:
         raise PunaError(message)
@@ -271,11 +271,11 @@ class Walk(ABC):
         return self.recipe.number(wanted)
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """Return the configurations of a step: none if the recipe leaves it out, several if it repeats it."""
+        """Return the configurations of a step: none if the recipe leaves the step out, several if the recipe repeats the step."""
         return list(self.recipe.configs(step))
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Return the output of a step of the current flow; see the function `step`. Raise PunaError if a label has other inputs before."""
+        """Return the output of a step; see the function `step`. Raise PunaError if an earlier step has the label but other inputs."""
         by_input = {name: outputs(value) for name, value in inputs.items()}
         labels = {name: tuple(label for output in items for label in output.labels) for name, items in by_input.items() if items}
         if step.label in self._done:
@@ -309,7 +309,7 @@ class Walk(ABC):
         return results[-1] if step.through else join(results)
 
     def _check_inputs(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
-        """Return the inputs that exist; report missing and repeated inputs. Raise PunaError for an unknown input or a wrong kind."""
+        """Return the step's inputs that exist; report missing and repeated inputs. Raise PunaError for an unknown input or a wrong kind."""
         stage = step.stage
         accepted: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
@@ -332,7 +332,7 @@ class Walk(ABC):
         return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """Return the output of a step that the recipe adds. Its inputs come from the steps it names, else by kind from its neighbours."""
+        """Return the output of a step that the recipe adds: on the steps in `extra.inputs`, else on `output` and `near`, by kind."""
         stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}
@@ -349,7 +349,7 @@ class Walk(ABC):
         return self.step(Step(label, label, stage), inputs)
 
     def _join(self, step: Step, given: dict[str, list[Output]], made: Output, label: str) -> None:
-        """Add an added step's output to an input of `step`. If that input takes one output, replace it."""
+        """Add `made`, the output of an added step, to the input of `step` for its kind; an input for one output gets only `made`."""
         takers = [spec for spec in step.stage.inputs if spec.kind == made.kind]
         if not takers:
             raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")
@@ -375,7 +375,7 @@ def join(made: list[Output]) -> Output:
 
 
 def in_round(config: StageConfig, number: int) -> StageConfig:
-    """Return the configuration of a step in round `number` (from 1): each round draws its own random numbers."""
+    """Return the configuration of a step in round `number` (1-based), with another seed in each round."""
     if not isinstance(config, SeededConfig):
         return config
     return config.model_copy(update={"seed": (config.seed + 1_000_003 * number) % 2**31})

@@ -1,4 +1,4 @@
-"""The default store and recipe, and Prefect's settings: offline, no telemetry, its state in the store."""
+"""The default store and recipe, and the settings that keep Prefect offline, without telemetry, and with its state in the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 DEFAULT_STORE = ".puna"
 DEFAULT_RECIPE = "demo"
-"""Recipe of a flow without --recipe."""
+"""Recipe of a flow if --recipe is not given."""
 OFFLINE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -27,7 +27,7 @@ SERVED = "PUNA_SERVED_STORE"
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:
-    """Set Prefect's unset environment variables before Prefect is imported. `terminal`: Prefect's log level on the terminal.
+    """Set environment variables, if unset, before Prefect is imported: Prefect's folder and terminal log level (`terminal`), and `OFFLINE`.
 
     A server gets all log lines of a run; on the terminal Puna reports progress itself.
     """

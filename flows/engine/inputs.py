@@ -19,7 +19,7 @@ from puna.storage.aliases import ALIAS
 from puna.storage.schemas import KINDS
 
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
-"""Kinds of artifacts that `puna import` makes from files."""
+"""Kinds of artifacts for which an error suggests `puna import`."""
 ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 """Endings of files that hold rows, never a model."""
 COLUMNS = ("text", "html", "url", "date")
@@ -39,7 +39,7 @@ class RunInputs:
 
 
 def is_artifact(text: str) -> bool:
-    """True if a text names an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) rather than files."""
+    """True if a text names an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) and no file of that name exists."""
     kind, slash, key = text.partition("/")
     digits = key if slash else kind
     is_key = (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")
@@ -54,7 +54,7 @@ def alias_of(name: str) -> str:
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
-    """Parse inputs; `NAME=ARTIFACT` assigns to the input or source NAME. Raise PunaError for an unknown NAME or files without an input."""
+    """Parse inputs. `NAME=ARTIFACT` assigns to the input NAME, else sets the rows' source to NAME. Raise PunaError if no input fits."""
     items: list[Item] = []
     named: dict[str, list[Artifact]] = {}
     sources: dict[str, str] = {}
@@ -96,7 +96,7 @@ def check_address(what: str, text: str) -> None:
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
-    """Return the artifacts of the aliases `NAME@latest`, for each input that has such an alias."""
+    """Return the artifact of the alias `INPUT@latest` for each input that has this alias; print them unless `quiet`."""
     aliases = store.aliases()
     artifacts: list[Item] = []
     for spec in specs:
@@ -110,14 +110,14 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
 
 
 def given_items(flow: Flow, wanted: RunInputs, store: Store, sample: Callable[[], Sequence[External]], *, quiet: bool) -> list[Item]:
-    """Return the input items of a flow's run: the items in `wanted`, else the sample or the `NAME@latest` aliases."""
+    """Return the input items of a flow's run: the items in `wanted`, else the sample or the artifacts of `INPUT@latest`."""
     if wanted:
         return wanted.items
     return [*sample()] if flow.takes_files else latest(flow.inputs, store, quiet)
 
 
 def sample_folder(root: Path) -> Path:
-    """Return the folder of the sample in the store at `root`, which a run without inputs reads."""
+    """Return the folder of the sample, which a run without inputs reads, in the store at `root`."""
     return root / "sample"
 
 
@@ -136,7 +136,7 @@ def column_changes(texts: Sequence[str], stage: str) -> list[str]:
 
 
 def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
-    """Return advice on importing the files at `text`."""
+    """Return advice on `text`, which names no artifact: how to import it, or which artifacts the inputs take."""
     kinds = [spec.kind for spec in specs if spec.kind in IMPORTED]
     if len(kinds) > 1 and Path(text).suffix in ROWS:
         kinds = [kind for kind in kinds if kind != "model"]

@@ -56,7 +56,7 @@ class Request:
 
     @property
     def title(self) -> str:
-        """Return a title for lists of runs: the name, the recipe, the inputs and the changes."""
+        """Return a title for lists of runs: the project, the name, the recipe, the inputs and the changes."""
         place = f"in {self.project}:" if self.project else ""
         words = [place, self.what.removeprefix("flow:").removeprefix("stage:"), self.recipe or "", *self.inputs[:2]]
         more = [f"and {len(self.inputs) - 2} more"] if len(self.inputs) > 2 else []
@@ -71,7 +71,7 @@ class Request:
         return {"command": self.command(), **fields}
 
     def session(self, name: str, store: Store, *, report: bool = False) -> AbstractContextManager[Session]:
-        """Open a session for the flow or stage `name`."""
+        """Return a context that opens a session for the flow or stage `name`."""
         return session(
             store, flow=name, workers=self.workers, executor=self.executor, json=self.json, title=self.title, parameters=self.parameters,
             report=report,
@@ -88,7 +88,7 @@ class Request:
 
 
 def target_named(what: str) -> Flow | Stage:
-    """Return the flow or stage of that name. If both exist, a prefix `flow:` or `stage:` chooses; the default is the flow."""
+    """Return the flow or stage named `what`. If both exist, a prefix `flow:` or `stage:` chooses; the default is the flow."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)
@@ -176,7 +176,7 @@ def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageC
 def checked_inputs(
     flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool
 ) -> dict[str, Given]:
-    """Return a flow's inputs, checked against its recipe. Raise PunaError with all unmet needs."""
+    """Return a flow's inputs, parsed from `texts` and checked with the recipe. Raise PunaError with all unmet needs."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
@@ -184,7 +184,7 @@ def checked_inputs(
 
 
 def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
-    """Return the inputs of a flow, by default the sample or the `NAME@latest` aliases. Raise PunaError if needs are unmet."""
+    """Return the inputs of a flow, by default the sample or the artifacts of `INPUT@latest`. Raise PunaError for unmet needs."""
     items = given_items(flow, wanted, store, lambda: sample_pages(store, quiet), quiet=quiet)
     values = flow.by_kind(items, wanted.named, wanted.sources)
     preflight.check(flow, recipe, values, store, executor)
@@ -192,7 +192,7 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
-    """Return the inputs of a stage: an input in `named` gets those artifacts, every other input the items of its kind."""
+    """Return the inputs of a stage: for an input in `named`, the artifacts given there; for every other, the items of its kind."""
     inputs: dict[str, Any] = assign(f"stage {stage.name}", stage.inputs, items, named or {})
     return {spec.name: (inputs[spec.name] or None) if spec.many else next(iter(inputs[spec.name]), None) for spec in stage.inputs}
 

@@ -51,12 +51,12 @@ class Performer(Walk):
         return current().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Return a context for an exclusive lock by name within the store's project: False if another process holds the lock."""
+        """Return a context that yields True if it holds the lock `name` of the store's project, False if another process does."""
         store = current().store
         return store.lock(store.own(name), wait=False)
 
     def tell(self, text: str) -> None:
-        """Show a message on the terminal, in the run's log and on the server."""
+        """Report a message on the terminal, in the run's log and on the Prefect server."""
         now = current()
         now.console.say(text)
         now.store.record(now.run, runs.remark(text))

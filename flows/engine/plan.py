@@ -43,7 +43,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Expected:
-    """An estimate for a step: seconds, bytes on disk, peak bytes of memory, output rows."""
+    """A cost estimate for a step: seconds, bytes on disk, peak bytes of memory, output rows."""
 
     seconds: float
     bytes: float
@@ -56,7 +56,7 @@ class Expected:
 
 
 class Experience:
-    """Measurements of every stage's earlier runs in a store, from which costs are estimated."""
+    """Measurements of each stage's earlier runs in a store, and cost estimates from them."""
 
     def __init__(self, store: Store) -> None:
         sizes: dict[str, Size] = {}
@@ -70,7 +70,7 @@ class Experience:
                 self._past[m.stage].append((came, flat(dict(m.config)), gave))
 
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
-        """Return the estimate for a stage on inputs of these sizes; None without a comparable run in this store.
+        """Return the estimate for a stage on inputs of these sizes; None without a comparable earlier run in the store.
 
         The estimate scales the newest of the runs whose configurations differ in the fewest fields; seeds do not count.
         """

@@ -36,7 +36,7 @@ STORED_PER_BYTE = 1.5
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
     """Raise PunaError with all unmet needs of the flow's steps and their remedies.
 
-    A step whose artifact exists needs nothing. If all exist, the inputs are not sampled.
+    A step whose artifact exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled.
     """
     traced = trace(flow, recipe, given)
     complaints = list(traced.complaints)
@@ -108,7 +108,7 @@ def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
 
 
 def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
-    """Return the facts about an input of the run; `look`: reads samples of its files."""
+    """Return the facts about an input of the run. `look`: a function that samples the pages in all files of the run."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}
         names = tuple(i.name.partition(":")[2] for i in item.manifest.inputs if i.kind == "external")
@@ -136,13 +136,13 @@ def _room(files: list[External], store: Store) -> list[str]:
         return []
     names = ", ".join(name_of(item) for item in files[:3])
     return [
-        f"store {store.uri}: has {free / 1e9:.1f} GB free, and what is made of {names} needs about {needed / 1e9:.1f} GB at least; "
+        f"store {store.uri}: has {free / 1e9:.1f} GB free, and the artifacts made from {names} need about {needed / 1e9:.1f} GB at least; "
         "free some (`puna gc` removes what nothing needs), or choose another disk with --store"
     ]
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of random pages, read for `seconds`, and their share of all pages. `share`: the share of all pages in `pages`."""
+    """Return rough texts of random pages, read for `seconds`, and the share of all pages read. `share`: `pages` as a share of all pages."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):
@@ -153,7 +153,7 @@ def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tup
 
 
 def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """Return the documents' sources (none unless all were read in time), the beginnings of their texts, and the share that was read.
+    """Return the documents' sources (none unless all were read in time), the starts of the texts read, and the share of documents read.
 
     Ids are hashes: the first documents are a random sample.
     """

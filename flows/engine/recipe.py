@@ -1,4 +1,4 @@
-"""A recipe: the configurations of a flow's steps, which steps are left out, repeated or added, and the flow's own settings.
+"""A recipe: the configurations of a flow's steps, the steps to leave out, repeat or add, and the flow's own settings.
 
 Its valid fields are derived from the steps of the flows, see `puna.flows.engine.trace`.
 """
@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 """Maximum bytes of a recipe file."""
 ENDINGS = (".yaml", ".yml")
 BASE = "curation"
-"""The rules of curation: base of the shipped recipes and default base of recipe files. It is not run itself."""
+"""The recipe with the rules of curation: base of the shipped recipes and default base of recipe files. It is not run itself."""
 MAX_BASES = 10
 """Longest chain of recipes that inherit from each other."""
 MAX_NODES = 100_000
@@ -33,7 +33,7 @@ MAX_NODES = 100_000
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a flow. `field`: the recipe's field with its configuration; equal to `label` unless several steps share it."""
+    """One step of a flow; see `declare.step`. `field`: the recipe's field that configures the step; several steps may share a field."""
 
     label: str
     field: str
@@ -79,7 +79,7 @@ class General(StageConfig):
     base: str | None = Field(BASE, description="Recipe to inherit from, a name or YAML file; null: none. Groups are merged, lists replaced")
     seed: StrictInt = Field(0, ge=0, lt=2**31, description="Seed of every step that does not set its own")
     project: str = Field("", description="Project of the store, whose aliases a run reads and sets")
-    add: dict[str, Added] = Field(default_factory=dict, description="Your own steps")
+    add: dict[str, Added] = Field(default_factory=dict, description="Steps that the recipe adds, by name")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Recipe:
         return configs[0]
 
     def number(self, wanted: Setting) -> int:
-        """Return the value of a setting; raise PunaError if it is out of bounds."""
+        """Return the value of a setting; raise PunaError if the value has the wrong type or is out of bounds."""
         value = self.values.get(wanted.name, wanted.default)
         if isinstance(wanted.default, bool):
             if not isinstance(value, bool):
@@ -154,7 +154,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Layer:
-    """The values of one file of a recipe, or of `--set`. `where`: its name in errors."""
+    """The values of one file of a recipe, or of `--set`. `where`: the name of the layer in errors."""
 
     where: str
     values: Mapping[str, Any]
@@ -173,7 +173,7 @@ class Layer:
 
 
 def with_file(complaint: str, layers: list[Layer]) -> str:
-    """Return the complaint `step.field: …` with the name of the file that sets the field before it."""
+    """Return the complaint `step.field: …`, preceded by the name of the file that sets the field."""
     path = complaint.partition(":")[0].split(".")
     return max(layers, key=lambda layer: layer.depth(path)).where + complaint
 
@@ -199,7 +199,7 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
 
 
 def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
-    """Return the files of a recipe and its bases, the nearest first. `heirs`: the files that inherit from it."""
+    """Return the files of a recipe and its bases, the nearest first. `heirs`: the files that inherit from the recipe."""
     shipped = RECIPES / f"{name}.yaml"
     file = Path(name) if name.endswith(ENDINGS) else shipped
     if heirs and file is not shipped:

@@ -1,8 +1,8 @@
 """The rounds in a policy's lineage, with their order, verdicts and data; and the trigger of the next round.
 
-A round ends with an artifact of the stage `gate`, which names the policy and its candidate; a person's `approval` of it has the last
-word. There is no other state: artifacts and aliases tell the next round's number and the used prompts and preferences, and whether an
-interrupted round must be finished.
+A round ends with an artifact of the stage `gate`, whose inputs are the policy and the candidate. A person's `approval` of this artifact
+has the last word. There is no other state: artifacts and aliases tell the next round's number, the used data, and whether an interrupted
+round must be finished.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Round:
 
 @dataclass(frozen=True)
 class History:
-    """The lineage of a policy. `rounds`: oldest first, with refused rounds. The data fields cover all rounds and the start.
+    """The lineage of a policy. `rounds`: oldest first, with refused rounds. `policy`: None without a store.
 
-    `policy`: None without a store. `roots`: the pretrained or imported models at the start of the lineage. `demonstrations`: instructions
-    that no model of the rounds wrote.
+    `roots`: the pretrained or imported models at the start of the lineage. `prompts`, `preferences` and `instructions`: the data used in
+    any round or before round 1. `demonstrations`: the instructions that no model wrote.
     """
 
     policy: Artifact | None = None
@@ -83,7 +83,7 @@ class History:
                 f"or begin anew with that model in a project of its own, --project NAME"
             )
         kinds = lineage.sources_by_kind([policy.key, *behind])
-        # What a model wrote was made in a round; demonstrations come from people or code.
+        # Instructions that a model wrote are no demonstrations, which come from people or code.
         taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
         return cls(
             policy, tuple(rounds), lineage.artifacts(lineage.roots(policy.key)), kinds["prompts"], kinds["preferences"],
@@ -130,7 +130,7 @@ class _Lineage:
         return roots
 
     def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return the data used for training, by kind: inputs of models, and prompts that neither prompts nor evaluations read."""
+        """Return training data by kind: inputs of models in `behind`, and prompts read there by kinds other than prompts and evaluation."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -171,7 +171,7 @@ def rounds_of(store: Store, policy: Artifact) -> list[Round]:
 
 
 def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
-    """Return the last round if its verdict has not been carried out yet."""
+    """Return the last round if its verdict has not been carried out yet, else None."""
     last = next(reversed(list(rounds)), None)
     if last is None or store.aliases().get(last.mark) == last.deciding.key:
         return None
@@ -179,9 +179,9 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out the verdict of a round and return a sentence on it. Repeating it changes nothing.
+    """Carry out the verdict of a round and return a sentence on the outcome. A second call changes nothing.
 
-    If the round passed, the policy's aliases move to the candidate. Raise PunaError if they were moved meanwhile.
+    If the round passed, the policy's aliases move to the candidate. Raise PunaError if `policy@latest` was moved meanwhile.
     """
     message = str(done)
     if done.verdict == "passed":
@@ -201,7 +201,7 @@ def settle(store: Store, done: Round) -> str:
 
 @dataclass(frozen=True)
 class Trigger:
-    """Settings of automatic rounds. `preferences`: number of new preferences that starts a round; 0: never. `recipe`: its recipe."""
+    """Settings of automatic rounds. `preferences`: new preferences that start a round; 0: never. `recipe`: the round's recipe."""
 
     preferences: int = 0
     recipe: str = DEFAULT_RECIPE

@@ -63,14 +63,14 @@ class Session:
 
     @property
     def slots(self) -> int:
-        """Return how many stages may run in parallel: the number of workers below this process; 1 if a stage takes all processes."""
+        """Return how many stages may run at once: the executor's slots if its workers are child processes, else 1; 1 with several ranks."""
         if ranks.count() > 1:
             return 1
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Within the context, run each requested stage whole in one worker, so that threads can run stages in parallel."""
+        """Run each stage requested within the context whole in one worker, so that threads can run stages in parallel."""
         token = _APART.set(True)
         try:
             yield
@@ -133,7 +133,7 @@ class Session:
         return outcome
 
     def _hear(self) -> None:
-        """Log the lines that other ranks wrote to standard error."""
+        """Record in the run's log, and report to the server, the lines that other ranks wrote to standard error."""
         for line in ranks.lines_of_ranks():
             self.reporter.log(line, logging.WARNING)
             self.store.record(self.run, runs.line(line))
@@ -167,10 +167,10 @@ def session(
     store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False, title: str = "",
     parameters: Mapping[str, Any] | None = None, report: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """Open a session: workers are started when first needed and stopped at the end. `executor`: see `connected`.
+    """Open a session: workers are started when first needed and stopped at the end. `executor`: see `connect`.
 
-    `title`, `parameters`: the description of the run on a server and in its log. `report`: write the run's page when it ends well. If it
-    only reused artifacts and an earlier run has the same ones, name that run's page.
+    `title`, `parameters`: the description of the run on a server and in the run's log. `report`: write the run's page after success. If the
+    run only reused artifacts and an earlier run has the same artifacts, name the earlier run's page instead.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
@@ -184,7 +184,7 @@ def session(
         ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
         page = None
         listening = contextlib.ExitStack()
-        if flow_run:  # nobody sees its terminal
+        if flow_run:  # nobody sees the process's terminal
             listening.enter_context(tee_stderr(lambda line: reporter.log(line, logging.WARNING)))
         try:
             about = {**(parameters or {}), "title": title or flow, "project": store.project} | ({"flow_run": flow_run} if flow_run else {})
@@ -218,7 +218,7 @@ def session(
 
 
 def _compile_mark(stage: Stage) -> Path | None:
-    """Return the file that marks a stage's loops as compiled for this processor; None if it exists."""
+    """Return the file that marks a stage's loops as compiled for this processor; None if nothing is left to compile."""
     if stage.name not in COMPILES:
         return None
     from puna.kernels.cpu import numba_cache
@@ -232,7 +232,7 @@ def _compile_mark(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Within the context, let SIGTERM end the run like Ctrl-C, unless another handler is installed; training finishes its step first."""
+    """Let SIGTERM end the run like Ctrl-C within the context, unless SIGTERM has another handler; training finishes its step first."""
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
@@ -262,7 +262,7 @@ def _tell_saved(session: Session, in_server: bool) -> None:
 
 
 def _report(session: Session) -> str:
-    """Return the path of the run's page: an earlier run's with the same artifacts, else a new one. A worker writes it after new work."""
+    """Return the path of the run's page: an earlier run's with the same artifacts, else a new page, written by a worker after new work."""
     from puna.flows.report import write, written_before
 
     store, run = session.store, session.run
@@ -307,13 +307,13 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
-    """Return the saved work of each unfinished step (label → key of its artifact), and how to resume."""
+    """Return, in words, the saved work of each unfinished step (label → key of its artifact), and how to resume."""
     steps = [f"{label}: {saved_work(store, key)}" for label, key in keys.items()]
     return f"Stopped. {'; '.join(steps) or 'Every step that was begun is finished'}. {go_on}"
 
 
 def saved_work(store: Store, key: str) -> str:
-    """Return the saved work that the next attempt at an artifact reuses: training states, finished fits, small runs and parts."""
+    """Return, in words, the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts."""
     scratch = store.files.scratch(f"work/{key}/scratch")
     fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
     parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
@@ -327,7 +327,7 @@ def saved_work(store: Store, key: str) -> str:
 
 
 def _trainings(scratch: Path) -> list[str]:
-    """Return the progress of each training with saved state below the scratch folder."""
+    """Return, in words, the progress of each training with saved state below the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
     if not folders:
         return []

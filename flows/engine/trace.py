@@ -1,4 +1,4 @@
-"""The contents of a flow, found by walking it without computing: the fields of its recipes, its steps, and unmet needs."""
+"""The contents of a flow, found by a walk that computes nothing: the fields of the flow's recipes, its steps, and unmet needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """The steps of a flow in order, the settings it asks for, the aliases it sets, and complaints about wrong values and inputs.
+    """The steps of a flow in order, its settings, the aliases that it sets, and complaints about wrong values and inputs.
 
     `regular`: fields of the steps that run unless a recipe leaves them out.
     """
@@ -68,7 +68,7 @@ class Tracer(Walk):
         return Output(step.stage.kind, (label,))
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """Return [None] if all possible steps are traced; else the recipe's configurations. Record a wrong one as a complaint."""
+        """Return [None] in a trace of all possible steps, else the recipe's configurations. Record a complaint for a wrong field."""
         if self._everything:
             return [None]
         try:
@@ -95,7 +95,7 @@ class Tracer(Walk):
 
 
 def load_stages() -> dict[str, Stage]:
-    """Return every stage of Puna, of plugins and of added modules, by name."""
+    """Return name → stage for all stages of Puna, of plugins and of modules added with --module."""
     import puna.stages
 
     for module in pkgutil.walk_packages(puna.stages.__path__, "puna.stages."):

@@ -57,7 +57,7 @@ THEME = tag("button", "Light / dark", type="button", id="theme")
 
 
 def document(title: str, body: Html, *head: Content) -> Html:
-    """Return a whole page; `head`: elements of its head after the title."""
+    """Return a whole page; `head`: elements that follow the title in the page's head."""
     first = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"), tag("title", title), head,
@@ -66,7 +66,7 @@ def document(title: str, body: Html, *head: Content) -> Html:
 
 
 def table(head: Sequence[Content], rows: Iterable[list[Content]], *, numeric: Iterable[int] = ()) -> Html:
-    """Return a table in a box that scrolls by itself. `numeric`: indices of the columns to align right."""
+    """Return a table in a scrollable box. `numeric`: indices of the columns to align right."""
     right = set(numeric)
 
     def cells(kind: str, row: Sequence[Content], scope: str | None = None) -> list[Html]:
@@ -82,7 +82,7 @@ def details(summary: Content, *content: Content, open_: bool = False, class_: st
 
 
 def section(name: str, title: str, lead: Content, *content: Content) -> Html:
-    """Return a section of a page with the anchor `name`; empty markup if it has no content."""
+    """Return a section of a page with the anchor `name`; empty markup if the section has no content."""
     inside = join(content)
     if not inside:
         return Html("")
@@ -90,13 +90,13 @@ def section(name: str, title: str, lead: Content, *content: Content) -> Html:
 
 
 def part(title: str, *content: Content, note: Content = None) -> Html:
-    """Return a titled part of a section; empty markup if it has no content."""
+    """Return a titled part of a section; empty markup if the part has no content."""
     inside = join(content)
     return Html("") if not inside else tag("div", tag("h3", title), tag("p", note, class_="note") if note else None, inside, class_="part")
 
 
 def legend(names: Mapping[str, str]) -> Html:
-    """Return a legend of colours. `names`: CSS class of a colour → its meaning."""
+    """Return a legend of colours. `names`: CSS class of a colour → the colour's meaning."""
     return tag("ul", [tag("li", tag("i", class_=kind), words) for kind, words in names.items()], class_="legend")
 
 
@@ -146,7 +146,7 @@ def percent(part_: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min. Below 0 counts as 0."""
+    """Return a time span: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min. A negative span counts as 0."""
     seconds = max(0.0, seconds)
     if 0 < seconds < 0.05:
         return "< 0.1 s"
@@ -179,7 +179,7 @@ def excerpt(value: str, characters: int = 420) -> str:
 
 
 def counted_rows(artifact: Artifact, table: str = "") -> str:
-    """Return the number of rows of a table (default: the main one) as text; empty if the artifact has no such table."""
+    """Return the number of rows of a table (default: the main table) as text; empty if the artifact lacks the table."""
     name = table or artifact.kind
     return f"{artifact.rows(name):,}" if name in artifact.tables else ""
 

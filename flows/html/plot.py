@@ -1,4 +1,4 @@
-"""Plots and their data as inline SVG: lines, bars and points with axes, intervals and labels; colours come from the style sheet."""
+"""Plots, drawn as inline SVG: lines, bars and points with axes, intervals and labels. Colours come from the style sheet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from puna.flows.html.scale import Axis, Point, is_curve, thin
 
 WIDTH, HEIGHT = 380, 236
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 40
-ENDS = 4  # up to this many curves, the last value stands at each curve's end, in a margin of at least ROOM
+ENDS = 4  # up to this number of curves, each curve's last value is written at its end, in a margin of at least ROOM
 ROOM = 40
 VALUE = 11.0  # minimum height of a bar with its value beside it, so that neighbouring values do not touch
 COLOURS = 8
@@ -47,7 +47,7 @@ class Plot:
 
     @property
     def names(self) -> list[str]:
-        """Return the words on the x axis, in order of appearance; empty when it has numbers."""
+        """Return the words on the x axis, in order of appearance; empty if the axis has numbers."""
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
@@ -65,7 +65,7 @@ def _finite(points: Iterable[Sequence[Any]]) -> list[Point]:
 
 
 def draw(plot: Plot) -> Html:
-    """Return the plot as a `figure` element; empty markup if it has no points."""
+    """Return the plot as a `figure` element; empty markup if the plot has no points."""
     if plot.empty:
         return Html("")
     horizontal = plot.kind == "bar" and bool(plot.names)
@@ -113,7 +113,7 @@ def _clip(words: str, letters: int) -> str:
 
 
 def _field(plot: Plot) -> Html:
-    """Return a plot with an x axis below and a y axis at the left."""
+    """Return lines, points or upright bars as SVG, with an x axis below and a y axis on the left."""
     values = [y for points in plot.series.values() for _, y in points] + list(plot.lines.values())
     values += [v for spans in plot.intervals.values() for _, low, high in spans for v in (low, high)]
     y = Axis.of_numbers(values, HEIGHT - BOTTOM, TOP, plot.y, zero=plot.kind == "bar")
@@ -161,7 +161,7 @@ def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _shift(plot: Plot, index: int, x: Axis) -> float:
-    """Return the horizontal offset of a series, so that the series' intervals at one name do not overlap."""
+    """Return the horizontal offset of a series, which keeps the intervals of several series at one name apart."""
     return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 
@@ -186,7 +186,7 @@ def _frame(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _wrap(words: str, room: int) -> list[str]:
-    """Return a name in at most two lines of `room` letters."""
+    """Return a name broken into at most two lines of `room` letters; the rest is cut off."""
     lines: list[str] = [""]
     for word in words.replace("_", " ").split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > room:

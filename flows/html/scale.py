@@ -12,7 +12,7 @@ from puna.flows.html.markup import short
 # Words for quantities that grow by factors: their axis is logarithmic if the values span at least one decade.
 GROWING = ("flop", "operations", "parameters", "compute", "log")
 POINTS = 240
-COUNTED = 6  # on a span below this, an axis of whole numbers has no ticks between them
+COUNTED = 6  # on a span below this, an axis of whole numbers has ticks only at whole numbers
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Point = tuple[float | str, float]
@@ -35,7 +35,7 @@ class Axis:
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], start: float, stop: float, label: str = "", *, zero: bool = False) -> Axis:
-        """Return an axis that holds all values, widened to round numbers. `zero`: the axis includes 0."""
+        """Return an axis that covers all values, widened to round numbers. `zero`: include 0."""
         low, high = min(values), max(values)
         if zero:
             low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low < 0 else 1.0)
@@ -49,7 +49,7 @@ class Axis:
 
     @classmethod
     def tight(cls, values: Sequence[float], start: float, stop: float, label: str = "") -> Axis:
-        """Return an axis from the smallest to the largest value: for the axis along which a line runs."""
+        """Return an axis from the smallest to the largest value, for the direction in which a curve runs."""
         wide = cls.of_numbers(values, start, stop, label)
         if wide.log or min(values) == max(values):
             return wide
@@ -92,7 +92,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _power(value: float) -> str:
-    """Return a tick of a logarithmic axis: 500, 2·10⁶, 10¹²."""
+    """Return the label of a tick on a logarithmic axis: 500, 2·10⁶, 10¹²."""
     if 1e-2 <= value < 1e5:
         return short(value)
     exponent = math.floor(math.log10(value) + 1e-9)
@@ -115,7 +115,7 @@ def _format(value: float, step: float) -> str:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Return at most about `POINTS` points that keep the shape: smallest and largest of each stretch, first and last."""
+    """Return at most about `POINTS` points that keep the shape: the lowest and highest of each stretch, the first and the last."""
     if len(points) <= POINTS:
         return list(points)
     stretch = -(-2 * len(points) // POINTS)

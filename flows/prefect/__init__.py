@@ -1,1 +1,1 @@
-"""The modules that import Prefect: forms, deployments and tasks."""
+"""The integration with Prefect: forms, deployments and tasks."""

@@ -1,4 +1,4 @@
-"""The deployments on a Prefect server, created and updated if they differ; a person's schedules stay."""
+"""The sync of a Prefect server's deployments with Puna's flows, stages and store; schedules that people set stay."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PAGE = 200
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 STOPPED = "stopped; what is finished is kept"
 OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None), "stopped": ("CANCELLED", STOPPED)}
-"""Prefect's state and message for a run that is over in the store."""
+"""Outcome of a run in the store's log → Prefect's state and message for the run."""
 SETTLED_AFTER = 8
-"""Number of deployments published before the second check for lost runs; on a busy server this takes many seconds."""
+"""Number of deployments to publish, which takes many seconds on a busy server, before the second check for lost runs."""
 SCHEDULE = "puna-serve"
 """The slug of the schedule that `--cron` sets."""
 
 
 class DeploymentSync:
-    """The deployments on a server and the state behind them. `ids`: title → deployment id. `linked`: the server also has Puna's pages."""
+    """A sync of a server's deployments with a store. `ids`: title → deployment id. `linked`: the server also has Puna's pages."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -47,7 +47,7 @@ class DeploymentSync:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
-        """Create or update all deployments; `crons`: schedules by `[PROJECT/]FLOW`. Existing schedules stay.
+        """Create or update all deployments. `crons`: cron expressions by `[PROJECT/]NAME`. Schedules that people set stay.
 
         `served` is called with each deployment's title and id as soon as the server has the deployment.
         """
@@ -85,12 +85,12 @@ class DeploymentSync:
         self._seen = now
 
     def _state(self) -> object:
-        """Return the state that drop-downs and the next round depend on: artifact folders, aliases, and the round's trigger."""
+        """Return the state that drop-downs and rounds depend on: the number of artifacts, the aliases, and each project's trigger."""
         waits = [load_trigger(self._store.within(project)) for project in self._store.projects()]
         return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
 
     def _begin_round(self) -> None:
-        """Start the flow `round` in each project with enough new preferences, once per set of preferences."""
+        """Start the flow `round` in each project with enough new preferences, once for each set of preferences."""
         for project in self._store.projects():
             if (round_due := due(self._store.within(project))) is None:
                 continue
@@ -123,14 +123,14 @@ class DeploymentSync:
         return deployment
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
-        """Update a deployment only if it has changed, since an update removes its scheduled runs for some seconds."""
+        """Update a deployment if its content has changed; an update removes its scheduled runs for some seconds."""
         content = self._content(offer, choices)
         if content["version"] != self._versions.get(offer.title):
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
     def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
-        """Replace the deployment's `--cron` schedule for a project; schedules that people set stay."""
+        """Replace the schedule that `--cron` set on the deployment for a project; schedules that people set stay."""
         slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
         for one in deployment["schedules"]:
             if one.get("slug") == slug:
@@ -140,10 +140,10 @@ class DeploymentSync:
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """End Prefect runs, with their steps, whose Puna run is over: the process was killed before it could report.
+        """End Prefect runs, and their steps, whose Puna run is over: the run's process was killed before it could report.
 
-        A run is ended by the second check, since its process may still report. `starting`: no run has a process yet, so pending runs are
-        rescheduled.
+        Only the second check in a row ends a run, since its process may still report. `starting`: no run has a process yet, so pending
+        runs are rescheduled.
         """
         body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}

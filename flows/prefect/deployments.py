@@ -1,6 +1,6 @@
-"""Every flow and stage as a Prefect flow with a form: `pipeline`, `curate`, …, and one per stage; and the process that runs them.
+"""Puna's flows and stages as Prefect flows, each with a form; and the process that runs them.
 
-`puna serve` offers them to a Prefect server. A form starts the same run as `puna run`, by the same functions.
+`puna serve` offers these Prefect flows to a Prefect server. A form starts the same run as `puna run`, with the same functions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
     inputs = [_input(spec, needed=isinstance(what, Stage) and not spec.optional) for spec in what.inputs]
     if isinstance(what, Flow):
         changes = "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out"
-        recipe = "The values of all steps; a YAML file must be where the runs are started"
+        recipe = "Recipe with the values of all steps; a YAML file must be on the machine that starts the runs"
         own = [_parameter("recipe", str, recipe, DEFAULT_RECIPE), *inputs, _parameter("changes", list[str], changes, [])]
     else:
         try:
@@ -79,7 +79,7 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
 
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
-    """Return a form's input as texts for `--input`."""
+    """Return the value of a form's input field as texts for `--input`."""
     texts = [value] if isinstance(value, str) else value or []
     if spec.kind == "external":
         return [text for text in texts if text.strip()]
@@ -87,7 +87,7 @@ def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
 
 
 def _open_store(values: Mapping[str, Any]) -> Store:
-    """Open the store that a form names. Raise PunaError for an address of a store or executor that forms may not name."""
+    """Open the store that a form names. Raise PunaError if forms may not name the address of that store or of the executor."""
     if values["store"] != os.environ.get(SERVED):
         check_address("store", values["store"])
     check_address("executor", values["executor"])
@@ -101,7 +101,7 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
     try:
         return work()
     except PunaError as error:
-        if run is not None and MADE_UP.fullmatch(run.name):  # refused before it could name itself
+        if run is not None and MADE_UP.fullmatch(run.name):  # refused before the run had a name
             with get_client(sync_client=True) as client:
                 client.update_flow_run(run.id, name=request.title)
         get_run_logger().error(str(error))
@@ -147,7 +147,7 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
 
 
 def _description(annotation: Any) -> str:
-    """Return the description in an `Annotated[…, Field(description=…)]`, or the docstring of a class of settings."""
+    """Return the description in an `Annotated[…, Field(description=…)]`, else the first sentence of the annotated class's docstring."""
     description = next((item.description for item in getattr(annotation, "__metadata__", ()) if getattr(item, "description", None)), None)
     return description or first_sentence(inspect.getdoc(annotation) or "")
 
@@ -165,7 +165,7 @@ def __getattr__(name: str) -> PrefectFlow[Any, Any]:
 
 
 def _hide_tracebacks() -> None:
-    """Hide Prefect's tracebacks for states that carry a message, and for runs that were ended."""
+    """Hide Prefect's tracebacks of failed runs, whose state carries a message, and of runs that a signal ended."""
     from prefect.exceptions import FailedRun
 
     def plain(record: logging.LogRecord) -> bool:
@@ -178,7 +178,7 @@ def _hide_tracebacks() -> None:
 
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
-    """Offer every flow and stage to the Prefect server, and start the runs that it schedules, on `store`, until stopped.
+    """Offer every flow and stage to the Prefect server, with the default store `store`; start the runs that the server schedules.
 
     `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: started by `puna up`.
     """
@@ -228,10 +228,10 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends its runs at SIGTERM like at Ctrl-C. Prefect's runner kills them, and the server shows them as running."""
+    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own kills them, and the server goes on showing them as running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
-        """End the runs in progress, so that they report their end to the server; then end the runner."""
+        """Interrupt the runs in progress, so that they report their end to the server; then end the runner."""
         runs = psutil.Process().children()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

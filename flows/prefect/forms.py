@@ -20,7 +20,7 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import flat
 
 GROUPS = ("curate", "experiments", "pretrain", "align", "io")
-"""The folders of stages in the order of the pipeline; others follow."""
+"""The folders of stages in the order of the pipeline. The stages of other folders come last."""
 MOST_CHOICES = 40
 JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes")
 """Metrics shown for artifacts without rows, in order of preference."""
@@ -28,7 +28,7 @@ JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes
 
 @dataclass(frozen=True)
 class Offer:
-    """A flow or a stage that a server offers. `flow`: its name on the server; `title`: the title of its form."""
+    """A flow or a stage that a server offers. `flow`: its name on the Prefect server; `title`: the title of its form."""
 
     flow: str
     title: str
@@ -50,7 +50,7 @@ def offers() -> list[Offer]:
 
 
 def flow_name(stage: Stage) -> str:
-    """Return the server's name for a stage: its own, or `stage_NAME` if a flow has that name."""
+    """Return the Prefect server's name for a stage: the stage's own name, or `stage_NAME` if a flow has that name."""
     return f"stage_{stage.name}" if stage.name in FLOWS else stage.name
 
 
@@ -68,7 +68,7 @@ def defaults(offer: Offer) -> dict[str, Any]:
 
 
 def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
-    """Return a stage's configuration with the recipe's values for the step `field`, else its defaults; None if they are invalid."""
+    """Return a stage's configuration with the recipe's values for the step `field`, else the defaults; None if the values are invalid."""
     own = _recipe(recipe).get(field)
     try:
         if isinstance(own, dict) and field == stage.name:
@@ -79,7 +79,7 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
 
 
 def description(offer: Offer, *, linked: bool) -> str:
-    """Return the description of a flow or stage with its inputs and output. `linked`: add links to the form filled from a recipe."""
+    """Return the description of a flow or stage with its inputs and output. `linked`: add links to forms with recipes' values."""
     what = offer.what
     inputs = ", ".join(f"`{spec.name}` ({input_kind(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
@@ -117,7 +117,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The choices that a form offers: the store's aliases, then its artifacts, the newest first.
+    """The choices that a form offers: the store's aliases, then the store's artifacts, the newest first.
 
     `everywhere`: if the store has several projects, aliases are named with their project.
     """
@@ -151,12 +151,12 @@ def label(artifact: Artifact) -> str:
 
 
 def reference_in(text: str) -> str:
-    """Return the artifact reference in a form's value, picked or typed."""
+    """Return the reference in a form's value: the picked label without its details, or the typed text."""
     return text.partition(" · ")[0].strip()
 
 
 def schema(plain: Mapping[str, Any], specs: Sequence[InputSpec], choices: Choices) -> dict[str, Any]:
-    """Return a form's schema: its parameters, with the store's artifacts as choices for inputs, and the recipes for `recipe`."""
+    """Return a form's JSON schema: `plain` with the store's artifacts as choices for inputs, and the recipes as choices for `recipe`."""
     copied: dict[str, Any] = json.loads(json.dumps(plain))
     properties = copied["properties"]
     for spec in specs:

@@ -1,7 +1,7 @@
 """Prefect tasks for the steps of a run that Prefect started.
 
 Prefect's cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`. A run from the command
-line needs no Prefect; `reporter.py` tells a server of its steps.
+line needs no Prefect; `reporter.py` reports the run's steps to a server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def in_prefect() -> bool:
 
 
 class Tasks:
-    """The tasks of a run, and the artifacts that they made."""
+    """The Prefect tasks of a run, and the artifacts that the tasks made or reused."""
 
     def __init__(self) -> None:
         self._made: dict[str, State[Any]] = {}
@@ -34,7 +34,7 @@ class Tasks:
     def perform(
         self, stage: Stage, config: StageConfig, inputs: Mapping[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
     ) -> Outcome:
-        """Run `work` as a Prefect task of the stage's name, after the tasks that made its inputs."""
+        """Run `work` as a Prefect task named after the stage, once the tasks that made the inputs have ended; return its outcome."""
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
         from prefect.context import TaskRunContext

@@ -1,4 +1,4 @@
-"""Reports: a self-contained HTML page about a run, or about two."""
+"""Reports: self-contained HTML pages about one run, or about the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def place(name: str) -> str:
 
 
 def written_before(store: Store, run: str) -> Path | None:
-    """Return the page of an earlier run with the same artifacts, if this code wrote it; None if `run` itself computed something."""
+    """Return the page of an earlier run with the same artifacts, if today's code wrote it; else, or if `run` made an artifact, None."""
 
-    def artifacts(name: str) -> dict[str, str]:  # steps may end in another order
+    def artifacts(name: str) -> dict[str, str]:  # a dictionary, since the steps of two runs may end in different orders
         return {record.step: record.key for record in store.log(name).made}
 
     log = store.log(run)

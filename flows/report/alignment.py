@@ -23,7 +23,7 @@ ANSWERS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with its 95 % interval over `n` items, after one step."""
+    """A metric's value with its 95 % interval over `n` items, from the evaluation `step`."""
 
     step: Step
     value: float
@@ -151,7 +151,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show each round beside other arms: an arm's shares with intervals, the round's gain over the arm, and its budget; then claims."""
+    """Show each round beside other arms: an arm's shares with intervals, the round's gain over the arm, the arm's budget; then claims."""
     parts = []
     for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "the round beyond it")]
@@ -178,13 +178,13 @@ def _share_and_gain(one: arms.Arms, arm: str, metric: str) -> tuple[Content, Con
 
 
 def _ratio(one: arms.Arms, arm: str) -> str:
-    """Return an arm's budget over the round's, see `Budget.ratio`; empty if either is unknown."""
+    """Return the ratio of an arm's budget to the round's as text, see `Budget.ratio`; empty if either is unknown or the round's is 0."""
     ratio = one.ratio(arm, "round")
     return "" if ratio is None or math.isinf(ratio) else f"{math.floor(ratio * 100) / 100:.2f}"
 
 
 def _budgets(one: arms.Arms) -> Html:
-    """Show the budget of each arm beyond the start of the round, which all arms share."""
+    """Show what each arm spent beyond the round's starting point, which all arms share."""
     costs = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
         [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in costs)] for arm, budget in one.budgets.items() if budget
@@ -216,7 +216,7 @@ def reward_view(run: Run) -> Html:
 
 
 def _rewards(run: Run, answers: Step) -> dict[str, float]:
-    """Return answer id → the reward model's score, which rejection sampling has recorded."""
+    """Return answer id → the reward model's score, from the records of rejection sampling."""
     accuracies: dict[str, float] = {}
     for step in run.kind("instructions"):
         if step.has("scores") and any(a.key == answers.artifact.key for a in run.inputs(step)):
@@ -226,7 +226,7 @@ def _rewards(run: Run, answers: Step) -> dict[str, float]:
 
 
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
-    """Return a plot of the mean and interval of a column of the answers, per step and model."""
+    """Return a plot of the mean of a column of the answers, with its interval, per step and model."""
     points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
     spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
     for step in run.kind("answers"):
@@ -249,7 +249,7 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
 
 
 def answers_view(run: Run) -> Html:
-    """Return the same questions answered by the base model, after the first finetuning, and at the end."""
+    """Show the same questions answered by the first, the second and the last evaluated model; then texts that models continue."""
     steps = [step for step in evaluations(run) if step.has("examples")]
     if not steps:
         return Html("")

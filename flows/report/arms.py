@@ -43,7 +43,7 @@ CLAIMS = {
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }
-"""Claim → an arm and its controls. The arm's gain is over the strongest control with at least its budget."""
+"""Claim → an arm and its controls. The gain is over the strongest control with at least the arm's budget, else over the strongest."""
 POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 
@@ -64,7 +64,7 @@ class Budget:
         return self.trained_answers / self.updates if self.updates else 0.0
 
     def ratio(self, other: Budget) -> float:
-        """Return the smallest ratio of this budget to another's, over the resources in `LAW`.
+        """Return the smallest ratio, over the resources in `LAW`, of this budget to another.
 
         Trained tokens and CPU seconds are only shown, since they depend on the layout of answers and on the machine.
         """
@@ -72,7 +72,7 @@ class Budget:
 
 
 LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers")
-"""Resources of which a control must have at least as much as the arm."""
+"""Resources whose amounts must be at least as large in a control as in the arm."""
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
@@ -119,7 +119,7 @@ def _resources(artifact: Artifact) -> tuple[float, ...]:
 class Claim:
     """A gain: the arm's mean minus the strongest control's on the same prompts, with its 95 % interval.
 
-    `budget_ratio`: the control's budget over the arm's, see `Budget.ratio`; None if either is unknown.
+    `budget_ratio`: the ratio of the control's budget to the arm's, see `Budget.ratio`; None if either is unknown.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words. A gain needs an interval above 0; it is earned if the control's budget is at least as large."""
+        """Return the verdict in words. A gain needs an interval above 0; it is earned if the control's budget is at least the arm's."""
         if self.gain.low <= 0:
             return "cost" if self.gain.high < 0 else "earned nothing"
         return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"
@@ -160,7 +160,7 @@ class Arms:
         return paired_difference(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return the claims whose arms exist, for each metric: over controls with at least the arm's budget, else over all controls."""
+        """Return the claims whose arms exist, per metric: over the strongest control with at least the arm's budget, else of all."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]
@@ -173,13 +173,13 @@ class Arms:
         return claims
 
     def ratio(self, control: str, arm: str) -> float | None:
-        """Return the control's budget over the arm's; None if either is unknown."""
+        """Return the ratio of the control's budget to the arm's; None if either is unknown."""
         one, other = self.budgets.get(control), self.budgets.get(arm)
         return one.ratio(other) if one and other else None
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
-    """Return the rounds with control arms among the evaluations (step name, artifact), in order."""
+    """Return the arms of each round with control arms among the evaluations (step name, artifact), the first round first."""
     by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
     by_number: dict[int, dict[str, Artifact]] = {}
     for name, artifact in by_step.items():
@@ -199,7 +199,7 @@ def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
 
 
 def scores_of(evaluation: Artifact) -> dict[str, dict[str, float]]:
-    """Return an evaluation's scores by metric and prompt; accuracy: 1 or 0."""
+    """Return metric → prompt id → score of an evaluation; accuracy is 1 or 0."""
     by_metric: dict[str, dict[str, float]] = {}
     for row in evaluation.read("scores").to_pylist():
         if row["name"] == "score":

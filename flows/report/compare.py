@@ -23,7 +23,7 @@ def plain(artifact: Artifact) -> Content:
 
 
 def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
-    """Return the comparison as sections of a page; `link`: returns an artifact's markup."""
+    """Return the comparison as sections of a page. `link`: a function that returns an artifact's markup."""
     rows = steps(first, second)
     same = sum(one is not None and other is not None and one.artifact.key == other.artifact.key for one, other in rows)
     head: list[Content] = ["step", tag("code", first.log.name), tag("code", second.log.name), "differs in"]
@@ -88,7 +88,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
 
 
 def again_view(run: Run) -> Html:
-    """Return a list of terms that tell how to repeat a run. Facts that an older run's log lacks are shown as unknown."""
+    """Return a description list on how to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
     about = run.log.about
     terms: list[tuple[str, Content]] = [
         ("Command", tag("code", about["command"]) if about.get("command") else "not told by the log"),

@@ -59,7 +59,7 @@ def shares_view(run: Run, column: str, title: str) -> Html:
 
 
 def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str = "") -> None:
-    """Add each group's number of rows (`how` is "count") or sum of `value` ("sum") to `counts`."""
+    """Add to `counts` each group's number of rows (`how` = "count") or sum of `value` (`how` = "sum")."""
     sums = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
     counts.update(dict(zip(sums[group].to_pylist(), sums[f"{value or group}_{how}"].to_pylist(), strict=True)))
 
@@ -68,7 +68,7 @@ def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str 
 
 
 def mixture_view(run: Run) -> Html:
-    """Show per knowledge type its documents, its natural share, and its share of training."""
+    """Show each knowledge type's natural share, share of training, weight, largest repeat count, and held-out documents."""
     step = next((s for s in reversed(run.kind("mixture")) if s.has("mixture")), None)
     if step is None:
         return Html("")
@@ -114,7 +114,7 @@ def _share(value: float, whole: float) -> float:
 
 
 def kept_view(run: Run) -> Html:
-    """Show documents that passed every rule: first one per language or domain, then documents at even distances by id."""
+    """Show kept documents: one per combination of language and domain, then documents at even distances in the order of ids."""
     documents = final_documents(run)
     if documents is None or not documents.rows():
         return Html("")
@@ -141,7 +141,7 @@ def kept_view(run: Run) -> Html:
 
 
 def examples_view(steps: list[Step]) -> Html:
-    """Show rows of the `examples` tables that steps of curation wrote, for instance masked personal data."""
+    """Show rows of the `examples` tables that curation steps wrote, for example masked personal data."""
     examples = [(step, step.artifact.read("examples").slice(0, KEPT_SHOWN).to_pylist()) for step in steps if step.has("examples")]
     cards = {
         step.label: [card({"title": row["kind"], "prompt": row["prompt"], "text": row["text"]}, row["detail"]) for row in rows]

@@ -1,4 +1,4 @@
-"""The funnel on the page: a bar per step, a row per rule, and examples of dropped documents."""
+"""Sections on curation: the funnel (a bar per step, a row per rule, examples of drops), duplicates, and removed lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLIM = 0.006  # share of the width below which a piece of a bar has no room for 
 
 
 def funnel_view(levels: list[Level], per_token: float | None, unit: str = "documents") -> Html:
-    """Show every level as a row with its bar, and its rules below, each with examples to open."""
+    """Show every level as a row with a bar, and below it the level's rules, each with examples to open."""
     most = max((level.came for level in levels), default=0)
     bare = {"again": "no page"} if any(level.no_page for level in levels) else {}
     titles = ("step", "", unit, "dropped", "text" if unit == "documents" else "")
@@ -68,7 +68,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
-    """Return the amount of text left in words: for pages, bytes; for documents, tokens if `per_token` is known, else characters."""
+    """Return, in words, how much text is kept: bytes of pages; tokens of documents if `per_token` is known, else characters."""
     if level.characters_out is None:
         return ""
     if level.step.artifact.kind == "pages":
@@ -77,12 +77,12 @@ def text_amount(level: Level, per_token: float | None) -> str:
 
 
 def amount(characters: int, per_token: float | None) -> str:
-    """Return a number of characters in words: as a number of tokens if `per_token` (characters per token) is known."""
+    """Return a number of characters as text, converted to tokens if `per_token` (characters per token) is known."""
     return f"≈ {short(round(characters / per_token))} tokens" if per_token else f"{short(characters)} characters"
 
 
 def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None) -> Html:
-    """Draw a rule's row. Its bar begins after `at` rows, so that it stands under the rule's segment of the step's bar."""
+    """Return a rule's row. The rule's bar begins after `at` rows, under the rule's segment of the step's bar."""
     words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
     head = [
@@ -108,7 +108,7 @@ def _cost(rule: str) -> Html | None:
 
 @functools.cache
 def _evidence() -> dict[str, dict[str, str]]:
-    """Return the committed table of rules, written by `tests/benchmarks/evidence.py --write`."""
+    """Return rule → row of the committed table of rules, which `tests/benchmarks/evidence.py --write` writes."""
     with Path(__file__).with_name("rule_evidence.tsv").open(encoding="utf-8", newline="") as file:
         return {row["rule"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
 

@@ -52,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Level:
-    """One step of the funnel: `came` rows in, `kept` rows out; lengths are characters (bytes of pages), None if unknown."""
+    """One step of the funnel: `came` rows in, `kept` rows out; lengths are in characters (of pages, in bytes), None if unknown."""
 
     step: Step
     came: int
@@ -89,7 +89,7 @@ def funnel(run: Run) -> list[Level]:
 
 
 def level(run: Run, step: Step) -> Level:
-    """Return one step of the funnel: its rules by number of removed rows, with examples from the step's input."""
+    """Return one step of the funnel, with the step's rules by number of removed rows, and examples from the step's inputs."""
     sources = run.filtered(step)
     dropped = _dropped_by_rule(step)
     samples = {rule: among.selection() for rule, among in dropped.items()}
@@ -117,7 +117,7 @@ def _length(artifact: Artifact) -> int | None:
 
 
 def _removed_characters(step: Step, sources: list[Artifact]) -> dict[str, int]:
-    """Return rule → number of characters in the documents that it dropped."""
+    """Return rule → number of characters in the documents that the rule dropped."""
     removed: dict[str, int] = defaultdict(int)
     for source in sources if step.has("dropped") else ():
         for rows, dropped in lengths(source, step.artifact.beside(["id", "rule"], "dropped")):
@@ -128,7 +128,7 @@ def _removed_characters(step: Step, sources: list[Artifact]) -> dict[str, int]:
 
 
 def _dropped_by_rule(step: Step) -> dict[str, Among]:
-    """Return rule → number and examples of its dropped rows, the largest number first."""
+    """Return rule → number and examples of the rule's dropped rows, the largest number first."""
     by_rule: dict[str, Among] = defaultdict(Among)
     for batch in step.artifact.batches("dropped") if step.has("dropped") else ():
         rows = pa.Table.from_batches([batch])
@@ -140,7 +140,7 @@ def _dropped_by_rule(step: Step) -> dict[str, Among]:
 
 
 def characters_per_token(run: Run) -> float | None:
-    """Return characters per token of the run's tokenizer on the documents it packed; None without packed documents."""
+    """Return the characters per token of the documents that the run packed; None without packed documents."""
     packed = next((s for s in reversed(run.kind("tokens")) if s.has("tokens")), None)
     documents = next((a for a in run.inputs(packed) if a.kind == "documents"), None) if packed else None
     tokens = packed.metrics.get("tokens") if packed else None
@@ -157,7 +157,7 @@ def characters_per_token(run: Run) -> float | None:
 
 
 class Among:
-    """A selection of three example rows, with the smallest, median and largest number, without holding all rows in memory.
+    """A selection of three example rows, those with the smallest, median and largest number, that does not hold all rows in memory.
 
     Rows come in the order of their ids. The median is taken of the first `SAMPLED` rows: ids are hashes, so these rows are a random sample.
     """

@@ -12,12 +12,12 @@ from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
 LANE_WIDTH, SWEEPS = 14.0, 24
-"""The width of an edge that passes through a layer, and the number of passes that order and place the layers."""
+"""The width of an edge that passes through a layer, and the number of passes that order and place the nodes of the layers."""
 LETTERS = 20
 Place = tuple[float, int]
 """The x of a node's centre, and its layer."""
 Lane = tuple[str, int]
-"""A node in its layer, or the node's edges in a layer that they pass."""
+"""A node in its layer, or the point at which the node's outgoing edges pass a later layer."""
 FAMILIES = {
     "web": ("pages", "documents"), "signals": ("signals",), "corpus": ("mixture", "tokenizer", "tokens"), "model": ("model",),
     "data": ("prompts", "answers", "preferences", "instructions"), "evaluation": ("evaluation",),
@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def lineage_view(run: Run) -> Html:
-    """Return the graph in a box of its own; hovering over a node shows its id and metrics and highlights its edges."""
+    """Return the graph in a scrollable box; hovering over a node shows the node's id and metrics and highlights its edges."""
     if not run.steps:
         return Html("")
     names, edges, titles = _graph(run)
@@ -113,10 +113,10 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
 
 
 def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
-    """Return each node's place, and each edge's places. `edges`: each node's sources, which come before it.
+    """Return each node's place, and the places along each edge. `edges`: node → its sources, which are earlier keys.
 
-    Long edges pass the layers between in lanes, one per source. Each layer in turn, down and up, is ordered by the means of its neighbours'
-    positions. Nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
+    Long edges pass the layers between in lanes, one per source. Each layer in turn, down and up, is ordered by the mean position of each
+    node's neighbours. Nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
     """
     layer: dict[str, int] = {}
     for name, sources in edges.items():

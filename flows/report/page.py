@@ -1,4 +1,4 @@
-"""The page: header with key figures, then the sections in the order of the work."""
+"""The page of a run: a header with key figures, then sections in the order of the pipeline."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def comparison(first: Run, second: Run) -> Html:
 
 
 def _whole(title: str, parts: Mapping[str, str], head: Content, about: Content, main: Html, foot: Content) -> Html:
-    """Return a page that stands alone. `parts`: anchor → name of a section; sections that exist are linked."""
+    """Return a self-contained page. `parts`: anchor → name of a section; the navigation links the sections that exist."""
     links = [tag("a", words, href=f"#{name}") for name, words in parts.items() if name == "top" or f' id="{name}"' in main]
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     body = tag(
@@ -111,7 +111,7 @@ def _corpus_tiles(run: Run, levels: list[Level]) -> list[Html]:
 
 def _model_tiles(run: Run) -> list[Html]:
     tiles = []
-    # All pages come as "pages", their categories as "pages/…".
+    # The task "pages" covers all pages, "pages/…" one category; the shortest name comes last and wins.
     by_length = sorted(alignment.measurements(run).items(), key=lambda item: -len(item[0][0]))
     metrics = {metric: values[0] for (_, metric), values in by_length}
     if bits := metrics.get("document_bits_per_byte"):

@@ -19,7 +19,7 @@ from puna.storage.runs import RunLog
 from puna.storage.tables import connect, parquet
 
 PIECE = 1 << 15
-"""Maximum number of rows in a piece."""
+"""Maximum number of rows that `lengths` reads at once."""
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "grpo": "GRPO", "pii": "PII", "url": "URL", "minhash": "MinHash", "lora": "LoRA"}
 
@@ -51,7 +51,7 @@ class Step:
 
     @property
     def round(self) -> int | None:
-        """Return the number of the alignment round in the step's name."""
+        """Return the number of the alignment round in the step's name, None without a number."""
         match = ROUND.search(self.name)
         return int(match[1]) if match else None
 
@@ -75,7 +75,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
-        """Return the run `name`, or the newest when `name` is "latest"."""
+        """Return the run `name`, or the newest run if `name` is "latest". Raise PunaError if there is no such run."""
         store = store.reading()
         if name == "latest":
             names = store.runs()
@@ -118,7 +118,7 @@ class Run:
         return [a for a in artifacts if a is not None]
 
     def filtered(self, step: Step) -> list[Artifact]:
-        """Return the inputs whose rows the step kept or dropped: of its own kind or, if there are none, the pages that it extracted."""
+        """Return the inputs whose rows the step kept or dropped: inputs of its output's kind or, without any, the extracted pages."""
         kinds = ["documents", "pages"] if step.artifact.kind == "documents" else [step.artifact.kind]
         records = sorted((i for i in step.artifact.manifest.inputs if i.kind in kinds), key=lambda i: kinds.index(i.kind))
         artifacts = [self.source(step, i) for i in records if (i.kind, i.name) == (records[0].kind, records[0].name)]
@@ -170,7 +170,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """Return DuckDB's results of queries on one side table, which the queries call `found`, in bounded memory."""
+    """Return DuckDB's results of queries on one of the artifact's tables, which the queries call `found`, in bounded memory."""
     with (
         TemporaryDirectory() as folder,
         connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection,

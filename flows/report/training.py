@@ -19,7 +19,7 @@ PLAIN = ("step", "tokens", "seconds")
 
 
 def of_curation(step: Step) -> bool:
-    """True if a step's figures are about the corpus."""
+    """True if a step's figures belong to the section on the corpus."""
     return step.artifact.kind in CORPUS_KINDS and step.stage not in EXPERIMENTS
 
 
@@ -83,7 +83,7 @@ def facts(step: Step) -> Content:
 
 
 def training_view(steps: Sequence[Step], title: str) -> Html:
-    """Return the losses of all training runs side by side; their other logged columns and metrics fold out below."""
+    """Return the loss plots of all training runs side by side; below, the other logged columns and the metrics fold out."""
     first: list[Plot] = []
     more = []
     for step in steps:
@@ -107,7 +107,7 @@ def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[
     plots = figures(step)
     steps = columns.get("step", [])
     curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and len(set(values) - {None}) > 1]
-    # The log's curve replaces a figure of the loss by step, which shows the same. Other figures of the loss show more, and stay.
+    # The log's curve replaces a figure of the loss by step, which shows the same data. Other figures of the loss show more, and stay.
     plots = [plot for plot in plots if not (plot.x == "step" and plot.y == "loss" and "loss" in columns)]
     drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
     first = [c for c in curves if c.y == "loss" and not drawn_by_stage]
@@ -115,7 +115,7 @@ def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[
 
 
 def log_columns(step: Step) -> dict[str, list[float | None]]:
-    """Return the training log, column by column; empty when there is none."""
+    """Return the training log, column by column; empty if there is none."""
     if not step.has("training_log"):
         return {}
     table = step.artifact.read("training_log")
@@ -133,7 +133,7 @@ def curve(name: str, steps: Sequence[float | None], values: Sequence[float | Non
 
 
 def smooth_line(points: Sequence[Point]) -> list[Point]:
-    """Return the mean over a window of about a twentieth of the run: centred, smaller at the steep start, one-sided at the noisy end."""
+    """Return the moving average over about a twentieth of the run: centred, shorter at the steep start, one-sided at the noisy end."""
     half = max(1, len(points) // 40)
     sums = [0.0]
     for _, y in points:

@@ -1,4 +1,4 @@
-"""A client of a Prefect server over HTTP, without importing Prefect; and the note in a store that names its server."""
+"""A client of a Prefect server over HTTP, without importing Prefect; and the note in a store that names the server of `puna up`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUSY = (429, 503)
 
 
 class Unreachable(Exception):
-    """An error of a server that does not answer or is busy; a later attempt may succeed."""
+    """The error that a server does not answer or is busy; a later attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Server:
     key: str = ""
 
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 10.0) -> Any:
-        """Return the server's answer. Raise `Unreachable`, or PunaError if the server refuses."""
+        """Return the server's answer. Raise `Unreachable` if it is busy or does not answer, PunaError if it refuses the request."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url.rstrip("/") + path, data, {"content-type": "application/json"}, method=method)
         if self.auth:
@@ -74,7 +74,7 @@ class Server:
         return None
 
     def wait_until_ready(self, seconds: float) -> str | None:
-        """Return the reason why the server does not answer within that time; None as soon as it does."""
+        """Wait until the server answers, and return None; after `seconds`, return the reason why it does not answer."""
         deadline = time.monotonic() + seconds
         while (trouble := self.trouble()) is not None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -103,7 +103,7 @@ def named_server() -> Server | None:
 
 
 def server_of(store: Store) -> Server | None:
-    """Return the Prefect server for a store's runs: PREFECT_API_URL, else the server of a running `puna up`, else None."""
+    """Return the Prefect server for a store's runs: at PREFECT_API_URL, else of a running `puna up`, else None."""
     server = named_server()
     if server is not None:
         return server
@@ -115,7 +115,7 @@ def server_of(store: Store) -> Server | None:
 
 
 def read_note(root: Path) -> dict[str, Any] | None:
-    """Return the note that a `puna up` wrote into the store's folder: `url`, `api`, `auth`, `pid`."""
+    """Return the note that `puna up` wrote into the store's folder: `url`, `api`, `auth`, `pid`; None without a valid note."""
     try:
         note = json.loads((root / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -124,7 +124,7 @@ def read_note(root: Path) -> dict[str, Any] | None:
 
 
 def write_note(root: Path, note: dict[str, Any]) -> None:
-    """Write the note, readable by its owner only."""
+    """Write the note into the store's folder, readable only by the file's owner."""
     temporary = root / f".{NOTE}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

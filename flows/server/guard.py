@@ -1,4 +1,4 @@
-"""The checks of every server: allowed hosts, sites, passwords and bodies."""
+"""The checks of every request to Puna's servers: the host, the sending site, the password and the body."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ BODY_BYTES = 2 << 20
 BODY_SECONDS = 60.0
 """Maximum seconds for a body to arrive."""
 HEADER_SECONDS = 30.0
-"""Maximum seconds between the requests of a connection."""
+"""Maximum seconds that a connection stays open without a request."""
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
 PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
 """Pages that do no work when they are opened: another site may link to them."""
 ASKING = re.compile(r"/puna/(sql|start/[\w-]+)|/v2(/.*)?")
-"""Pages that may be linked with a query: they fill a form with it and run nothing."""
+"""Pages to which another site may link with a query: they fill a form with the query and run nothing."""
 OWN = ("same-origin", "none")
 
 Refusal = Callable[[int, str], Response]
 
 
 class Connection(H11Protocol):
-    """An HTTP connection, closed when no request arrives on it for `HEADER_SECONDS`; its headers are bounded by h11."""
+    """An HTTP connection that is closed if no request arrives for `HEADER_SECONDS`; h11 bounds the size of headers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.loop.call_later(HEADER_SECONDS, self._close_idle, None)
 
     def _close_idle(self, last: RequestResponseCycle | None) -> None:
-        """Close the connection if no request followed `last`."""
+        """Close the connection if no request followed `last`; else check again after `HEADER_SECONDS`."""
         if self.transport.is_closing() or self.transport.get_protocol() is not self:  # closed, or a websocket
             return
         if self.cycle is last and (last is None or last.response_complete):
@@ -58,7 +58,7 @@ def configuration(door: ASGIApp, seconds: int = 3) -> uvicorn.Config:
 
 
 class OwnSite:
-    """An application behind a check of each request's host and of the site whose page sends it.
+    """An application behind a check of each request's host and of the site whose page sends the request.
 
     Without a password, only this machine's names and addresses are accepted. With DNS rebinding, another site's name can point to this
     machine, and its pages would pass as the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
@@ -119,9 +119,9 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sends the request from another site's page, or does not name the page; programs send none of these headers.
+    """True if a browser sends the request and names another site's page, or no page; programs send no headers that name a page.
 
-    Over plain HTTP to another machine no browser sends Sec-Fetch headers, and the other site decides if its address is sent.
+    Over plain HTTP to another machine no browser sends Sec-Fetch headers, and the other site decides whether its address is sent.
     """
     if _silent(headers):
         return True
@@ -199,7 +199,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 class Password:
-    """An application behind a login, if `auth` is set. `bodies`: only requests with a body need it, checked before reading the body."""
+    """An application behind a login, if `auth` is set. `bodies`: only requests with a body need the login, before their body is read."""
 
     def __init__(self, app: ASGIApp, auth: str, bodies: bool = False) -> None:
         self._app, self._auth, self._bodies = app, auth, bodies
@@ -237,7 +237,7 @@ def check_auth(host: str, auth: str) -> None:
 
 
 def loopback(host: str) -> bool:
-    """True if only this machine reaches the address."""
+    """True if only this machine can reach the host."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -246,13 +246,13 @@ def loopback(host: str) -> bool:
 
 
 def address(host: str, listener: socket.socket) -> str:
-    """Return the URL of a server that listens."""
+    """Return the URL of the server that listens on `listener`; an unspecified host becomes the loopback address."""
     name = "127.0.0.1" if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host}]" if ":" in host else host
     return f"http://{name}:{listener.getsockname()[1]}"
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Raise PunaError if the port is taken; callers call this before slow work."""
+    """Return a socket that listens at the address. Raise PunaError if the address is not free; call this before slow work."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

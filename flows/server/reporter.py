@@ -1,7 +1,7 @@
-"""The reporter of a run: it writes progress to the store's folder and sends everything to a Prefect server, if there is one.
+"""The reporter of a run: writes progress to a file in the store, and sends steps, logs and results to a Prefect server, if there is one.
 
-One daemon thread works beside the run. It sends only the current state: a slow or absent server costs nothing, and a returning server
-catches up at once. No error here can fail or delay a stage.
+A daemon thread sends each step's latest state and up to `MAX_LOGS` pending log lines. So a slow or absent server does not delay the run,
+and a server that returns catches up at once. No error here can fail or delay a stage.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from puna.storage.files import write_bytes
 
 EVERY_SECONDS = 3.0
 SOON_SECONDS = 0.1
-"""First pause before a request to an unreachable or busy server is repeated; it doubles each time, up to 1 s."""
+"""Pause before the first retry with an unreachable or busy server; the pause doubles with each retry, up to 1 s."""
 LAST_SECONDS = 8.0
-"""Maximum seconds to wait at the end of a run for a server that answered last time."""
+"""Maximum seconds to wait at the end of a run for pending reports, if the server answered the last request."""
 GONE_SECONDS = 1.0
-"""Maximum seconds to wait at the end of a run for a server that did not answer last time."""
+"""Maximum seconds to wait at the end of a run for pending reports, if the server did not answer the last request."""
 MAX_LOGS = 5000
 MOST_METRICS = 30
 MOST_PLOTS = 4
@@ -47,10 +47,10 @@ class StepRecord:
     label: str
     stage: str
     inputs: Mapping[str, Sequence[str]]
-    """Input → ids of the steps of this run that made it."""
+    """Name of an input → ids of the steps of this run that made its artifacts."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     own: bool = True
-    """True if this reporter sends the state of the step; False for a task, whose state Prefect sends."""
+    """True if this reporter sends the step's state; False if the step runs as a Prefect task, whose state Prefect sends."""
     state: str = "RUNNING"
     name: str | None = None
     message: str | None = None
@@ -63,7 +63,7 @@ class StepRecord:
 
 
 class Reporter:
-    """A reporter of one run. `flow_run`: its existing run on the server; None creates one there. `server` None: only the store."""
+    """A reporter of one run. `flow_run`: id of the run's Prefect flow run, None to create it. `server` None: report only to the store."""
 
     def __init__(
         self, store: Store, run: str, flow: str, server: Server | None, *, flow_run: str | None = None,
@@ -88,7 +88,7 @@ class Reporter:
     # --- calls by the run; they return at once --------------------------------------------------------
 
     def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
-        """Return the record of a step that begins. `inputs`: its artifacts by the input's name; `task`: the id of its Prefect task."""
+        """Return the record of a step that begins. `inputs`: input name → artifacts; `task`: id of the step's Prefect task, if any."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
         step = StepRecord(label, stage, edges) if task is None else StepRecord(label, stage, edges, id=task, own=False)
@@ -122,7 +122,7 @@ class Reporter:
         self._wake.set()
 
     def end(self, state: str, message: str | None = None, report: str | None = None) -> None:
-        """Set the run's state to COMPLETED, FAILED or CANCELLED, and wait a few seconds at most for pending messages."""
+        """Set the run's final state (COMPLETED, FAILED or CANCELLED), and wait up to `LAST_SECONDS` until pending reports are sent."""
         self._ended, self._report, self._closed = (state, message), report, True
         self._wake.set()
         if self.server is not None:
@@ -156,7 +156,7 @@ class Reporter:
                 self._done.set()
 
     def _note(self) -> None:
-        """Write the progress into the store's folder, for readers on this machine."""
+        """Write the progress of the last step, if it changed, to a file in the store's folder, which the web pages read."""
         if not self._steps or self._written == (now := (self._steps[-1].id, self._steps[-1].progress)):
             return
         self._written = now
@@ -208,7 +208,7 @@ class Reporter:
             step.drawn = drawn
 
     def _draw(self, server: Server, step: StepRecord) -> None:
-        """Send the step's display: its progress, then its output."""
+        """Create or update the step's Prefect artifact, which shows the step's progress and, after its end, its output."""
         if step.outcome is not None:
             description, data = headline(step.outcome), markdown(step.outcome)
         else:
@@ -266,7 +266,7 @@ def headline(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """Return a step's output as Markdown: link, time, size, tables, metrics and plots."""
+    """Return a step's output as Markdown: link, time, size, peak memory, tables, and the first metrics and plots."""
     artifact, m = outcome.artifact, outcome.artifact.manifest
     state = f"reused, made {made_at(artifact)} UTC by run {m.run}" if outcome.reused else f"made in {duration(outcome.seconds)}"
     parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {size(disk_size(artifact))}, peak memory {size(m.peak_memory_bytes)}"]
@@ -306,7 +306,7 @@ def picture(plot: Plot) -> str:
 
 
 def style() -> str:
-    """Return the plots' part of the report's style sheet, with the light colours and a background."""
+    """Return the report's CSS rules for plots in one line, with the light colours and a background."""
     sheet = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
     colours = sheet[sheet.index(":root {") : sheet.index("}") + 1].replace(":root", "svg")
     plots = sheet[sheet.index("svg text {") : sheet.index(".lineage {")]

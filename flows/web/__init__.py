@@ -1,4 +1,4 @@
-"""Puna's own web pages over a store: access checks, the pages that the modules beside this file register, and error pages."""
+"""The web application that shows a store: access checks, the pages that this package's modules register, and error pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(store: Store, *, prefect: str | None, auth: str, urls: bool = False) -> FastAPI:
-    """Return the pages of a store. `prefect`: address of the server with forms; `auth`: USER:PASSWORD or empty; `urls`: forms take URLs."""
+    """Return a store's web application. `prefect`: URL of Prefect's server; `auth`: USER:PASSWORD or empty; `urls`: forms take URLs."""
     store = store.reading()
     app = FastAPI(openapi_url=None)
     site = app.state.site = Site(store, prefect, Asker(store, urls=urls))
@@ -64,7 +64,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
 
     @app.exception_handler(Exception)
     def on_failure(request: Request, error: Exception) -> Response:
-        message = f"{type(error).__name__}: {error}. This is an error in Puna, told in full where it was started. Go back and try again."
+        message = f"{type(error).__name__}: {error}. This is an error in Puna; the server printed a traceback. Go back and try again."
         return HTMLResponse(site.page("This did not work", problem(message)), status_code=500)
 
     return app

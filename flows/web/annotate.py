@@ -25,15 +25,15 @@ from puna.storage import Artifact, PunaError, Store
 
 PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
-"""The page's content policy: it loads nothing but itself, with its style and script inside."""
+"""The page's content security policy: style and script are inline, and requests go only to this server."""
 DESKS = 8
-"""Maximum number of desks in memory."""
+"""Maximum number of `Desk` objects in memory."""
 LINKED = re.compile("/")
-"""Paths that other sites may link to: the page, which does no work when it is opened."""
+"""Paths that other sites may link to: only the page itself, which does no work when it is opened."""
 
 
 class Desk:
-    """The state of the page: pairs of answers, each person's judgements, and an append-only file with one line per judgement."""
+    """The state of an annotation page: pairs of answers, each person's judgements, and an append-only file with one line per judgement."""
 
     def __init__(self, store: Store, answers: Artifact, prompts: Artifact, pairs_per_prompt: int = 1) -> None:
         self.store, self.answers, self.prompts = store, answers, prompts
@@ -55,11 +55,11 @@ class Desk:
             os.truncate(self.file, len(whole) + bool(whole))  # an incomplete last line comes from a crash and was never acknowledged
 
     def swapped(self, pair: str, by: str) -> bool:
-        """True if a person sees the second answer on the left: random, but the same each time."""
+        """True if the person `by` sees the pair's second answer on the left: pseudo-random, but fixed for this pair and person."""
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
-        """Return what the page shows for a pair, by its index `place`; None: the first pair that this person has not judged."""
+        """Return the page's data for the pair at index `place`; None: the first pair that the person `by` has not judged."""
         own = self._said.get(by, {})
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))
@@ -76,7 +76,7 @@ class Desk:
         return {**state, **shows}
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
-        """Save a judgement on disk; raise PunaError if that fails. `better`: left or right, on this person's screen."""
+        """Append a judgement to the file. Raise PunaError for an unknown pair or a failed write. `better`: left or right on the page."""
         if pair not in self.pairs:
             raise PunaError(f"there is no pair {pair}")
         fields = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
@@ -94,13 +94,13 @@ class Desk:
             self._said[by][pair] = judgement
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
-        """Convert left and right on a person's screen to first and second, and back."""
+        """Convert a side of the person's screen, left or right, to the answer shown there, first or second; or an answer to its side."""
         names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
         there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
         return None if side is None else there.get(side, side)
 
     def save(self) -> Artifact:
-        """Save the judgements so far as preferences and point `judged@latest` at them; the flow `round` learns from them."""
+        """Make preferences of the judgements so far, and point the alias `judged@latest` at the artifact; the flow `round` trains on it."""
         if not self.file.exists():
             raise PunaError("nothing was judged yet")
         with self._lock:
@@ -111,7 +111,7 @@ class Desk:
 
 
 def prompts_of(store: Store, answers: Artifact) -> Artifact:
-    """Return the prompts that `answers` were sampled for. Raise PunaError if they are not in the store."""
+    """Return the prompts that `answers` were sampled for. Raise PunaError for another kind of artifact, or if the store lacks them."""
     if answers.kind != "answers":
         raise PunaError(f"{answers.id}: takes answers, which `puna run sample` makes")
     records = [i for i in answers.manifest.inputs if i.kind == "prompts"]
@@ -132,7 +132,7 @@ def _desk(store: Store, name: str) -> Desk:
 
 
 def _desk_of(request: Request) -> Desk:
-    """Return the desk of `/judge/[PROJECT~]KEY/…`, whose judgements are the project's; in `puna annotate`, the only desk."""
+    """Return the desk for the URL `/judge/[PROJECT~]KEY/…`, which saves judgements in that project; in `puna annotate`, the only desk."""
     if (only := getattr(request.app.state, "desk", None)) is not None:
         desk: Desk = only
         return desk
@@ -144,7 +144,7 @@ DeskOfAddress = Annotated[Desk, Depends(_desk_of)]
 
 
 class Said(BaseModel):
-    """The body of a judgement request from the page."""
+    """The body of a request by which the page sends a judgement."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str

@@ -1,4 +1,4 @@
-"""The pages of artifacts: a list of them, one with its rows, numbers, lineage and uses, and the rollouts of a trained model."""
+"""Pages about artifacts: the list, one artifact (rows, metrics, lineage, uses), two side by side, and a trained model's rollouts."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ CHANGED = """select prompt, min(step) as first, max(step) as last,
 from (select *, min(step) over same as low, max(step) over same as high from rows window same as (partition by prompt_id))
 group by prompt_id, prompt having early != late order by abs(change) desc, prompt_id limit 20"""
 PARTS = {"best": RANKED.format("desc"), "worst": RANKED.format("asc"), "changed": CHANGED}
-"""SQL queries of the rollouts page, by section."""
+"""Section of the rollouts page → SQL query, to be preceded by `ROWS`."""
 router = pages("artifacts", "Artifacts", at=3)
 
 
 @router.get("/artifacts")
 def list_page(site: Here, kind: str | None = None, project: str | None = None) -> str:
-    """Return the page of artifacts, newest first. `kind` and `project`: list only artifacts of this kind and project."""
+    """Return the page that lists artifacts, newest first. `kind`, `project`: list only artifacts of this kind, of this project."""
     store = site.store.within(project).require_project()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
     artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
@@ -86,9 +86,9 @@ def list_page(site: Here, kind: str | None = None, project: str | None = None) -
 def artifact_page(
     site: Here, kind: str, key: str, shown: Annotated[str | None, Query(alias="table")] = None, start: Annotated[int, Query(ge=0)] = 0
 ) -> str:
-    """Return one artifact's page. `shown`: the table whose rows are shown; `start`: the first row."""
+    """Return one artifact's page. `shown`: table whose rows are shown, by default the main table; `start`: index of the first row shown."""
     if kind not in KINDS:
-        raise PunaError(f"{kind}: is no kind of artifact; they are {', '.join(KINDS)}")
+        raise PunaError(f"{kind}: is no kind of artifact; the kinds are {', '.join(KINDS)}")
     store = site.store
     artifact = store.resolve(f"{kind}/{key}")
     m = artifact.manifest
@@ -128,7 +128,7 @@ def artifact_page(
 
 @router.get("/artifacts/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
-    """Return two artifacts side by side: the differences of their configurations, code and inputs, and of their content."""
+    """Return the page of two artifacts side by side: differences in configuration, code and inputs, and in rows, costs and metrics."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two artifacts, not {len(names)}")
     first, second = (site.store.resolve(name) for name in names)
@@ -153,7 +153,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")
 
 
 def _pair(one: float | str | None, other: float | str | None) -> list[Content]:
-    """Return table cells for two values and for their difference, the second minus the first."""
+    """Return table cells for two values and for their difference (second minus first), which is empty unless they are unequal numbers."""
     cells: list[Content] = ["–" if value is None else value if isinstance(value, str) else number(value) for value in (one, other)]
     both = all(isinstance(value, int | float) for value in (one, other))
     gap = float(other) - float(one) if both and one is not None and other is not None else 0.0
@@ -189,7 +189,7 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
 
 
 def _some(artifact: Artifact, name: str, start: int) -> list[dict[str, object]]:
-    """Return up to SHOWN_ROWS rows of a table from row `start`; this reads all rows before `start`, too."""
+    """Return up to `SHOWN_ROWS` rows of a table from row `start` on. All rows before `start` are read as well."""
     rows: list[dict[str, object]] = []
     for batch in artifact.batches(name, rows=1024):
         if start < batch.num_rows:
@@ -218,7 +218,7 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
 
 
 def _uses(artifact: Artifact) -> list[Content]:
-    """Return the possible uses of an artifact: chat, thresholds, a stage or a flow on it."""
+    """Return links to the uses of an artifact: chat, rollouts, thresholds, and the stages and flows that take it as input."""
     results: list[Content] = []
     if artifact.kind == "model":
         results.append(button("Chat", f"/puna/chat?model={artifact.id}"))
@@ -240,7 +240,7 @@ def _uses(artifact: Artifact) -> list[Content]:
 
 @router.get("/rollouts/{key}")
 async def rollouts_page(site: Here, key: str) -> str:
-    """Return answers from reinforcement learning: the best, the worst, and the answers to prompts whose rewards changed most."""
+    """Return the page of a model's RL rollouts: answers with the best and worst rewards, and the prompts whose reward changed most."""
     model = site.store.resolve(f"model/{key}")
     if "rollouts" not in model.tables:
         raise PunaError(f"{model.id} has no table rollouts: only ppo and grpo write one")

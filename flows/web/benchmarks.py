@@ -1,4 +1,4 @@
-"""Benchmarks: models by tasks, two models' differences and calibration, and each question with the answers to it."""
+"""Pages about benchmarks: the leaderboard, two models' differences and calibration, and each question with the models' answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ router = pages("benchmarks", "Benchmarks", at=6)
 
 
 class Candidate(NamedTuple):
-    """A model with its evaluations."""
+    """A model on the leaderboard: its artifact, its aliases or id, and its measured scores."""
 
     model: Artifact
     name: str
@@ -47,7 +47,7 @@ def _name(store: Store, model: Artifact) -> str:
 
 
 def _evaluations(store: Store, project: str | None = None) -> list[Artifact]:
-    """Return the benchmarks of a project or of all, the newest first."""
+    """Return the benchmark evaluations of a project, newest first; of all projects if `project` is None."""
     entries = [one for one in store.entries(project) if one["kind"] == "evaluation" and TABLE in one["tables"]]
     return [Artifact(one["kind"], one["key"], store.files) for one in reversed(entries)]
 
@@ -58,7 +58,7 @@ def _model(evaluation: Artifact) -> Artifact:
 
 @router.get("/benchmarks")
 def board_page(site: Here, project: str | None = None, beside: str | None = None) -> str:
-    """Return the leaderboard. `beside`: start of the key of the model that the others are compared with; by default the first model."""
+    """Return the leaderboard page. `beside`: prefix of the key of the model to compare all others with, by default the best model."""
     store = site.store.within(project).require_project()
     evaluations = _evaluations(store, project)
     candidates = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]
@@ -86,7 +86,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
 
 
 def rank(models: Sequence[Candidate]) -> list[Candidate]:
-    """Return the models sorted by the share of models that each beats, averaged over tasks, the best first."""
+    """Return the models, best first, by the share of models that each beats on a task, averaged over all tasks (a missing task: 0)."""
     values: dict[str, dict[int, float]] = {}
     for at, one in enumerate(models):
         for task, metrics in one.results.items():
@@ -101,7 +101,7 @@ def rank(models: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _score(metrics: Mapping[str, tuple[dict[str, Any], Any]] | None, gap: Difference | None) -> Content:
-    """Return a cell of the leaderboard, which links to the questions."""
+    """Return a leaderboard cell: the score with a link to the questions, its interval, contamination, and the gap to the reference."""
     if metrics is None:
         return "–"
     row = metrics[main_metric(metrics)][0]
@@ -128,7 +128,7 @@ def _questions(task: str, *evaluations: str, **more: object) -> str:
 
 @router.get("/benchmarks/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] = []) -> str:  # noqa: B006
-    """Return two models side by side: the differences task by task, and their calibration."""
+    """Return the page of two models side by side: the difference on each task, and both models' calibration."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two models, not {len(names)}")
     evaluations = _evaluations(site.store)
@@ -160,7 +160,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] =
 
 
 def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
-    """Return a table of calibration errors and a reliability plot of each multiple choice task; None without such tasks."""
+    """Return a table of the models' calibration errors and a reliability plot for each multiple-choice task; None without such tasks."""
     rows: list[list[Content]] = []
     plots = []
     for task in sorted({task for side in sides.values() for task in side.results}):
@@ -183,11 +183,11 @@ def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
 
 @router.get("/benchmarks/questions")
 def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alias="evaluation")], which: str = "") -> str:
-    """Return questions of a task with the answers of one model or of two. `which`: a key of WHICH."""
+    """Return the page of a task's questions with the answers of one model or two. `which`: the questions to list, a key of `WHICH`."""
     evaluations = [site.store.resolve(f"evaluation/{name}") for name in names]
     titles = ["A", "B"] if len(names) > 1 else [""]
     if len(names) > 2 or which not in WHICH:
-        raise PunaError("questions: choose one or two evaluations, and which questions: all, differ or wrong")
+        raise PunaError("questions: choose one or two evaluations, and with `which` the questions: differ, wrong, or all if empty")
     results = [scores_of([one]).get(task) for one in evaluations]
     if missing := [one.id for one, own in zip(evaluations, results, strict=True) if not own]:
         raise PunaError(f"{missing[0]} has no task {task}")
@@ -213,13 +213,13 @@ def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alia
 
 
 def _answers(evaluation: Artifact, task: str) -> dict[str, dict[str, Any]]:
-    """Return id → question and answer, for the questions of a task that an evaluation kept."""
+    """Return id → row of the table `examples` (a question and its answer) for a task; `about` holds the row's parsed details."""
     rows = [{**row, "about": json.loads(row["detail"])} for row in evaluation.read("examples").to_pylist()]
     return {row["id"]: row for row in rows if row["about"].get("task") == task}
 
 
 def _question(rows: Sequence[Mapping[str, Any]], right: Sequence[float | None], titles: Sequence[str]) -> Html:
-    """Return a question that opens at a click: its prompt, the right answer, and each model's answer."""
+    """Return a collapsible view of a question: the prompt, the right answer, and each model's answer."""
     first = rows[0]
     verdicts = [_verdict(title, value) for title, value in zip(titles, right, strict=True)]
     sides = [tag("div", tag("h4", title), _verdict("", value), _answer(row)) for title, row, value in zip(titles, rows, right, strict=True)]
@@ -241,7 +241,7 @@ def _verdict(title: str, value: float | None) -> Html | None:
 
 
 def _answer(row: Mapping[str, Any]) -> Content:
-    """Return a model's answer: the options with their probabilities, or its text with its verifier's result."""
+    """Return the view of a model's answer: the options with their probabilities, or else the answer's text and the verifier's remarks."""
     about = row["about"]
     if not (nats := about.get("nats")):
         remarks = [tag("p", text, class_="note") for text in dict.fromkeys(about.get("said") or ()) if text]

@@ -1,6 +1,6 @@
-"""Child processes that answer the pages' questions (SQL statements and plans) within limits of time, memory and length.
+"""Child processes that answer the pages' questions (SQL statements, plans, form checks) within limits of time, memory and length.
 
-A child reads a question as a line of JSON and answers with a line of JSON. It ends when no question has come for `IDLE_SECONDS`.
+A child reads each question as a line of JSON and writes the answer as a line of JSON. A child without a question for `IDLE_SECONDS` ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from puna.storage import PunaError, Store
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
 """Kind of question → maximum seconds for an answer."""
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
-"""Maximum bytes of a child's memory beyond its libraries; all working children together use at most half of the machine's memory."""
+"""Maximum bytes of memory that a child allocates after its start; all working children together use at most half of the RAM."""
 ANSWER_BYTES = 16 << 20
 START_SECONDS = 120.0
 AT_ONCE = 2
-"""Maximum number of working children for SQL, and likewise for plans."""
+"""Maximum number of children that work on SQL at once; the same limit holds for plans and checks together."""
 IDLE_SECONDS = 120.0
 """Seconds without a question after which a child ends."""
 
@@ -47,7 +47,7 @@ def end_children() -> None:
 
 
 class Asker:
-    """A client that asks questions about a store in child processes. `urls`: plans may read inputs that are not local paths."""
+    """A client that has questions about a store answered by child processes. `urls`: plans may read inputs that are not local paths."""
 
     def __init__(self, store: Store, *, urls: bool) -> None:
         self._store, self._urls = store, urls
@@ -55,7 +55,7 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer's HTML. Raise PunaError if the question is refused, `Late` after its time, RuntimeError if the child fails."""
+        """Return the answer as HTML. Raise PunaError for a refusal, `Late` if time or length run out, RuntimeError if the child fails."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")
@@ -88,21 +88,21 @@ class Child:
         words = [sys.executable, "-m", "puna.flows.web.bounded_worker"]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)
         _children.add(self)
-        self._line(time.monotonic() + START_SECONDS, "the process that answers did not start")
+        self._line(time.monotonic() + START_SECONDS, "the process that answers questions did not start")
 
     def waits(self) -> bool:
-        """True if the child's process has not ended, so that it can take a question."""
+        """True if the child's process still runs, so that the child can take a question."""
         return self._process.poll() is None
 
     def answer(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the child's answer; after `seconds`, kill the child and raise `Late`."""
+        """Return the child's answer. If there is none after `seconds`, kill the child and raise `Late`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({**question, "seconds": seconds}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
             self.end()
-            raise PunaError("the process that answers has ended; ask again") from error
+            raise PunaError("the process that answers questions has ended; ask again") from error
         late = f"stopped after {seconds:.0f} s; the command line (`puna sql`, `puna plan`) waits as long as it takes"
         reply: dict[str, Any] = json.loads(self._line(time.monotonic() + seconds, late))
         if reply.get("last"):
@@ -121,7 +121,7 @@ class Child:
                 raise Late(late if not ready else f"stopped: the answer has more than {ANSWER_BYTES >> 20} MB")
             if not piece:
                 self.end()
-                raise PunaError(f"stopped: it ended without an answer; it may have needed more than {MEMORY_BYTES >> 20:,} MB of memory")
+                raise PunaError(f"stopped: the process ended without answering; it may need more than {MEMORY_BYTES >> 20:,} MB of memory")
         return bytes(line)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The child process that answers questions of pages; see `bounded`."""
+"""The child process that answers the web pages' questions; see `bounded`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_view(store: Store, request: Request) -> Html:
-    """Return the plan of a run (per step: reused or not, why, cost), or the errors of its request."""
+    """Return a view of a run's plan (for each step: reused or not, why, cost), or the error that makes planning impossible."""
     try:
         _, steps = steps_of(request, store.uri)
     except PunaError as error:
@@ -72,13 +72,13 @@ def _row(step: PlannedStep, estimated: bool) -> list[Content]:
 
 
 def _data_bytes() -> int:
-    """Return the data memory of this process; 0 except on Linux."""
+    """Return the bytes of this process's data and stack segments; 0 except on Linux."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0
 
 
 def main() -> None:
-    """Answer the questions on standard input until it ends, or no question comes for `IDLE_SECONDS`."""
+    """Answer the questions on standard input until the input ends or no question comes for `IDLE_SECONDS`."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)

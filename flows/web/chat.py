@@ -1,4 +1,4 @@
-"""Chat with a model: a process of `puna api` holds the model, and these pages pass its answers on."""
+"""The page for chatting with a model: a process of `puna api` serves the model, and this module passes the model's answers on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chat_page(site: Here, model: str = "") -> str:
 
 @dataclass(frozen=True)
 class Talker:
-    """A process that serves one model."""
+    """A process of `puna api` that serves one model: the model's key, the server's URL and its API key."""
 
     key: str
     url: str
@@ -68,7 +68,7 @@ class Talker:
 
 
 class Chat:
-    """The chat with the models of a store; one model is loaded at a time."""
+    """The chat with a store's models, of which only one is loaded at a time."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -76,10 +76,10 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Return an iterator over the pieces of the answer. Raise PunaError if there is no such model, or it does not answer."""
+        """Return an iterator over the answer's pieces. Raise PunaError if the model is not found, cannot be loaded or does not answer."""
         artifact = self._store.checked(self._store.resolve(model))
         if artifact.kind != "model":
-            raise PunaError(f"{artifact.id}: is no model")
+            raise PunaError(f"{artifact.id}: is not a model")
         with self._lock:
             talker = self._load(artifact.key, artifact.id)
         body = json.dumps({"model": artifact.id, "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}).encode()
@@ -93,7 +93,7 @@ class Chat:
         return _pieces(answer)
 
     def _load(self, key: str, name: str) -> Talker:
-        """Return the model's process, started if necessary; stop the process of another model."""
+        """Return the process that serves the model `key`. If there is none, stop another model's process and start one."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:
@@ -135,11 +135,11 @@ def _pieces(answer: Any) -> Iterator[str]:
 
 
 _chat = lru_cache(1)(Chat)
-"""A cache of one chat: opening another store's chat ends the earlier one."""
+"""`Chat` with a cache for one store: opening another store's chat drops the cached chat and ends that chat's model process."""
 
 
 class Talk(BaseModel):
-    """The body of a request for an answer."""
+    """The body of a request for a model's answer to a conversation."""
 
     model: str
     messages: list[dict[str, str]]

@@ -1,4 +1,4 @@
-"""Pages on documents: search, the history of a document, and the documents that resemble a text."""
+"""Pages about documents: search, the history of a document, and the documents that resemble a text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def near_form(options: Sequence[Html], text: str = "") -> Html:
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return the form's documents and text, and a view of documents that resemble the text. Raise PunaError for a text without words."""
+    """Return a form's artifact and text, and a view of the artifact's documents like the text. Raise PunaError for a text without words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
@@ -58,7 +58,7 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
 
 @router.get("/documents")
 def search(site: Here, q: str = "", artifact: str = "", rule: str = "") -> str:
-    """Return the search form and its results. `rule`: search documents dropped by this rule, or by any; empty: kept documents."""
+    """Return the search page. `rule`: search the documents that this rule dropped (`ANY`: that any rule dropped); empty: kept documents."""
     return _page(site, artifact, q, rule)
 
 
@@ -98,7 +98,7 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
 
 @router.get("/document/{identity}")
 def document_page(site: Here, identity: str) -> str:
-    """Return the page of one document: its latest text, and the result of every stage."""
+    """Return the page of one document: its latest text, and its outcome in each stage (kept, scored, dropped, …)."""
     store = site.store
     rows = fate(store, identity)
     artifacts = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
@@ -153,7 +153,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Yield all artifacts to search, with each batch of their rows: id, url and, if the artifact has them, title, source and text."""
+    """Yield (all artifacts to search, one batch of their rows). Columns: those of id, url, title, source and text that exist."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return
@@ -161,7 +161,7 @@ def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list
         sources = [store.find(item.kind, item.key) for item in artifact.manifest.inputs if item.kind in ("documents", "pages")]
         holding = [one for one in sources if one is not None]
         if not holding:
-            raise PunaError(f"{artifact.id}: what it was made of is no longer in the store")
+            raise PunaError(f"{artifact.id}: its inputs are no longer in the store")
     for one in holding:
         columns: list[str] = [name for name in ("id", "url", "title", "source", "text") if name in one.columns()]
         for batch in one.batches(columns=columns, rows=1024):

@@ -1,4 +1,4 @@
-"""The form of a flow or a stage: its inputs and settings, and the request that it makes."""
+"""Web forms of flows and stages: the fields for inputs and settings, and the request that a filled-in form makes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from puna.storage.explain import flat
 Asked = Mapping[str, Sequence[str]]
 """Name of a form's field → its values, as a browser sends them."""
 FEW = 2
-"""Maximum number of fields in a group of settings that starts open."""
+"""Maximum number of fields in a group of settings that is unfolded at first."""
 MANY = 8
 """Number of ungrouped fields above which rarely changed fields are folded."""
 
@@ -31,7 +31,7 @@ MANY = 8
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
     """Return the page with the form of a flow or stage, and with `plan` if given.
 
-    `own`: a page of this site linked here, so the script may request the plan by itself. `refused`: the reason why a run was not started.
+    `own`: True if a page of this site linked here; the script may then request the plan unasked. `refused`: why a run was not started.
     """
     store = site.store
     offer, project = offer_of(name), project_of(form)
@@ -58,7 +58,7 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
 
 
 def _missing(offer: Offer, form: Asked) -> str | None:
-    """Return a note on the inputs that a newly opened form needs before it can be planned; None if it needs none."""
+    """Return a note on the required inputs that a newly opened form of a stage lacks; None if none is missing, and for flows."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
     if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
@@ -95,7 +95,7 @@ def request_of(offer: Offer, form: Asked) -> Request:
 
 
 def offer_of(name: str) -> Offer:
-    """Return the flow or stage with this name on the server."""
+    """Return the flow or stage that the server offers as `name`. Raise PunaError if there is none."""
     by_name = {offer.flow: offer for offer in offers()}
     if name not in by_name:
         raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(by_name))}")
@@ -103,7 +103,7 @@ def offer_of(name: str) -> Offer:
 
 
 def first_words(doc: str) -> list[Content]:
-    """Return the first sentence of a docstring, with text in backticks as code."""
+    """Return the first sentence of a docstring as HTML, with text in backticks as code."""
     sentence = first_sentence(doc)
     return [tag("code", words) if number % 2 else words for number, words in enumerate(sentence.split("`"))]
 
@@ -153,7 +153,7 @@ def _changes(form: Asked) -> Html:
 
 
 def _settings(offer: Offer, form: Asked) -> list[Content]:
-    """Return the fields of a stage's configuration, by group; long groups are folded."""
+    """Return the form fields of a stage's configuration, by group. Groups of more than `FEW` fields, and rarely set fields, are folded."""
     assert isinstance(offer.what, Stage)
     values = _values(offer, form.get("recipe", [""])[0])
     schema = offer.what.config.model_json_schema()
@@ -181,7 +181,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the settings to fold: the seed, and non-numbers that are neither required nor set by a shipped recipe."""
+    """Return the settings to fold: not required, in no shipped recipe, and not numeric (or the seed). If all are, `MANY` stay open."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]
@@ -201,7 +201,7 @@ def _setting(path: str, value: Any, form: Asked, about: str, choices: Sequence[s
 
 
 def _about(schema: Mapping[str, Any], path: str) -> tuple[str, Sequence[str]]:
-    """Return the description of a field of nested settings; and its possible values, if it is an enum."""
+    """Return the description of the field at a dotted path of a JSON schema, and the field's values if it is an enum."""
     now: Mapping[str, Any] = schema
     for name in path.split("."):
         now = now.get("properties", {}).get(name, {})

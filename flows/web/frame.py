@@ -1,4 +1,4 @@
-"""The frame of every page: head, navigation, style, and common pieces for states, times and artifacts."""
+"""The frame of every web page: head, navigation and style sheet; and HTML that pages share, for links, states, times and form fields."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wro
 
 
 class Entry(NamedTuple):
-    """The pages of a module. If `name` is given, the navigation links to `place`; `at` orders the links."""
+    """A module's entry in the registry of pages. With a `name`, the navigation links to the path `place`; `at` orders the links."""
 
     at: int
     place: str
@@ -45,7 +45,7 @@ REGISTRY: list[Entry] = []
 
 
 def pages(place: str = "", name: str = "", *, at: int = 0) -> APIRouter:
-    """Return the router of a module's pages. With `name` the navigation links to `place`."""
+    """Return a new, registered router for a module's pages. With a `name`, the navigation links to `place`; `at` orders the links."""
     router = APIRouter(default_response_class=HTMLResponse)
     REGISTRY.append(Entry(at, place, name, router))
     return router
@@ -53,7 +53,7 @@ def pages(place: str = "", name: str = "", *, at: int = 0) -> APIRouter:
 
 @dataclass(frozen=True)
 class Site:
-    """The pages of a store. `prefect`: address of the server with the forms; `token`: proves that a form comes from these pages."""
+    """The web site of a store. `prefect`: URL of Prefect's server, if any; `token`: a secret that proves that a form is from this site."""
 
     store: Store
     prefect: str | None
@@ -61,11 +61,11 @@ class Site:
     token: str = dataclasses.field(default_factory=lambda: secrets.token_urlsafe(32))
 
     def trusts(self, fields: Mapping[str, Sequence[str]]) -> bool:
-        """True if a form holds the token, which only pages of this server contain."""
+        """True if a form holds the site's token, which only pages of this server contain."""
         return hmac.compare_digest(fields.get("token", [""])[0].encode(), self.token.encode())
 
     def page(self, title: str, *content: Content, here: str = "", live: str | None = None, lead: Content = None) -> Html:
-        """Return a whole page. `here`: its place in the navigation; `live`: the address of events after which `main` is fetched again."""
+        """Return a whole page. `here`: path of its navigation entry; `live`: URL of an event stream whose events make it reload `main`."""
         entries = sorted(entry for entry in REGISTRY if entry.name)
         keys = [*"123456789", *[None] * len(entries)]
         links = [
@@ -97,18 +97,18 @@ Here = Annotated[Site, Depends(_site)]
 
 
 def invalid(_: Request, error: Exception) -> Response:
-    """Answer a request whose fields are wrong; leave out values that JSON cannot hold."""
+    """Return a response (422) to a request with invalid fields. It leaves the values out, since JSON may not be able to hold them."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
 
 
 async def form_fields(request: Request) -> dict[str, list[str]]:
-    """Return the fields of a form; 400 if the body is not a form in UTF-8."""
+    """Return a form's fields, name → values. Raise HTTPException (400) if the body is no UTF-8 form, has too many fields, or holds NUL."""
     try:
         fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
     except ValueError as error:
-        raise HTTPException(400, f"the body is no form in UTF-8 of at most {MOST_FIELDS:,} fields") from error
+        raise HTTPException(400, f"the body is not a UTF-8 form of at most {MOST_FIELDS:,} fields") from error
     if any("\0" in text for name, values in fields.items() for text in (name, *values)):
         raise HTTPException(400, "a field must not hold NUL")
     return fields
@@ -116,12 +116,12 @@ async def form_fields(request: Request) -> dict[str, list[str]]:
 
 @cache
 def style() -> str:
-    """Return the report's style sheet with the additions for these pages."""
+    """Return the report's style sheet, followed by the web pages' additions."""
     return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("../report/page.css", "web.css"))
 
 
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
-    """Return links to a page for each project of the store; None for a single project. `every`: add a link for all projects together."""
+    """Return links to the page `address` for each project of the store; None with fewer than two. `every`: add a link for all projects."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"
@@ -131,7 +131,7 @@ def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool 
 
 
 def tab(words: Content, address: str, here: bool) -> Html:
-    """Return a link of a navigation; `here`: mark it as the current page or choice."""
+    """Return a navigation link. `here`: mark the link as the current page or choice."""
     return tag("a", words, href=address, aria_current="page" if here else None)
 
 
@@ -144,7 +144,7 @@ def hidden_input(name: str, value: str) -> Html:
 
 
 def once() -> Html:
-    """Return a hidden field that makes two clicks on one page start one run."""
+    """Return a hidden field with a new id, by which two clicks on one page start only one run."""
     return hidden_input("once", uuid.uuid4().hex)
 
 
@@ -165,14 +165,14 @@ def badge(log: RunLog) -> Html:
 
 
 def when(moment: datetime | None) -> Html:
-    """Return a time in UTC, which the browser shows in the reader's own zone."""
+    """Return a time in UTC, which the page's script shows in the reader's time zone; a dash for None."""
     if moment is None:
         return Html("–")
     return tag("time", f"{moment.astimezone(UTC):%-d %b %H:%M}", datetime=moment.isoformat())
 
 
 def duration_of(log: RunLog) -> str:
-    """Return the duration of a run in words; of a run at work, until now."""
+    """Return a run's duration as text; for a run at work, the time since its start."""
     if log.opened is None:
         return "–"
     end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened
@@ -180,7 +180,7 @@ def duration_of(log: RunLog) -> str:
 
 
 def bar(share: float, words: str) -> Html:
-    """Return a bar that is `share` full, from 0 to 1."""
+    """Return a bar that is filled up to `share` (0 to 1). `words`: label for screen readers."""
     filled = max(0.0, min(1.0, share))
     fill = tag("i", class_="kept", style=f"width:{100 * filled:.1f}%")
     return tag("span", fill, class_="bar", role="img", aria_label=words)
@@ -199,7 +199,7 @@ def option(value: str, words: str, *, chosen: bool = False) -> Html:
 
 
 def plain(value: object, longest: int = 400) -> Html:
-    """Return a value of a table as text, cut if it is long."""
+    """Return a table value as HTML: text is cut after `longest` characters, of bytes only the number is shown, None becomes a dash."""
     if value is None:
         return tag("span", "–", class_="dim")
     if isinstance(value, float):

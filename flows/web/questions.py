@@ -1,4 +1,4 @@
-"""The SQL box: one read-only statement over every artifact, its result, examples and the available tables."""
+"""The SQL page: a box for one read-only statement over all artifacts, the statement's result, examples and the available tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _page(site: Site, question: str, answer: Content) -> Html:
 
 
 def answer(store: Store, question: str) -> Html:
-    """Run a statement and return its first rows. Raise PunaError if it is refused or needs too much memory."""
+    """Run a statement and return its first rows as HTML. Raise PunaError if the statement is invalid, refused or needs too much memory."""
     began = time.perf_counter()
     try:
         with catalog.Catalog(store, memory=MEMORY) as opened:
@@ -84,7 +84,7 @@ def answer(store: Store, question: str) -> Html:
 
 @router.post("/sql")
 async def ask(site: Here, request: Request) -> Response:
-    """Run the statement in the form, if the form holds the token. A statement in a URL only fills the box."""
+    """Run the form's statement if the form holds the site's token, and return the page. A statement in a URL only fills the box."""
     form = await form_fields(request)
     text = form.get("q", [""])[0]
     answer: Html | None = None

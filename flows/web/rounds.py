@@ -1,4 +1,4 @@
-"""Rounds of alignment: the round that waits for a person, all gates, a leaderboard of models, and the trigger of the next round."""
+"""The page about alignment rounds: the round that waits for a person, all gates, a leaderboard, and the trigger of the next round."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from puna.storage.aliases import DEFAULT
 
 VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")
-"""Metrics of the leaderboard; the first that exists ranks the models."""
+"""Metrics of the leaderboard; the first of them that any model has ranks the models."""
 MOST = 40
 LONGEST = 9
-"""Maximum number of digits in a number of preferences."""
+"""Maximum number of digits in the form's number of preferences."""
 JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."
 router = pages("rounds", "Rounds", at=7)
 
@@ -66,7 +66,7 @@ async def decide(site: Here, gate: str, request: Request) -> Response:
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
-    """Record a person's decision on a waiting round, and carry it out unless a round is running. Raise PunaError without a name."""
+    """Record a person's decision on a gate and, unless a round is running, carry the decision out. Raise PunaError if no name is given."""
     store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()
@@ -75,7 +75,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
     config = ApprovalConfig(by=by, approved=form.get("verdict", [""])[0] == "approve", reason=form.get("reason", [""])[0].strip())
     execute(approval, config, {"gate": artifact}, store)
     with store.lock(store.own("round"), wait=False) as mine:
-        if not mine:  # the round at work carries it out
+        if not mine:  # the running round carries the decision out
             return
         policy = next(store.find(i.kind, i.key) for i in artifact.manifest.inputs if i.name == "policy")
         history = rounds_of(store, store.alias(POLICY) if POLICY in store.aliases() or policy is None else policy)
@@ -84,7 +84,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
 
 
 def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
-    """Save the number of new preferences that starts a round, and the round's recipe. Raise PunaError for a wrong value."""
+    """Save the number of new preferences that starts a round, and the round's recipe. Raise PunaError for an invalid value."""
     if "preferences" not in form:
         raise PunaError("preferences: is missing; give a whole number, 0 for none")
     text = form["preferences"][0] or "0"
@@ -97,7 +97,7 @@ def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
 
 
 def _open_rounds(store: Store) -> list[Round]:
-    """Return the rounds that led to, or start from, the policy of the project's newest gate."""
+    """Return the rounds that led to the policy of the project's newest gate, and the rounds that start from it; empty without a gate."""
     own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
     gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
     policy_record = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)

@@ -1,4 +1,4 @@
-"""The page of thresholds: sliders that show which documents `select` would drop with other thresholds, from stored signals."""
+"""The page of thresholds: sliders, and the documents that `select` would drop with the chosen thresholds, computed from stored signals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ router = pages("rules", "Rules", at=5)
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection: its documents' signals, its configuration, and the drops of its rules."""
+    """The data of an artifact of `select`: documents, configuration, signals (`table`), rules, and the documents that the rules drop."""
 
     artifact: Artifact
     documents: Artifact
@@ -42,7 +42,7 @@ class Selection:
     languages: pa.Table | None
     rules: list[Rule | SqlRule]
     gone: Mapping[str, str]
-    """Id → rule of each document that the unchanged rules drop."""
+    """Id → name of the rule, for each document that the unchanged rules drop."""
 
 
 _lock = threading.Lock()
@@ -50,15 +50,15 @@ _lock = threading.Lock()
 
 @lru_cache(MOST_SELECTIONS)
 def _selection(store: Store, artifact: Artifact) -> Selection:
-    """Return the data that a `select` decided on. Raise PunaError for another stage's artifact, or if its inputs are gone."""
+    """Return the data of an artifact of `select`. Raise PunaError for another stage's artifact, or if an input is not in the store."""
     m = artifact.manifest
     if m.stage != "select":
-        raise PunaError(f"{artifact.id}: was made by {m.stage}; thresholds are those of the stage select")
+        raise PunaError(f"{artifact.id}: was made by {m.stage}; only artifacts of the stage select have thresholds")
     inputs = [store.find(item.kind, item.key) for item in m.inputs]
     documents = next((item for item in inputs if item is not None and item.kind == "documents"), None)
     signals = [item for item in inputs if item is not None and item.kind == "signals"]
     if documents is None or None in inputs:
-        raise PunaError(f"{artifact.id}: what it was made of is no longer in the store")
+        raise PunaError(f"{artifact.id}: its inputs are no longer in the store")
     config = parse(SelectConfig, m.config, "select")
     rules: list[Rule | SqlRule] = [*active_rules(config), *config.expressions()]
     languages = next((item for item in signals if "languages" in item.tables), None) if config.per_language else None
@@ -82,14 +82,14 @@ def _decide(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | 
 
 
 def selection(store: Store, artifact: Artifact) -> Selection:
-    """Return the data that a `select` decided on; simultaneous requests read it once."""
+    """Return the cached data of an artifact of `select`; simultaneous requests read the data once."""
     with _lock:
         return _selection(store, artifact)
 
 
 @router.get("/rules")
 def rules_page(site: Here, request: Request) -> str:
-    """Return the page with the newest selections, and the sliders of the chosen selection."""
+    """Return the page with links to the newest selections, and the sliders of one: the query's, or else the one that dropped most."""
     store, query = site.store, request.query_params
     name = query.get("artifact")
     selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
@@ -131,13 +131,13 @@ def _moved_thresholds(of: Selection, query: Mapping[str, str]) -> dict[str, floa
 
 @router.get("/rules/outcome")
 def outcome(site: Here, request: Request) -> str:
-    """Return the documents that the rules drop with the thresholds of the query."""
+    """Return the view of the drops with the query's thresholds (`replay`), which the page's script requests when a slider moves."""
     query = request.query_params
     return replay(selection(site.store, site.store.resolve(query.get("artifact", ""))), query)
 
 
 def replay(of: Selection, query: Mapping[str, str]) -> Html:
-    """Show the drops with the query's thresholds beside the actual drops, and the recipe change that sets these thresholds."""
+    """Return a view of the drops with the query's thresholds beside the actual drops, and the options that set these thresholds."""
     moved = _moved_thresholds(of, query)
     if not moved:
         return _counts(of, of.gone, of.gone)
@@ -171,7 +171,7 @@ def _cards(of: Selection, ids: list[str]) -> Html:
 
 
 def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
-    """Return a slider for a threshold over the distribution of its signal."""
+    """Return a slider for a rule's threshold, below a histogram of the rule's signal."""
     assert rule.number is not None
     values = numeric(of.table[rule.drop.signal])
     finite = values[~np.isnan(values)]
@@ -195,7 +195,7 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
 
 
 def _span(finite: Any, threshold: float) -> tuple[float, float]:
-    """Return the range of a slider: the values of nearly all documents, and the threshold."""
+    """Return the range of a slider: from the 0.5 % to the 99.5 % quantile of a signal, widened to include the threshold."""
     if not len(finite):
         return min(0.0, threshold), max(1.0, threshold)
     low, high = (float(q) for q in np.quantile(finite, (0.005, 0.995)))

@@ -1,4 +1,4 @@
-"""Pages about runs: the list of runs with start buttons and aliases, one run with its steps and funnel, two runs side by side."""
+"""Pages about runs: the list of runs with start buttons and aliases, one run with its steps and funnel, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ MOST_RUNS = 50
 MOST_PLOTS = 12
 MOST_LINES = 500
 LOOKED_SECONDS = 1.0
-"""Seconds between checks of the runs that an open page shows."""
+"""Seconds between two checks for changes of the runs that an open page shows."""
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content policy of the report, which holds its own script."""
+"""Content security policy of the report page, whose style and scripts are inline."""
 FIRST = "Each form shows which steps are reused and what the others may cost. Nothing runs before you press Start."
 router = pages("", "Runs", at=1)
 
 
 @router.get("/")
 def home(site: Here, older: Annotated[int, Query(ge=0)] = 0, project: str | None = None) -> str:
-    """Return the page of runs and aliases, of all projects or of one. `older`: number of newer runs to skip."""
+    """Return the home page: the runs and aliases of `project`, by default of all projects. `older`: number of newest runs to skip."""
     store = site.store
     since, names = state_digest(store, None), store.runs()[::-1]
     if project is not None:
@@ -85,7 +85,7 @@ def _pages(count: int, older: int, project: str | None) -> Content:
 
 
 def progress_of(store: Store, run: str) -> dict[str, Any] | None:
-    """Return the progress of a run's current step, from the file that its process writes; None without such a file."""
+    """Return the progress of a run's current step, from the file that the run's process writes; None without a readable file."""
     try:
         note = json.loads((store.root / "progress" / f"{run}.json").read_text())
     except (OSError, ValueError):
@@ -94,7 +94,7 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def state_digest(store: Store, run: str | None) -> str:
-    """Return a digest of the displayed state of a run, or of the newest runs; it changes with that state."""
+    """Return a digest of the displayed state of a run, or for None of the three newest runs; pages reload when the digest changes."""
     names = store.runs()[-3:] if run is None else [run]
     stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
     state = [names, [stat and stat.version for stat in stats], [(progress_of(store, one), store.files.held(f"run-{one}")) for one in names]]
@@ -124,7 +124,7 @@ def starts() -> Html:
 
 
 def aliases_view(store: Store, project: str | None = None) -> Html:
-    """Return every alias, of all projects or of one, newest first."""
+    """Return a table of the aliases of `project`, by default of all projects; aliases of the newest artifacts come first."""
     entries = {one["key"]: one for one in store.entries()}
     own = {name: key for name, key in store.aliases().items() if key in entries and project in (None, store.project_of(name))}
     rows: list[list[Content]] = []
@@ -143,7 +143,7 @@ def aliases_view(store: Store, project: str | None = None) -> Html:
 
 
 def runs_view(logs: list[RunLog]) -> Html:
-    """Return a table of runs, in a form that compares two chosen runs."""
+    """Return a table of runs, within a form for comparing two of them."""
     rows: list[list[Content]] = []
     for log in logs:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")
@@ -156,7 +156,7 @@ def runs_view(logs: list[RunLog]) -> Html:
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
-    """Yield an event when the named run, or any run, has changed. `since`: digest of the state that the page shows."""
+    """Yield an event if the named run (None: one of the newest) changed, else a comment. `since`: digest of the state that a page shows."""
     while not await request.is_disconnected():
         now = await run_in_threadpool(state_digest, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"
@@ -167,7 +167,7 @@ async def _events(store: Store, request: Request, name: str | None, since: str) 
 @router.get("/events")
 @router.get("/events/{name}")
 def events(site: Here, request: Request, name: str | None = None, since: str = "") -> Response:
-    """Stream an event whenever the named run, or any run, changes; an open page then reloads."""
+    """Stream an event whenever the named run (without a name: one of the newest runs) changes; an open page then reloads its content."""
     lines = _events(site.store, request, name, since)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -212,7 +212,7 @@ def run_page(site: Here, name: str) -> str:
 
 @router.get("/run/{name}/funnel")
 def funnel_page(site: Here, name: str) -> str:
-    """Return the funnel of a run's documents, with examples for each rule."""
+    """Return the page with the funnel of a run's documents, and examples for each rule."""
     run = Run.open(site.store, name)
     levels = funnel(run)
     if not levels:
@@ -249,5 +249,5 @@ def report(site: Here, name: str) -> Response:
 
 
 def flow_run_of(store: Store, name: str) -> str | None:
-    """Return the Prefect server's id of a run that a form started; None for any other run."""
+    """Return the id of the Prefect flow run that executes a run; None if Prefect did not start the run (from a form or a schedule)."""
     return next((str(event["flow_run"]) for event in store.events(name)[:1] if event.get("flow_run")), None)

@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from puna.flows.web.annotate import Desk
 
 STOP_SECONDS = 30.0
-"""Seconds in which runs in progress can end and report it."""
+"""Seconds that runs in progress have to end and to report their end."""
 BODY_BYTES = 32 << 20
 """Maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs."""
 LINE = 200
 """Maximum length of a log line of Prefect's services."""
 STEADY_SECONDS = 60.0
-"""Seconds from which a worker's life counts as a successful start; its next restart waits only 1 s."""
+"""Seconds that a worker must have lived for its restart to wait only 1 s; after shorter lives the wait doubles."""
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
-    """Serve a store until stopped; create it if it does not exist. `urls`: forms may name inputs that are not local paths.
+    """Serve a store's pages, Prefect and the worker until stopped; create a missing store. `urls`: forms may name inputs by URL.
 
-    Raise PunaError, before a store is made, if the port is taken, or if other machines could reach it and `auth` is empty.
+    Raise PunaError if the port is taken, or if other machines could reach the server and `auth` is empty; no store is created then.
     """
     began = time.perf_counter()
     check_auth(host, auth)
@@ -69,7 +69,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
             url = guard.address(host, listening)
             server = Server(f"{url}/api", auth)
             _configure(store, url, server)
-            # For the worker, which starts the runs of forms.
+            # For the worker, which starts the runs that forms request.
             os.environ |= {ADDRESSES: ALLOWED if urls else REFUSED, SERVED: store.uri}
             worker = Worker(store, server, limit)
             # Start now: the worker imports its modules while the server does, and then waits for the server.
@@ -78,7 +78,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
                 app = _application(store, url, auth, urls)
                 served = _Served(_config(app, auth, BODY_BYTES), worker)
                 served.ready = lambda: _ready(store, url, server, began)
-                # After it has ended, uvicorn raises the signal again.
+                # After the server has ended, uvicorn raises the signal again.
                 with contextlib.suppress(KeyboardInterrupt):
                     asyncio.run(served.serve(sockets=[listening]))
             finally:
@@ -95,7 +95,7 @@ def _ready(store: Store, url: str, server: Server, began: float) -> None:
 
 
 def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
-    """Serve only Puna's own pages, until stopped. `urls`: plans may look at inputs that are not local paths."""
+    """Serve only Puna's own pages, until stopped. `urls`: plans may read inputs that are not local paths."""
     check_auth(host, auth)
     with guard.listening(host, port) as listening:
         url = guard.address(host, listening)
@@ -154,7 +154,7 @@ def _configure(store: Store, url: str, server: Server) -> None:
 
 
 def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
-    """Return Prefect's application with Puna's pages in it."""
+    """Return Prefect's application with Puna's pages mounted at `/puna`."""
     from prefect.server.api.server import create_app
 
     app = create_app(final=True)
@@ -175,11 +175,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     try:
         return await validation_exception_handler(request, error)
     except ValueError:  # half a surrogate pair, or an infinite number
-        return JSONResponse({"exception_message": "Invalid request received: the body is no plain JSON."}, 422)
+        return JSONResponse({"exception_message": "Invalid request received: the body is not plain JSON."}, 422)
 
 
 def _brief(record: logging.LogRecord) -> bool:
-    """Cut a record of Prefect's services to one line: they retry by themselves, so their tracebacks do not help."""
+    """Cut a log record of Prefect's services to one line, and return True. These services retry, so their tracebacks do not help."""
     if record.name.startswith("prefect.server"):
         why = f": {record.exc_info[1]}" if record.exc_info and record.exc_info[1] else ""
         record.msg, record.args = f"{record.getMessage()}{why}".partition("\n")[0][:LINE], ()
@@ -188,7 +188,7 @@ def _brief(record: logging.LogRecord) -> bool:
 
 
 class _Served(uvicorn.Server):
-    """A server that ends the worker before itself, so that ending runs can still report to it."""
+    """A web server that stops the worker before itself, so that runs can still report their end to the server."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
@@ -220,7 +220,7 @@ class _Served(uvicorn.Server):
 
 
 class Worker:
-    """The process that offers every form and starts the runs. It is restarted if it ends by itself."""
+    """The process of Prefect's worker, which offers a form for each flow and stage and starts the runs; restarted if it ends by itself."""
 
     def __init__(self, store: Store, server: Server, limit: int) -> None:
         # The worker runs in a session of its own: Ctrl-C reaches only this process, which ends the worker in order.
@@ -235,7 +235,7 @@ class Worker:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        # The worker ends itself when its standard input closes, as it does even if this process is killed.
+        # The worker ends when its standard input closes, which happens even if this process is killed.
         self._process = subprocess.Popen(self._command, env=self._environment, stdin=subprocess.PIPE, start_new_session=True)
         return self._process
 
@@ -248,7 +248,7 @@ class Worker:
             if self._stopping.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > STEADY_SECONDS else min(2 * wait, 60.0)
-            print(f"what starts the runs ended ({_exit_text(code)}); it is started again in {wait:.0f} s", file=sys.stderr, flush=True)
+            print(f"the worker that starts runs ended ({_exit_text(code)}); it restarts in {wait:.0f} s", file=sys.stderr, flush=True)
             if self._stopping.wait(wait):
                 return
             with self._lock:
@@ -257,7 +257,7 @@ class Worker:
                 process = self._begin()
 
     def stop(self) -> None:
-        """End the process and its runs, and kill it after `STOP_SECONDS`."""
+        """Ask the worker to end itself and its runs; after `STOP_SECONDS`, kill the worker's process group."""
         with self._lock:
             self._stopping.set()
             process = self._process

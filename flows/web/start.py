@@ -1,4 +1,4 @@
-"""Runs that people start from these pages: the forms to choose from, their plans, and Prefect's server, which starts and stops them."""
+"""Pages that start runs: the list of forms, the forms, their plans, and requests to Prefect's server, which starts and stops the runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ router = pages("start", "Start", at=2)
 
 @router.get("/start")
 def list_page(site: Here, project: str | None = None) -> str:
-    """Return the page of everything that can be started, in the order of the pipeline."""
+    """Return the page that lists all flows and stages, in the order of the pipeline."""
     store = site.store
     parts: list[Content] = [projects_nav(store, project or DEFAULT, "/puna/start")]
     more = f"?project={store.within(project).project}" if project else ""
@@ -70,7 +70,7 @@ async def plan(site: Here, name: str, request: Request) -> Response:
 async def go(site: Here, name: str, request: Request) -> Response:
     form = await form_fields(request)
     try:
-        # If the check takes too long (large inputs), the run itself makes it first.
+        # If the check takes too long (large inputs), the run starts unchecked and makes the same check first.
         with suppress(Late):
             await run_in_threadpool(site.asker.ask, "check", name=name, asked=form)
         return RedirectResponse(await run_in_threadpool(start_run, site.store, name, form), 303)
@@ -80,7 +80,7 @@ async def go(site: Here, name: str, request: Request) -> Response:
 
 
 def start_run(store: Store, name: str, form: Asked) -> str:
-    """Start a run from its form; return the URL of the page that follows the run. `bounded_worker` has checked the form before."""
+    """Start the run that a form requests, and return the URL of the page that shows the run. The caller checks the form first."""
     offer = offer_of(name)
     request = request_of(offer, form)
     server = server_beside(store)
@@ -99,7 +99,7 @@ def start_run(store: Store, name: str, form: Asked) -> str:
 
 
 def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
-    """Start a run, unless the same page has started it before; return the URL of the page that follows the run."""
+    """Start a run unless the same page (field `once`) has started it before, and return the URL of the page that shows the run."""
     key = digest.of_value({"once": form.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     flow_run = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
@@ -108,7 +108,7 @@ def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapp
 
 @router.get("/started/{flow_run}")
 def started_page(site: Here, flow_run: str) -> Response:
-    """Go to a started run's page as soon as it exists; until then show its state."""
+    """Redirect to a started run's page once the run is in the store; until then show the state of the Prefect flow run."""
     store = site.store
     for name in store.runs()[:-20:-1]:
         if flow_run_of(store, name) == flow_run:
@@ -128,7 +128,7 @@ def started_page(site: Here, flow_run: str) -> Response:
 
 @router.post("/run/{name}/stop")
 def stop(site: Here, name: str) -> Response:
-    """Ask the worker to end a run that a form started; finished steps and the last training checkpoint stay."""
+    """Ask Prefect to cancel a run; finished steps and the last training checkpoint stay."""
     body = {"state": {"type": "CANCELLING"}, "force": True}
     server_beside(site.store).insist("POST", f"/flow_runs/{_own(site.store, name)}/set_state", body)
     return RedirectResponse(f"/puna/run/{quote(name)}", 303)
@@ -136,7 +136,7 @@ def stop(site: Here, name: str) -> Response:
 
 @router.post("/run/{name}/again")
 async def again(site: Here, name: str, request: Request) -> Response:
-    """Start the same run once more; it reuses existing artifacts."""
+    """Start a run again with the same parameters; existing artifacts are reused."""
     form = await form_fields(request)
 
     def create() -> str:
@@ -149,7 +149,7 @@ async def again(site: Here, name: str, request: Request) -> Response:
 
 @router.get("/form/{name}")
 def prefects_form(site: Here, name: str, request: Request) -> Response:
-    """Go to Prefect's form. The query may name a recipe's step, whose values fill a stage's form."""
+    """Redirect to Prefect's form of a flow or stage. The query may name a recipe's step, whose values then fill the form of a stage."""
     what, query = offer_of(name).what, request.query_params
     if site.prefect is None:
         raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
@@ -173,7 +173,7 @@ def _own(store: Store, name: str) -> str:
 
 
 def server_beside(store: Store) -> Server:
-    """Return the Prefect server that starts runs for these pages."""
+    """Return the Prefect server that starts runs for the store's pages. Raise PunaError if none runs, as with `puna web`."""
     note = read_note(store.root)
     if note is None:
         raise PunaError("runs are started by Prefect: use `puna up` in place of `puna web`")
@@ -184,6 +184,6 @@ def deployment(server: Server, name: str) -> dict[str, Any]:
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
     deployments = server.insist("POST", "/deployments/filter", asking)
     if not deployments:
-        raise PunaError(f"{name}: is not offered yet; in some seconds it is")
+        raise PunaError(f"{name}: is not offered yet; try again in some seconds")
     first: dict[str, Any] = deployments[0]
     return first

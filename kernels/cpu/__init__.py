@@ -1,1 +1,1 @@
-"""Vectors, INT8 products and numba's cache for CPUs."""
+"""CPU code for numba's loops: vectors, matrix products, and a cache of compiled loops."""

@@ -1,4 +1,4 @@
-"""Thirty-two bytes as one value in numba's loops."""
+"""Operations of numba's loops on 32 bytes at once."""
 
 from __future__ import annotations
 

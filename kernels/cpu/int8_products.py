@@ -1,10 +1,10 @@
 """Products of rows in INT8 for numba's loops, by AVX-512 VNNI, which adds four products of bytes to a 32-bit sum. A CPU without VNNI
-computes the same sums in steps; as that is slow, `AVAILABLE` is False there and the model multiplies in fp32.
+computes the same sums by plain instructions. As that is slow, `AVAILABLE` is False there, and the model multiplies in fp32.
 
     y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-The sums are integers, so the bits of y do not depend on other rows, and are the same as in `quantized_linear`. VNNI multiplies unsigned
-bytes by signed ones: rows of x are stored as q + 128, and 128 times the sum of a row of w is subtracted.
+The sums are integers, so the bits of a row of y do not depend on other rows, and equal those of `quantized_linear`. VNNI multiplies
+unsigned bytes by signed bytes: rows of x are stored as q + 128, and 128 times the sum of a row of w is subtracted.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ BYTES = ir.VectorType(llvm.BYTE, STEP)
 
 
 def row_bytes(D: int) -> int:
-    """Return the bytes of a quantised row of x: D bytes, padded to a multiple of `STEP`, and a vector with its scale in each lane."""
+    """Return the bytes of a quantised row of x: D bytes, padded to a multiple of `STEP`, and a vector with the row's scale in all lanes."""
     return -(-D // STEP) * STEP + 4 * LANES
 
 
 @llvm.operation(types.void, types.intp, vector)
 def _store_bytes(builder: Any, address: Any, value: Any) -> None:
-    """Round sixteen numbers between -127 and 127, add 128 to each and write them as bytes."""
+    """Round sixteen numbers between -127 and 127, add 128 to each, and write the results as bytes."""
     whole = builder.add(builder.fptosi(llvm.call(builder, "rint", value), llvm.INTEGERS), llvm.constant(128, llvm.INTEGERS))
     llvm.store(builder, builder.trunc(whole, ir.VectorType(llvm.BYTE, LANES)), address, align=1)
 
 
 def _add_products(builder: Any, a: Any, b: Any, sums: Any) -> Any:
-    """Add to each 32-bit sum four products of an unsigned byte of a and a signed byte of b. LLVM ends the process at a VNNI instruction on
-    a CPU without VNNI, so such a CPU gets plain instructions."""
+    """Return `sums`, with four products of an unsigned byte of a and a signed byte of b added to each 32-bit sum. On a CPU without VNNI,
+    LLVM ends the process at a VNNI instruction, so plain instructions are used there."""
     if AVAILABLE:
         kind = ir.FunctionType(llvm.INTEGERS, [llvm.INTEGERS] * 3)
         a, b = (builder.bitcast(factor, llvm.INTEGERS) for factor in (a, b))
@@ -81,8 +81,8 @@ _tile, _row, _column, _one = _dots(ROWS, COLUMNS), _dots(1, COLUMNS), _dots(ROWS
 
 @strict_jit
 def quantize_row(D: int, x: Address, to: Address) -> None:
-    """Write the row of D numbers at x as bytes q + 128 at `to`, and then a vector with the row's scale in each lane. q and scale are as in
-    `quantize_rows`. A row that is not finite has the scale NaN."""
+    """Write the row of D numbers at x as bytes q + 128 at `to`, and then a vector with the row's scale in all lanes. q and scale equal
+    those of `quantize_rows`. A row with a number that is not finite gets the scale NaN."""
     peaks, zeros, none = fill(LEAST), fill(np.float32(0)), fill(np.float32(0))
     for d in range(0, D, LANES):
         row = load_first(x + 4 * d, D - d)
@@ -101,8 +101,8 @@ def quantize_row(D: int, x: Address, to: Address) -> None:
 def products8(
     T: int, N: int, D: int, x: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """Write y [T, N], the products of T rows at x (of `quantize_row`) and the INT8 rows of w [N, D], whose scales and sums are [N]. Arrays
-    are given by address; rows of y are y_row bytes apart."""
+    """Write y [T, N], the products of T rows at x (of `quantize_row`) and the INT8 rows of w [N, D]; scales and sums [N] are those of w's
+    rows. Arrays are given by address; rows of y are y_row bytes apart."""
     scale_at = (D + STEP - 1) // STEP * STEP
     x_row = scale_at + 4 * LANES
     for left in range(0, N, PANEL):

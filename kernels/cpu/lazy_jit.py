@@ -1,7 +1,7 @@
 """Decorators for kernels that compile at their first use, so that importing a kernel's file needs neither triton nor numba.
 
-`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` leave a placeholder. The first use replaces all placeholders in the file's
-globals by their kernels. Later uses cost nothing more.
+`@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` return a placeholder. The first use of one replaces all placeholders in the
+file's globals by compiled kernels. Later uses have no extra cost.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from typing import Any
 
 Address = int
-"""Memory address of numbers that a loop reads or writes; 0: there are none. Passing it costs a tenth of passing an array."""
+"""Memory address of numbers that a loop reads or writes; 0: none. Passing an address costs a tenth of passing an array."""
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-"""LLVM's flags for arithmetic whose order and rounding the compiler chooses."""
+"""LLVM's fast-math flags that let the compiler choose the order and rounding of arithmetic."""
 _one_thread = threading.RLock()
 
 
@@ -27,7 +27,7 @@ class Placeholder:
         self._compiled: Any = None
 
     def compiled(self) -> Any:
-        """Return the compiled function. Replace all placeholders among its file's globals before any thread gets it."""
+        """Return the compiled function. Before any thread gets it, replace all placeholders among the globals of the function's file."""
         with _one_thread:
             if self._compiled is None:
                 self._compiled = self._compile(self.function)
@@ -70,8 +70,8 @@ def numba_jit(function: Callable[..., Any]) -> Any:
 
 
 def strict_jit(function: Callable[..., Any]) -> Any:
-    """Return a placeholder like `numba_jit`, but for sums in the written order: every tile and copy gives the same bits."""
-    return _loop(function, fastmath=False)  # without it, a loop inherits the option from its caller
+    """Return a placeholder like `numba_jit`, but with sums in the written order: every tile and every copy gives equal bits."""
+    return _loop(function, fastmath=False)  # if `fastmath` is not set, a loop inherits the option from its caller
 
 
 def inline_jit(function: Callable[..., Any]) -> Any:
@@ -90,5 +90,5 @@ def _loop(function: Callable[..., Any], **options: Any) -> Any:
 
 @cache
 def has_numba() -> bool:
-    """True if the fused CPU loops can run; without numba torch's own operators serve."""
+    """True if the fused CPU loops can run; without numba, torch's own operators are used."""
     return find_spec("numba") is not None

@@ -1,4 +1,4 @@
-"""Numba loops over rows, on as many threads as torch uses, and the arithmetic that they share."""
+"""Functions that run numba's loops over rows, on as many threads as torch uses, and arithmetic that loops share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from puna.kernels.cpu.lazy_jit import inline_jit
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
-THREAD_ELEMENTS = 1 << 18  # fewer elements than this are not worth waking another thread
+THREAD_ELEMENTS = 1 << 18  # minimum elements per thread: fewer are not worth waking another thread
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -30,12 +30,12 @@ os.register_at_fork(after_in_child=_forget_pool)  # a child has none of its pare
 
 
 def parts(rows: int, width: int) -> int:
-    """Return the number of parts into which `by_rows` cuts rows of this width."""
+    """Return the number of parts into which `by_rows` cuts `rows` rows of `width` elements."""
     return max(1, min(torch.get_num_threads(), rows, rows * width // THREAD_ELEMENTS))
 
 
 def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor | None) -> None:
-    """Call `loop(part, start, stop, *arrays)` for each part of the rows, in parallel; None passes as an empty array."""
+    """Call `loop(part, start, stop, *arrays)` for each part of the rows, in parallel; None becomes an empty array. `width`: see `parts`."""
     run_rows(loop, rows, width, *(np.empty((0, 0), np.float32) if t is None else array(t) for t in tensors))
 
 
@@ -50,7 +50,7 @@ def array(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> None:
-    """Call a loop like `by_rows`, but pass `args` unchanged: arrays, numbers, or addresses, which cost a tenth of an array to pass."""
+    """Call a loop as `by_rows` does, but pass `args` unchanged: arrays, numbers, or addresses, which cost a tenth of an array to pass."""
     global _pool
     count = parts(rows, width)
     if count == 1:

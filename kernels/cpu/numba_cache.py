@@ -1,13 +1,13 @@
-"""`njit` with a cache on disk that is safe for several processes and follows edits of other files.
+"""`njit` with a cache on disk that is safe for several processes and notices edits of other files.
 
-Numba's own cache looks for changes in the loop's file alone, although the machine code holds whatever the loop calls and names. It also
-keeps one index for all signatures, which two processes compiling at once can corrupt, and it runs damaged files. Here each compiled loop is
-a file of its own with a checksum. Its name is a digest of the source files that the loop's file imports, of the signature and of the
-processor.
+Numba's own cache looks for changes in the loop's file alone, although the machine code includes functions and constants of other files. It
+also keeps one index for all signatures, which two processes that compile at once can corrupt, and it runs damaged files. Here each compiled
+loop is a separate file with a checksum. The file's name holds a digest of the source files that the loop's file imports, of the signature
+and of the processor.
 
-The wheel and the image bring loops for common processors in `SHIPPED`. A loop is loaded from those compiled here, else from `SHIPPED` if
-this processor has the target's instructions, else it is compiled. Loops that sum in any order are never shipped: their bits depend on the
-processor.
+The wheel and the image include loops compiled for common processors, in `SHIPPED`. A loop is loaded from this machine's cache, else from
+`SHIPPED` if this processor has the target's instructions, else it is compiled. Loops that sum in any order are never shipped: their bits
+depend on the processor.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ SHIPPED = Path(__file__).parent / "compiled"
 """Folder of the shipped loops, with a folder for each target; made by `deploy/compile.py --ship`."""
 TARGETS = {"x86_64": ("x86-64-v3", "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"), "aarch64": ("generic", "")}
 """Machine → (LLVM's name of the processor that shipped loops are compiled for, instructions that it must have)."""
-FILES_PER_LOOP = 64  # for several signatures, processors and versions of the code
-SUM_BYTES = 4  # of the checksum after a compiled loop
+FILES_PER_LOOP = 64  # maximum files, for several signatures, processors and versions of the code
+SUM_BYTES = 4  # bytes of the checksum after a compiled loop
 APART = ("puna.storage", "puna.stages.contract")
-"""Packages without code that a loop could use."""
+"""Packages that hold no code that a loop could use."""
 LIBRARIES = {"site-packages", "dist-packages"}
-"""Folders of libraries, of this environment or of one that it sees."""
+"""Names of folders of installed libraries, in this environment or in another one on the module path."""
 FUNCTION = re.compile(r"^(?:@|def |class |async )[^\n]*\n(?:(?:[ \t)][^\n]*)?\n)*", re.MULTILINE)
-"""Pattern of a function or class, whose imports do not run with the file's."""
+"""Pattern of a top-level function or class: imports inside it do not run when the file is imported."""
 IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|[^\n#]+)|import ([^\n#]+))", re.MULTILINE)
 Compiler = Callable[[Callable[..., Any]], Any]
 
 
 def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compiler:
-    """Return `numba.njit(**options)`; with `cache`, a compiled loop on disk is used until a source file that it depends on changes.
+    """Return `numba.njit(**options)`; with `cache`, a compiled loop on disk is used until a source file on which the loop depends changes.
 
-    `borrows`: the loop creates and returns no array, so that references need not be counted; numba refuses other loops. A call that
-    passes a tuple of ten arrays then takes some 10 ns, not 150.
+    `borrows`: compile without reference counts; numba then refuses a loop that creates or returns an array. A call that passes a tuple of
+    ten arrays then takes about 10 ns, not 150.
     """
     if borrows:
         options["_nrt"] = False
@@ -72,7 +72,7 @@ def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compil
 
 
 class LoopCache:
-    """The compiled versions of one loop on disk, as a dispatcher of numba asks for them."""
+    """The compiled versions of one loop on disk, with the interface of a cache that numba's dispatchers use."""
 
     def __init__(self, function: Callable[..., Any], exact: bool = True) -> None:
         self._function, self._results = function, _Results()
@@ -85,10 +85,10 @@ class LoopCache:
         self._name = re.sub(r"\W+", "_", function.__qualname__)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the compiled loop of a signature, None if there is none or its file is damaged."""
+        """Return the compiled loop for a signature; None if there is none, or the file is damaged or not trusted (`_own`)."""
         if not self._has_source:
             return None
-        rtsys.initialize(context)  # numba's own method first loads all that it compiles with, .3 s
+        rtsys.initialize(context)  # numba's own method first loads the whole compiler, which takes .3 s
         loop = self._load(self._file(signature, context), context)
         if loop is None and self._shipped is not None:
             processor = (context.codegen().magic_tuple()[0], self._shipped.parent.name, "")
@@ -123,7 +123,7 @@ class LoopCache:
 
     @property
     def _has_source(self) -> bool:
-        """True if the loop's file can be read. Code of a notebook or of `python -c` has no file, so its edits would go unnoticed."""
+        """True if the loop's source file can be read. Code of a notebook or of `python -c` has no file, so edits would go unnoticed."""
         return bool(_read(self._function.__module__)[0])
 
     def flush(self) -> None:
@@ -151,7 +151,7 @@ class _Results(CompileResultCacheImpl):  # type: ignore[misc]
 
 @cache
 def source_digest(module: str) -> str:
-    """Return a digest of the source files that a module imports when it is imported, directly or not, its own among them."""
+    """Return a digest of a module's source file and of the source files that it imports at import time, directly or not."""
     todo, digests = [module], dict[str, str]()
     while todo:
         name = todo.pop()
@@ -163,7 +163,7 @@ def source_digest(module: str) -> str:
 
 @cache
 def _read(module: str) -> tuple[str, list[str]]:
-    """Return the digest of a module's source, and the modules that it imports at its top level; nothing for a library."""
+    """Return the digest of a module's source, and the modules that it imports at top level; "" and [] for a library or in `APART`."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not file.endswith(".py") or module.startswith(APART):
         return "", []
@@ -182,7 +182,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _tuples(kind: Any) -> list[Any]:
-    """Return the classes of named tuples in a signature, with their fields: numba's name of a type omits them."""
+    """Return the classes of named tuples in a signature, with the tuples' fields: numba's name of a type omits the fields."""
     if isinstance(kind, containers.BaseNamedTuple):
         new = kind.instance_class
         return [(new.__module__, new.__qualname__, kind.fields), *(_tuples(one) for one in kind.types)]
@@ -191,8 +191,8 @@ def _tuples(kind: Any) -> list[Any]:
 
 @cache
 def folder(root: Path) -> Path:
-    """Return the folder of compiled loops: NUMBA_CACHE_DIR, else the first writable one in checkout, user's cache and temporary folder. The
-    loops are pickles of machine code: outside the checkout, another user's folder is skipped. Raise OSError if no folder is left."""
+    """Return the folder of compiled loops: NUMBA_CACHE_DIR, else the first writable folder among the checkout's, the user's cache and a
+    temporary one. Loops are pickles: outside the checkout, another user's folder is skipped. Raise OSError if no folder is left."""
     if path := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(path)
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "puna"
@@ -215,7 +215,7 @@ def processor() -> str:
 
 
 def target() -> str | None:
-    """Return this machine's target in `TARGETS`; None if it has none or the processor lacks the target's instructions."""
+    """Return the name of this machine's target in `TARGETS`; None if there is none or the processor lacks the target's instructions."""
     name, needs = TARGETS.get(platform.machine(), (None, ""))
     has = get_host_cpu_features()
     return name if all(has.get(instruction) for instruction in needs.split()) else None
@@ -223,13 +223,13 @@ def target() -> str | None:
 
 @cache
 def shipped() -> Path | None:
-    """Return the folder of shipped loops that this processor can run; None without one, or if NUMBA_CPU_NAME sets another target."""
+    """Return the folder of shipped loops that this processor can run; None if there is none, or if NUMBA_CPU_NAME is set."""
     name = target() if numba.config.CPU_NAME is None else None
     return SHIPPED / name if name and (SHIPPED / name).is_dir() else None
 
 
 def _own(status: os.stat_result) -> bool:
-    """True if only this user and root can write the file, because loading it runs its code."""
+    """True if only this user or root can write the file, whose code runs when it is loaded."""
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -19,8 +19,8 @@ VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
 
 def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that turns a function that writes LLVM code into an operation of numba's loops, with these types. The function
-    gets a builder and LLVM values, and returns a value, or None if the result is void."""
+    """Return a decorator that turns a function that writes LLVM code into an operation of numba's loops (`result`, `takes`: numba types).
+    The function gets a builder and LLVM values, and returns a value, or None if the result is void."""
 
     def make(write: Callable[..., Any]) -> Any:
         def typed(*_: Any) -> Any:
@@ -78,7 +78,7 @@ def first_lanes(builder: Any, count: Any, kind: ir.VectorType = VECTOR) -> Any:
 
 
 def masked(builder: Any, name: str, result: Any, kind: ir.VectorType, *args: Any) -> Any:
-    """Call LLVM's masked load or store (`name`) for vectors of type `kind`."""
+    """Return the result of LLVM's masked `name` (load or store), called for vectors of type `kind`; `result`: the result's type."""
     lanes = f"v{kind.count}{'i8' if kind.element == BYTE else 'f32'}"
     function = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(builder.module.declare_intrinsic(f"llvm.masked.{name}.{lanes}.p0{lanes}", (), function), args)
@@ -92,7 +92,7 @@ def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VE
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
     """Return a vector whose lane i is the sum of the lanes of vectors[i]. Halves are added until one lane is left. `add`: the builder's
-    addition; set it for integers."""
+    addition; None: that of floats."""
     add = add or builder.fadd
     width = LANES
     while width > 1:
@@ -113,7 +113,7 @@ def prefetch(builder: Any, address: Any, near: int = 3) -> None:
 
 
 class Sums:
-    """A table of sums [left factors, right factors] that stay in registers while a loop adds to them."""
+    """A table of sums, one per left and right factor, that stay in registers while a loop adds to the sums."""
 
     def __init__(self, builder: Any, rows: int, columns: int, zero: Any) -> None:
         self.builder, self.columns = builder, columns
@@ -135,8 +135,8 @@ class Sums:
 def row_products(
     builder: Any, left: list[Any], right: list[Any], depth: Any, kind: ir.VectorType, zero: Any, product: Callable[[Any, Any, Any], Any]
 ) -> list[list[Any]]:
-    """Return vectors [left, right]; the lanes of a vector add up to the dot product of two rows of `depth` numbers at these addresses. A
-    lane is one chain of sums in the order of the numbers, so its bits do not depend on the tile."""
+    """Return vectors [left, right]; a vector's lanes add up to the dot product of two rows of `depth` numbers, at a left and a right
+    address. A lane is one chain of sums in the order of the numbers, so its bits do not depend on the tile."""
     sums = Sums(builder, len(left), len(right), zero)
     size = kind.count * (1 if kind.element == BYTE else 4)
 

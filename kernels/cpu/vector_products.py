@@ -1,4 +1,4 @@
-"""Matrix products for numba's loops, with sums in registers: rows by rows, and in attention, rows by pages.
+"""Matrix products for numba's loops, with sums in registers: of rows by rows, and in attention, of rows by pages of keys or values.
 
 A result is computed in a fixed order of fused multiply-adds, so its bits do not depend on other rows. Arrays are given by
 address and stride in bytes.
@@ -20,7 +20,7 @@ AHEAD = 4  # places in a page table between the page in use and the prefetched o
 
 
 def _dots(rows: int, columns: int) -> Any:
-    """Return an operation that multiplies `rows` rows at x by `columns` rows at w, of `depth` numbers each, into y."""
+    """Return an operation that writes to y the products of `rows` rows at x and `columns` rows at w, of `depth` numbers each."""
 
     @llvm.operation(types.void, *[types.intp] * 7)
     def dots(builder: Any, x: Any, x_row: Any, w: Any, w_row: Any, depth: Any, y: Any, y_row: Any) -> None:
@@ -39,7 +39,7 @@ dots_tile, dots_row, dots_column, dots_one = _dots(*TILE), _dots(1, TILE[1]), _d
 
 
 def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
-    """Write tile(m, r) for rows m .. m + r - 1: tiles of `rows`, a power of two, then smaller powers of two for the rest."""
+    """Write the code that covers `count` rows by tile(m, r), of rows m .. m + r - 1. r is `rows`, a power of two, then smaller powers."""
     with cgutils.for_range(builder, builder.sdiv(count, llvm.INT(rows))) as loop:
         tile(builder.mul(loop.index, llvm.INT(rows)), rows)
     while rows > 1:
@@ -55,7 +55,7 @@ def _page(builder: Any, table: Any, index: int, pages: Any, size: Any) -> Any:
 
 
 def _multiply(builder: Any, left: list[Any], right: list[Any], sums: llvm.Sums) -> None:
-    """Add to sum[i, j] the number at left[i] times the vector at right[j]."""
+    """Add to sum[i, j] the number at address left[i] times the vector at address right[j]."""
     numbers = [llvm.spread(builder, llvm.load(builder, address, llvm.FLOAT)) for address in left]
     sums.multiply(numbers, [llvm.load(builder, address) for address in right], lambda *factors: llvm.call(builder, "fma", *factors))
 
@@ -63,8 +63,8 @@ def _multiply(builder: Any, left: list[Any], right: list[Any], sums: llvm.Sums) 
 def _page_scores(width: int, rows: int) -> Any:
     """Return an operation: out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table.
 
-    A number is one chain of fused products in the order of c. Pages `AHEAD` places further in the table are prefetched meanwhile, one
-    cache line per line that is multiplied: a burst would stall the core.
+    A number is one chain of fused multiply-adds in the order of c. Pages `AHEAD` places further in the table are prefetched meanwhile, one
+    cache line per line that is multiplied: prefetching all at once would stall the core.
     """
 
     @llvm.operation(types.void, *[types.intp] * 9)
@@ -94,7 +94,7 @@ def _page_scores(width: int, rows: int) -> Any:
 def _page_sums(width: int, rows: int) -> Any:
     """Return an operation: out[m, 0 : 16 width] += sum over pages i < length and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
 
-    A number is one chain of fused products in the order of i and c. The page `AHEAD` places further in the table is prefetched
+    A number is one chain of fused multiply-adds in the order of i and c. The page `AHEAD` places further in the table is prefetched
     meanwhile.
     """
 

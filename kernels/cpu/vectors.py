@@ -1,7 +1,7 @@
-"""Vectors of sixteen fp32 numbers for numba's loops that LLVM's own vectoriser leaves slow.
+"""Vectors of sixteen fp32 numbers, for numba's loops that LLVM's own vectoriser leaves slow.
 
-An arithmetic operation is one IEEE operation per lane; `fma` is fused. So a loop of these operations has the same order of operations, and
-the same bits, on every CPU, and its sums stay in registers. An address is an integer, in bytes.
+An arithmetic operation is one IEEE operation per lane; `fma` rounds once. So a loop of these operations has one order of operations, and
+equal bits, on every CPU, and its sums stay in registers. An address is an integer, in bytes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class _VectorModel(PrimitiveModel):  # type: ignore[misc]
 add, minus, times, over = (
     operation(vector, vector, vector)(write) for write in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
 )
-"""a + b, a - b, a b, a / b."""
+"""Operations that return a + b, a - b, a b, a / b, lane by lane."""
 load = operation(vector, address)(llvm.load)
-"""The sixteen numbers at an address."""
+"""Operation that returns the sixteen numbers at an address."""
 fill = operation(vector, number)(llvm.spread)
-"""A number in all lanes."""
+"""Operation that returns a vector with a number in all lanes."""
 
 
 @operation(types.CPointer(number), address)
 def pointer(builder: Any, address: Any) -> Any:
-    """Return an address as a pointer to fp32 numbers: `carray(pointer(address), shape)` is the array there."""
+    """Return an address as a pointer to fp32 numbers; `carray(pointer(address), shape)` is the array at this address."""
     return builder.inttoptr(address, llvm.FLOAT.as_pointer())
 
 
@@ -78,7 +78,7 @@ def store(builder: Any, address: Any, value: Any) -> None:
 @operation(vector, address, types.intp)
 def load_first(builder: Any, address: Any, count: Any) -> Any:
     """Return the first `count` numbers at an address, at most 16; the other lanes are zero and are not read. Whole vectors are read without
-    a mask, which would cost a loop over rows a few percent of its time."""
+    a mask: it would cost a loop over rows a few percent of its time."""
     with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
         with all_:
             whole, from_all = llvm.load(builder, address), builder.block
@@ -92,7 +92,7 @@ def load_first(builder: Any, address: Any, count: Any) -> Any:
 
 @operation(types.void, address, vector, types.intp)
 def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
-    """Write the first `count` of sixteen numbers to an address, all if `count` is larger."""
+    """Write the first `count` of sixteen numbers to an address, or all if `count` is at least 16."""
     with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
         with all_:
             llvm.store(builder, value, address)
@@ -157,13 +157,13 @@ def exp(builder: Any, a: Any) -> Any:
 
 @operation(number, vector)
 def total(builder: Any, a: Any) -> Any:
-    """Return the sum of the sixteen numbers; halves of the vector are added until one number is left."""
+    """Return the sum of the sixteen lanes; halves of the vector are added until one number is left."""
     return builder.extract_element(llvm.sums(builder, [a]), llvm.INT32(0))
 
 
 @operation(number, vector)
 def peak(builder: Any, a: Any) -> Any:
-    """Return the largest of the sixteen numbers; any of them if some are NaN."""
+    """Return the maximum of the sixteen lanes; if some are NaN, the result may be any lane's number."""
     while a.type.count > 1:
         half = a.type.count // 2
         parts = [ir.Constant(ir.VectorType(llvm.INT32, half), list(range(first, first + half))) for first in (0, half)]
@@ -174,7 +174,7 @@ def peak(builder: Any, a: Any) -> Any:
 
 @operation(types.void, address, vector, number, types.uint32)
 def masked_above(builder: Any, address: Any, values: Any, bound: Any, mask: Any) -> None:
-    """AND the 32-bit integers at an address with `mask` in the lanes where `values` exceeds `bound`."""
+    """Replace the 32-bit integers at an address by their AND with `mask`, in the lanes where `values` exceeds `bound`."""
     bits = llvm.load(builder, address, llvm.INTEGERS)
     above = builder.fcmp_ordered(">", values, llvm.spread(builder, bound))
     llvm.store(builder, builder.select(above, builder.and_(bits, llvm.spread(builder, mask)), bits), address)

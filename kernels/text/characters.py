@@ -1,4 +1,4 @@
-"""Tables of the properties of Unicode characters by code point, for compiled code."""
+"""Tables of the properties of Unicode characters by code point, and UTF-8 coding, for compiled code."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from puna.kernels.cpu.numba_cache import njit
 SPACE = 1  # str.isspace
 ALPHABETIC = 2  # str.isalpha
 DECIMAL = 4  # str.isdecimal
-WORD = 8  # in words: letters, marks and numbers
+WORD = 8  # part of a word: letters, marks and numbers
 SYMBOL = 16  # categories P, S and Cc: a word of these alone is not counted
 TERMINAL = 32  # ends a sentence (Unicode property Sentence_Terminal)
 BREAK = 64  # ends a line for str.splitlines
-SINGLE = 128  # of a script written without spaces
+SINGLE = 128  # letter of a script written without spaces
 UPPER = 256  # str.isupper
 PUNCTUATION = 512  # category P
 ALPHANUMERIC = 1024  # str.isalnum
 CASED = 2048  # `Tables.lower` is another character
-JOINER = 4096  # part of the word around it, else ignored: joiners, soft hyphens, direction marks
+JOINER = 4096  # part of a word if inside it, else ignored: joiners, soft hyphens, direction marks
 SEPARATOR = 8192  # separates words without being white space: the zero width space, the Tibetan mark between syllables
 
 POINTS = 0x110000
 ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
-"""Ranges of code points; outside of them, Unicode assigns only private use."""
+"""Ranges of code points; all code points outside these ranges are unassigned or for private use."""
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 # Han, kana and their extensions; Thai, Lao, Khmer and Burmese.
 SINGLE_RANGES = (
@@ -38,12 +38,12 @@ SINGLE_RANGES = (
 )  # fmt: skip
 
 
-CAPITAL_SIGMA, DOTTED_I = 0x3A3, 0x130  # lower case of the first depends on its neighbours; of the second, it is two characters
+CAPITAL_SIGMA, DOTTED_I = 0x3A3, 0x130  # the sigma's lower case depends on its neighbours; the dotted I's is two characters
 JOINERS, SEPARATORS = "\u00ad\u200c\u200d\u200e\u200f\u2060\ufeff", "\u200b\u0f0b\u0f0c"
 
 
 class Tables(NamedTuple):
-    """Tables by code point. `flags` uint16[0x110000]: the bits above; `lower` uint32[0x110000]: the character in lower case."""
+    """Tables by code point. `flags` uint16[0x110000]: bits SPACE to SEPARATOR; `lower` uint32[0x110000]: the character in lower case."""
 
     flags: NDArray[np.uint16]
     lower: NDArray[np.uint32]
@@ -51,7 +51,7 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=1)
 def tables() -> Tables:
-    """Return the two tables, made once per process (about a tenth of a second)."""
+    """Return the tables, which are built once per process in about a tenth of a second."""
     import regex
 
     # All other code points are unassigned or for private use: no `str.is…` is true of them.
@@ -59,7 +59,7 @@ def tables() -> Tables:
     every = "".join(map(chr, points.tolist()))
     category = np.frombuffer("".join(map(unicodedata.category, every)).encode(), "S2")
     flags = np.zeros(POINTS, np.uint16)
-    # Most are letters without case (Lo), whose flags follow from the category, or unassigned (Cn), without flags.
+    # Most code points are letters without case (Lo), whose flags follow from the category, or unassigned (Cn), without flags.
     flags[points[category == b"Lo"]] = ALPHABETIC | ALPHANUMERIC | WORD
     rest = (category != b"Lo") & (category != b"Cn")
     points, category = points[rest], category[rest]
@@ -86,7 +86,7 @@ def tables() -> Tables:
         flags[[ord(c) for c in results]] |= np.uint16(bit)
     for low, high in SINGLE_RANGES:
         flags[low : high + 1] |= np.where(flags[low : high + 1] & ALPHABETIC, np.uint16(SINGLE), np.uint16(0))
-    # Surrogates are left out: they are no characters and the regular expression engine refuses them.
+    # Surrogates are left out: they are not characters, and the regular expression engine rejects them.
     for c in regex.findall(r"\p{Sentence_Terminal}", every[:0xD800] + every[0xE000:]):
         flags[ord(c)] |= np.uint16(TERMINAL)
     lower = np.arange(POINTS, dtype=np.uint32)
@@ -104,7 +104,7 @@ def code_points(text: str) -> NDArray[np.uint32]:
 
 
 def letters_and_capitals(text: str) -> tuple[int, int]:
-    """Return the number of letters (including number signs such as ²), and the number of capitals among them."""
+    """Return the number of letters (including numerals that are not decimal digits, such as ²), and the number of capitals among them."""
     letters, capitals = _letters_and_capitals(code_points(text), tables().flags)
     return int(letters), int(capitals)
 
@@ -121,7 +121,7 @@ def _letters_and_capitals(codes: NDArray[np.uint32], flags: NDArray[np.uint16]) 
 
 @njit(cache=True, borrows=True)
 def cut(data: NDArray[np.uint8], first: int, last: int, characters: int) -> int:
-    """Return the byte at which the first `characters` characters of the valid UTF-8 in data[first:last] end."""
+    """Return the index in `data` after the first `characters` characters of the valid UTF-8 data[first:last]; at most `last`."""
     at, missing = first, characters
     while missing > 0 and at < last:
         stop, missing = min(at + missing, last), 0
@@ -135,7 +135,7 @@ def cut(data: NDArray[np.uint8], first: int, last: int, characters: int) -> int:
 
 @njit(cache=True, borrows=True)
 def encode(codes: NDArray[np.uint32], data: NDArray[np.uint8], at: int) -> int:
-    """Write code points as UTF-8 from data[at] on; return the end of the written bytes."""
+    """Write code points as UTF-8 from data[at] on; return the index after the last written byte."""
     for k in range(len(codes)):
         code = codes[k]
         if code < 0x80:
@@ -166,7 +166,7 @@ def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
 
 @njit(cache=True, nogil=True, inline="always")
 def code_point(data: Any, i: Any) -> Any:
-    """Return the code point of the non-ASCII character at `i`, and its number of bytes."""
+    """Return the code point of the non-ASCII character at data[i], in UTF-8, and the character's number of bytes."""
     one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
     b, second = np.uint64(data[i]), np.uint64(data[i + one]) & np.uint64(0x3F)
     if b < np.uint64(0xE0):
@@ -193,7 +193,7 @@ def decode(data: NDArray[np.uint8], first: int, last: int, codes: NDArray[np.uin
 
 @njit(cache=True, borrows=True)
 def longest(offsets: NDArray[np.int64]) -> int:
-    """Return the number of bytes of the longest text, from the texts' offsets [n + 1]; 0 without texts."""
+    """Return the length of the longest of n slices of a flat array, from their offsets [n + 1]; 0 without slices."""
     result = 0
     for n in range(len(offsets) - 1):
         result = max(result, offsets[n + 1] - offsets[n])

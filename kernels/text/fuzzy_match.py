@@ -1,8 +1,8 @@
-"""Search for prompts that a document contains with changes: sampled n-grams find a place, and the passage around it is compared in full.
+"""Search for prompts that a document contains with changes: sampled n-grams find places, and the passage around each is compared in full.
 
-Every `step`-th n-gram of a document is looked up among the n-grams of all prompts. From a hit, the passage grows to both sides while at
-most `misses` n-grams in a row are foreign to the prompt. The share of the prompt that the passage covers is weighted by rarity: n-grams
-that many prompts have ("which of the following is") say little about any prompt.
+Every `step`-th n-gram of a document is looked up among the n-grams of all prompts. From a hit, the passage grows in both directions
+while at most `misses` n-grams in a row are absent from the prompt. The share of the prompt that the passage covers is weighted by rarity:
+n-grams that many prompts have ("which of the following is") say little about any prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from puna.kernels.text.hash_table import table_of
 
 @dataclass(frozen=True)
 class FuzzyIndex:
-    """Index of prompts: `weights` of the n-grams per prompt, their `totals`; sorted `hashes` uint64[m] with their prompts, `owners`."""
+    """An index of prompts: n-gram `weights` and `totals` per prompt; all n-grams' sorted `hashes` uint64[m] and their prompts, `owners`."""
 
     n: int
     step: int
@@ -30,11 +30,11 @@ class FuzzyIndex:
     hashes: NDArray[np.uint64]
     owners: NDArray[np.int64]
     table: NDArray[np.uint64]
-    """The same hashes for `places_held`."""
+    """A hash table of all prompts' n-grams, for `places_held`."""
 
 
 def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int) -> FuzzyIndex:
-    """Return the index of prompts `texts`; prompts of fewer than `min_words` or `n` words have no n-grams in the index."""
+    """Return the index of the prompts `texts`; prompts of fewer than `min_words` or `n` words have no n-grams in the index."""
     results = []
     for text in texts:
         words = word_hashes(text).words
@@ -50,7 +50,7 @@ def build_fuzzy(texts: list[str], n: int, step: int, misses: int, min_words: int
 
 @dataclass(frozen=True)
 class FuzzyMatch:
-    """The prompt that a passage of a document covers best: its index, the weighted share covered, and the passage in lower case."""
+    """The prompt that a passage of a document covers best: the prompt's index, its weighted share covered, the passage in lower case."""
 
     prompt: int
     share: float
@@ -58,7 +58,7 @@ class FuzzyMatch:
 
 
 def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
-    """Return the prompt that one passage of the document covers best (of equal ones, the first), or None without a hit."""
+    """Return the match of the prompt that one passage of the document covers best (on a tie, the first prompt), or None without a hit."""
     grams = gram_hashes(text.words, index.n)
     sampled = places_held(np.ascontiguousarray(grams[:: index.step]), index.table)
     low = np.searchsorted(index.hashes, grams[sampled * index.step], side="left")
@@ -80,7 +80,7 @@ def fuzzy_match(text: Hashed, index: FuzzyIndex) -> FuzzyMatch | None:
 
 
 def _passage(grams: NDArray[np.uint64], at: int, weights: dict[int, float], misses: int) -> tuple[int, int]:
-    """Return the first and last n-gram of the passage around `at` in which at most `misses` n-grams in a row are foreign."""
+    """Return the indices of the first and last n-gram of the passage around `at`; at most `misses` in a row are not in `weights`."""
     ends = []
     for direction in (-1, 1):
         end, missed, here = at, 0, at + direction

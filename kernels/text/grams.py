@@ -43,7 +43,7 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     value, leaving = np.uint64(0), np.uint64(1)
     for _ in range(n):
         leaving *= BASE
-    # A rolling polynomial: the next word is added, and the first of the last n is subtracted.
+    # A rolling polynomial hash: add the next word, subtract the word n places before it.
     for k in range(len(words)):
         mixed[k] = mix(words[k])
         value = value * BASE + mixed[k]
@@ -56,7 +56,7 @@ def gram_hashes(words: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
 
 @njit(cache=True)
 def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the indices of the n-grams that a table (`hash_table.table_of`) holds; false positives need two n-grams with one hash."""
+    """Return the indices of the n-grams that a table (`hash_table.table_of`) holds, correct unless two n-grams have one hash."""
     out, size = np.empty(len(grams), np.int64), 0
     for at in range(len(grams)):
         if contains(table, grams[at]):
@@ -66,8 +66,8 @@ def places_held(grams: NDArray[np.uint64], table: NDArray[np.uint64]) -> NDArray
 
 
 class Sieve(NamedTuple):
-    """Filter for texts with n-grams of several lengths. `keys`: a table of all hashes; `lengths`, `steps` int64[k]: every steps[i]-th
-    n-gram of lengths[i] words of a text is looked up."""
+    """A filter for texts that may contain given n-grams of several lengths. `keys`: a hash table of all n-grams; `lengths`, `steps`
+    int64[k]: of a text's n-grams of lengths[i] words, every steps[i]-th is looked up."""
 
     keys: NDArray[np.uint64]
     lengths: NDArray[np.int64]
@@ -75,14 +75,14 @@ class Sieve(NamedTuple):
 
 
 def sieve(grams: Iterable[tuple[int, int, NDArray[np.uint64]]]) -> Sieve:
-    """Return the sieve for sets of n-grams, given as (length in words, step, hashes)."""
+    """Return the sieve for sets of n-grams, given as (length in words, step, hashes); empty sets are left out."""
     some = [(length, step, hashes) for length, step, hashes in grams if len(hashes)]
     keys = table_of({value for _, _, hashes in some for value in hashes.tolist()})
     return Sieve(keys, np.array([length for length, _, _ in some], np.int64), np.array([step for _, step, _ in some], np.int64))
 
 
 def may_hold(texts: pa.Array | pa.ChunkedArray, grams: Sieve) -> NDArray[np.bool_]:
-    """Return a mask of the texts that may have an n-gram of the sieve at its step: no false negatives, few false positives."""
+    """Return a mask of the texts that may have an n-gram of the sieve among those looked up: no false negatives, few false positives."""
     result: NDArray[np.bool_] = _may_hold(*buffers(texts), *tables(), weights(), grams)
     return result
 
@@ -108,7 +108,7 @@ def _mixed(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip
-    """Write the mixed hashes of the non-symbol words among `count` words; return their number."""
+    """Write the mixed hashes of the first `count` words, except words of symbols alone, to `words`; return the number written."""
     kept = 0
     for word in range(count):
         value, every = np.uint64(0), np.uint16(SYMBOL)
@@ -123,7 +123,7 @@ def _mixed(
 
 @njit(cache=True, borrows=True)
 def _any_held(words: NDArray[np.uint64], count: int, grams: Sieve) -> bool:
-    """True if the sieve holds one of the sampled n-grams (see `gram_hashes`) of the first `count` of `words`."""
+    """True if the sieve holds an n-gram, sampled by `steps`, of the first `count` of `words` (mixed hashes of words)."""
     for k in range(len(grams.lengths)):
         n, step = grams.lengths[k], grams.steps[k]
         value, leaving, due = np.uint64(0), ONE, n - 1

@@ -1,5 +1,5 @@
-"""An open-addressing table over 64-bit hashes, for compiled code. Two texts with one hash are taken as equal; the
-chance that a document of a million n-grams has a false match is 3 in 10 million."""
+"""Open-addressing tables of 64-bit hashes, for compiled code. Two texts with one hash are taken as equal: with five million hashes
+in a table, the chance that a document of a million n-grams has a false match is 3 in 10 million."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mix(value: np.uint64) -> np.uint64:
 
 @njit(cache=True, borrows=True)
 def size_for(entries: int) -> int:
-    """Return the length of a table that `entries` keys fill at most half: a power of two."""
+    """Return the smallest power of two, at least 8, that makes a table of `entries` keys at most half full."""
     size = 8
     while size < 2 * entries:
         size *= 2
@@ -35,7 +35,7 @@ def size_for(entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Return the index of `key` (not 0) in a table, or of the free place (holding 0) where it belongs."""
+    """Return the index of `key` (not 0) in a table, or of the free place (holding 0) where `key` belongs."""
     mask = len(keys) - 1
     at = np.int64(key & np.uint64(mask))
     while keys[at] != 0 and keys[at] != key:
@@ -45,7 +45,7 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
 
 @njit(cache=True)
 def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
-    """Return an empty table for `entries` keys, at the beginning of `space` (at least `size_for(entries)` long)."""
+    """Return an empty table for `entries` keys: a view of the beginning of `space`, which holds at least `size_for(entries)` keys."""
     keys = space[: size_for(entries)]
     keys[:] = 0
     return keys
@@ -53,7 +53,7 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def emptied(slots: NDArray[np.int32], entries: int) -> int:
-    """Clear the first `slots` for a table of `entries` keys; return the number of hash bits that the table uses (see `slot_of`)."""
+    """Clear as many of `slots` as a table of `entries` keys needs, 2^bits; return `bits` for `slot_of`."""
     bits, size = 3, 8
     while size < 4 * entries:
         bits, size = bits + 1, 2 * size
@@ -63,8 +63,8 @@ def emptied(slots: NDArray[np.int32], entries: int) -> int:
 
 @njit(cache=True, borrows=True)
 def slot_of(slots: NDArray[np.int32], bits: int, keys: NDArray[np.uint64], key: np.uint64) -> int:
-    """Return the slot whose content is 1 + the index of `key` in `keys`, or the free slot where it belongs, of 2^bits slots. The table is
-    at most a quarter full, so most lookups read one slot; a table of the keys themselves would be twice as large."""
+    """Return the index of the slot (of 2^bits) that holds 1 + the index of `key` in `keys`, or of the free slot where `key` belongs. At
+    most a quarter of the slots is used, so most lookups read one slot; a table of the keys themselves would be twice as large."""
     mask = (1 << bits) - 1
     at = np.int64((key * MIX) >> np.uint64(64 - bits))
     while slots[at] != 0 and keys[slots[at] - 1] != key:
@@ -81,12 +81,12 @@ def contains(keys: NDArray[np.uint64], hash_: np.uint64) -> bool:
 
 @njit(cache=True, borrows=True)
 def perhaps(bits: NDArray[np.uint64], hash_: np.uint64) -> bool:
-    """True if the hash may be in the set of `bits_of`; false positives are rare."""
+    """True if a mixed hash may be in the set whose bitmap `bits_of` returned; false positives are rare if the set is small."""
     return bool(bits[hash_ >> np.uint64(54)] >> ((hash_ >> np.uint64(48)) & np.uint64(63)) & ONE)
 
 
 def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """Return a bitmap of all 16-bit prefixes, set where one of `hashes` (mixed, see `mix`) has the prefix: 8 KiB, for a core's cache."""
+    """Return a bitmap (8 KiB, for a core's cache) of the 16-bit prefixes of `hashes`, which are mixed (see `mix`)."""
     bits = np.zeros(1 << 10, np.uint64)
     for value in hashes:
         bits[value >> 54] |= ONE << np.uint64(value >> 48 & 63)
@@ -94,7 +94,7 @@ def bits_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
 
 
 def table_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """Return a table of hashes for `contains`, at most a quarter full."""
+    """Return a table of `hashes` for `contains`, at most a quarter full."""
     results = [np.uint64(mix(np.uint64(h))) for h in hashes]
     keys = np.zeros(2 * size_for(len(results)), np.uint64)
     for key in results:

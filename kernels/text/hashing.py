@@ -1,8 +1,8 @@
-"""XXH64 (seed 0) of slices of a byte array, for compiled code and for arrays, and TF-IDF vectors of hashed words.
+"""XXH64 (seed 0) of slices of a byte array, for compiled code, and randomly projected TF-IDF vectors of hashed words.
 
-A vector is projected at random to few dimensions (feature hashing; Johnson-Lindenstrauss with signs). A word belongs to a hash bucket,
-whose hash gives its random signs, so no matrix is stored and all workers compute the same vectors. The cosine of two projected vectors
-estimates the cosine of the TF-IDF vectors with an error of about (1 - cosine^2) / sqrt(dimensions).
+A vector is projected at random to few dimensions (feature hashing; Johnson-Lindenstrauss with signs). A word's hash gives its bucket. The
+bucket's number gives the random signs, so no matrix is stored and all workers compute the same vectors. The cosine of two projected
+vectors estimates the cosine of the TF-IDF vectors with an error of about (1 - cosine^2) / sqrt(dimensions).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @njit(cache=True, nogil=True)
 def document_frequency(hashes_W: U64, words_D1: I64, buckets: int) -> I64:
-    """Return the number of documents per bucket that have a word of the bucket, int64[buckets]; `buckets` is a power of two."""
+    """Return, for each hash bucket, the number of documents with a word in the bucket, int64[buckets]; `buckets` is a power of two."""
     out, seen = np.zeros(buckets, dtype=np.int64), np.full(buckets, -1, dtype=np.int64)
     mask = np.uint64(buckets - 1)
     for d in range(len(words_D1) - 1):
@@ -122,10 +122,10 @@ def document_frequency(hashes_W: U64, words_D1: I64, buckets: int) -> I64:
 
 @njit(cache=True, nogil=True)
 def project(hashes_W: U64, words_D1: I64, weights: NDArray[np.float64], dimensions: int) -> NDArray[np.float32]:
-    """Return unit vectors [D, dimensions] of the documents' words; `weights` float64[buckets], the inverse document frequencies.
+    """Return projected TF-IDF vectors of documents [D, dimensions], of length 1. `weights` float64[buckets]: inverse document frequencies.
 
-    A word's weight in a document is (1 + log of its bucket's count) times its bucket's weight. A document without weight has a zero vector.
-    `dimensions` is a multiple of 64.
+    A bucket's weight in a document is (1 + log of the number of the document's words in the bucket) times the bucket's `weights`. A
+    document without words, or with weights of 0 only, has a zero vector. `dimensions` is a multiple of 64.
     """
     documents = len(words_D1) - 1
     out = np.zeros((documents, dimensions), dtype=np.float32)
@@ -139,7 +139,7 @@ def project(hashes_W: U64, words_D1: I64, weights: NDArray[np.float64], dimensio
         for w in range(words_D1[d], words_D1[d + 1]):
             b = np.int64(hashes_W[w] & mask)
             if count[b] == 0:
-                continue  # added before
+                continue  # this bucket was added before
             weight = (1.0 + np.log(count[b])) * weights[b]
             count[b] = 0
             state = np.uint64(b)

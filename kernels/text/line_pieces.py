@@ -14,7 +14,7 @@ U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 NEWLINE = 0x0A
 NEWLINES, LOWEST, HIGHEST = (np.uint64(byte * 0x0101010101010101) for byte in (NEWLINE, 0x01, 0x80))
-"""Eight bytes that are all a newline, only the lowest bit, or only the highest bit."""
+"""Words of eight equal bytes: of newlines, of bytes with only the lowest bit set, of bytes with only the highest bit set."""
 
 
 @njit(cache=True)
@@ -39,7 +39,7 @@ def _white(data: U8, at: int, stop: int) -> int:
 
 @njit(cache=True)
 def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
-    """Return the range start..stop of valid UTF-8, less the white space at its ends."""
+    """Return the range of data[start:stop], valid UTF-8, without the white space at both ends."""
     first, last = np.uint64(start), np.uint64(stop)  # unsigned: see `hashing`
     while first < last:
         byte = data[first]
@@ -64,7 +64,7 @@ def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
 
 @njit(cache=True)
 def _line_end(data: U8, start: int, stop: int) -> int:
-    """Return the first newline from `start` on, or `stop`; eight bytes are compared together."""
+    """Return the index of the first newline in data[start:stop], or `stop`; eight bytes are compared together."""
     at, end = np.uint64(start), np.uint64(stop)
     while at + EIGHT <= end:
         others = load64(data, at) ^ NEWLINES
@@ -79,7 +79,7 @@ def _line_end(data: U8, start: int, stop: int) -> int:
 
 @njit(cache=True)
 def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
-    """Return the end of the piece that begins at `at`: the start of the next `newlines` newlines in a row."""
+    """Return the end of the piece that begins at `at`: the start of the next `newlines` newlines in a row, or `stop`."""
     at = _line_end(data, at, stop)
     while newlines == 2 and at < stop and (at + 1 == stop or data[at + 1] != NEWLINE):
         at = _line_end(data, at + 1, stop)
@@ -88,7 +88,7 @@ def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
 
 @njit(cache=True)
 def _hash(data: U8, start: int, stop: int) -> np.uint64:
-    """Return the hash of the piece start..stop without white space at its ends; 0 only for a blank piece."""
+    """Return the hash of the piece data[start:stop] without the white space at both ends; 0 only for a blank piece."""
     start, stop = _stripped(data, start, stop)
     if start == stop:
         return np.uint64(0)
@@ -98,7 +98,7 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 @njit(cache=True)
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
-    """Return the hashes of the non-blank pieces of the `counted` documents, their documents, and their offsets in the documents, in order.
+    """Return (hashes, document numbers, offsets in the document) of the non-blank pieces of the `counted` (a mask) documents, in order.
     Document d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2)."""
     room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
     hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
@@ -126,7 +126,7 @@ def _newlines(data: U8, start: int, stop: int) -> int:
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
-    """Return the indices of hashes that occur more than `most` times, their counts, and a mask of first occurrences among them."""
+    """Return the indices of hashes that occur more than `most` times, these hashes' counts, and a mask of each hash's first occurrence."""
     ordered = np.sort(hashes)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
     counts = np.diff(np.r_[starts, len(ordered)])
@@ -139,7 +139,7 @@ def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
 
 @njit(cache=True)
 def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
-    """Return the indices of the `total` hashes that are also in `known`, and their indices in `known`."""
+    """Return the indices of the `total` elements of `hashes` that are also in `known`, and each one's index in `known`."""
     at, place = np.empty(total, np.int64), np.empty(total, np.int64)
     if not total:
         return at, place
@@ -163,7 +163,7 @@ def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
 
 @njit(cache=True)
 def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32], newlines: int) -> tuple[I64, I64, NDArray[np.int32]]:
-    """Return the starts and ends in `data` of pieces, given in order by documents and offsets, and their numbers in the documents."""
+    """Return (starts, ends) in `data` of pieces, given in order by document and offset, and each piece's index in the document."""
     begins, ends, numbers = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64), np.empty(len(documents), np.int32)
     at, number = np.int64(0), 0
     for i in range(len(documents)):
@@ -198,10 +198,10 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
 
 @njit(cache=True)
 def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
-    """Return the ends `stops` of lines to remove, extended over blank lines after a line. These are removed if nothing or a blank line
-    stays before the line, so that runs of blank lines do not grow."""
+    """Return `stops`, the ends of lines to remove. If no line or a blank line stays before a line, its end is moved past the blank lines
+    after the line. So the removal does not make runs of blank lines longer."""
     out = stops.copy()
-    blank = True  # whether nothing, or a blank line, stays before this line
+    blank = True  # whether no line, or a blank line, stays before this line
     for i in range(len(documents)):
         first, last = offsets[documents[i]], offsets[documents[i] + 1]
         if i == 0 or documents[i] != documents[i - 1] or starts[i] != out[i - 1] + 1:
@@ -222,7 +222,7 @@ def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops:
 @njit(cache=True)
 def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts: I64, stops: I64) -> tuple[U8, I64, NDArray[np.bool_]]:
     """Return the texts without the given pieces, which are in order: bytes, offsets, and a mask of documents that lost pieces and are now
-    blank; these keep no byte. With a piece, one separator is removed."""
+    blank; such documents become empty. One separator is removed with each piece."""
     out = np.empty(offsets[-1] - offsets[0], np.uint8)
     bounds = np.zeros(len(offsets), np.int64)
     empty = np.zeros(len(offsets) - 1, np.bool_)
@@ -243,7 +243,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
                 ended = stops[piece] >= stop
                 piece += 1
             if ended:
-                # The last piece is removed: remove the separator before it, too, if there is one.
+                # The last piece is removed: remove the separator before it too, if there is one.
                 size = max(size - newlines, begin)
             else:
                 out[size : size + stop - at] = data[at:stop]
@@ -258,12 +258,12 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
 
 @njit(cache=True)
 def gathered(data: U8, starts: I64, stops: I64) -> tuple[U8, I64]:
-    """Return the pieces starts[i] .. stops[i] one after another: their bytes, and their offsets int64[n + 1]."""
+    """Return the pieces data[starts[i] : stops[i]] one after another: bytes, and the pieces' offsets int64[n + 1]."""
     bounds = np.zeros(len(starts) + 1, np.int64)
     for i in range(len(starts)):
         bounds[i + 1] = bounds[i] + stops[i] - starts[i]
     out = np.empty(bounds[-1], np.uint8)
     for i in range(len(starts)):
-        for at in range(stops[i] - starts[i]):  # short: a loop costs less than a call of memcpy
+        for at in range(stops[i] - starts[i]):  # pieces are short: a loop costs less than a call of memcpy
             out[bounds[i] + at] = data[starts[i] + at]
     return out, bounds

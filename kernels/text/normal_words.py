@@ -1,10 +1,10 @@
 """Normalised words of texts, and shingles: hashes of all word n-grams.
 
 A `Table` holds the bytes that replace each code point; a space separates words. Normalising UTF-8 costs a table look-up per byte of
-ASCII and a copy per other character: some hundred MB/s per core.
+ASCII and a copy per other character: a few hundred MB/s per core.
 
-Shapes: D documents, W words, S shingles (of all documents one after another). `offsets_D1[d] : offsets_D1[d + 1]` are the
-rows of document d in a flat array.
+Shapes: D documents, W words, S shingles (of all documents one after another). In a flat array, document d has the elements
+`offsets_D1[d] : offsets_D1[d + 1]`.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
     begins = np.empty(size // 2 + documents + 1, dtype=np.int32)
     out_D1 = np.zeros(documents + 1, dtype=np.int64)
     words_D1 = np.zeros(documents + 1, dtype=np.int64)
-    # Unsigned positions spare a check for negative ones at every byte.
+    # Unsigned positions save a check for negative values at every byte.
     zero, one = np.uint64(0), np.uint64(1)
     first, w, last = zero, zero, np.uint64(len(where) - 2)
     for d in range(documents):
         i = np.uint64(offsets_D1[d])
         stop = np.uint64(offsets_D1[d + 1])
         j: Any = zero  # bytes written of this document
-        before: Any = one  # whether the last one is a space
+        before: Any = one  # whether the last written byte is a space
         while i < stop:
             # No branch: every byte is written; a space after a space is then overwritten.
             while i < stop and data[i] < 128:
@@ -117,7 +117,7 @@ def _normal_words(data: Any, offsets_D1: Any, ascii_table: Any, where: Any, pool
 
 def shingle_hashes(words: Words, width: int) -> tuple[U64, I64]:
     """Return hashes_S, XXH64 of every n-gram of `width` words (separated by single spaces) of the documents, and the documents' offsets_D1
-    in them. A document of fewer words has one shingle, the whole text; a document without words has none."""
+    in hashes_S. A document of fewer words has one shingle, the whole text; a document without words has none."""
     return _shingle_hashes(words.data, words.offsets_D1, words.begins, words.words_D1, width)  # type: ignore[no-any-return]
 
 
@@ -140,7 +140,7 @@ def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, widt
 
 @njit(cache=True, nogil=True)
 def widened(hashes_S: Any, words: Any) -> Any:
-    """Return hashes of shingles of 2 * `words` words, from hashes of shingles of `words` words in text order; [S - words] if S > words."""
+    """Return hashes [S - words] of one text's shingles of 2 * `words` words, from those of `words` words in order; a copy if S <= words."""
     if len(hashes_S) <= words:
         return hashes_S.copy()
     out = np.empty(len(hashes_S) - words, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Hints of personal data in texts, from one pass over their bytes: a search is skipped if the text lacks its hint."""
+"""Hints of personal data in texts, from one pass over the bytes. The search for a kind of data skips texts without the kind's hints."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ U8 = NDArray[np.uint8]
 
 
 class Hint(IntFlag):
-    """Signs of personal data in a text: without a kind's signs, the text has no personal data of this kind."""
+    """Signs of personal data in a text. A text without the signs of a kind of data has no data of this kind that `personal` would find."""
 
-    AT = 1  # an @ in a word, a dot later in that word
+    AT = 1  # an @ between two words, a dot after the second word
     HIDDEN_AT = 2  # [at], (at), {at}
     STREET = 4  # a number beside a word of addresses
-    NUMBERS = 8  # at least seven characters from a first to a last digit, of groups of digits with separators
-    IBAN = 16  # two letters of a country and two digits at the beginning of a word
-    IPV4 = 32  # four groups of digits with a dot between
+    NUMBERS = 8  # groups of digits with separators, at least seven characters from the first digit to the last
+    IBAN = 16  # a country's two letters and two digits at the beginning of a word
+    IPV4 = 32  # four groups of digits with single dots between
     IPV6 = 64  # a 2 or 3 and three hexadecimal digits, a colon, one to four hexadecimal digits, a colon
-    TEN = 128  # ten digits in the groups of NUMBERS
-    TWELVE = 256  # twelve digits, with at most a single space or dash between two
+    TEN = 128  # at least ten digits in groups of digits with separators
+    TWELVE = 256  # at least twelve digits, with at most a single space or dash between two
     SSN = 512  # groups of three, two and four digits, separated by dashes
     ABROAD = 1024  # a plus before a digit, or two zeros and another digit
-    PHONE = 2048  # seven digits in a run of characters of phone numbers
+    PHONE = 2048  # at least seven digits in a run of characters of phone numbers
 
 
 AT, HIDDEN_AT, STREET, NUMBERS, IBAN, IPV4, IPV6, TEN, TWELVE, SSN, ABROAD, PHONE = (int(hint) for hint in Hint)
-# Digits beyond ASCII are rare: any number may consist of them.
+# Non-ASCII digits are rare, and any number may consist of them: a text with one gets all hints of numbers.
 OTHER_DIGITS = STREET | NUMBERS | IPV4 | TEN | TWELVE | SSN | ABROAD | PHONE
 IS_DIGIT, IS_BETWEEN, IS_IN_PHONES, IS_SIGN, IS_WIDE, IS_WORD, IS_HEX = 1, 2, 4, 8, 16, 32, 64
 """Roles of a byte: a digit; a separator of groups of digits; a non-digit in phone numbers; a sign to examine; the first byte of a non-ASCII
-character that may be a digit; in a word (ASCII, or any non-ASCII byte); a hexadecimal digit."""
-FIRST_WIDE = 0xD9  # in UTF-8: beyond ASCII, no character before U+0640 is a digit
+character that may be a digit; part of a word (any non-ASCII byte counts); a hexadecimal digit."""
+FIRST_WIDE = 0xD9  # smallest first byte in UTF-8 of a non-ASCII digit: no such digit is before U+0640
 CODES_OF_DIGITS = 0x20000
-LONG = 6  # characters between the first and the last digit of NUMBERS
+LONG = 6  # minimum distance in characters from the first digit of NUMBERS to the last
 BETWEEN_PHONES = " .()/-"
 IN_PHONES = "+ext"  # further characters of phone numbers: a plus, the letters of an extension
-PHONE_DIGITS = 7  # least digits of a phone number
+PHONE_DIGITS = 7  # minimum number of digits of a phone number
 IN_PHONE, OF_PHONE = 1, 2  # a character of phone numbers; a digit
 # ISO 13616
 IBAN_LENGTHS = {
@@ -108,7 +108,7 @@ def _stretches(codes: NDArray[np.uint32], kinds: NDArray[np.uint8]) -> NDArray[n
 
 @functools.cache
 def _digits() -> NDArray[np.bool_]:
-    """Return a mask of the code points that are decimal digits (`\\d`); code points beyond the mask count as no digits."""
+    """Return a mask of the code points that are decimal digits (`\\d`); code points beyond the mask do not count as digits."""
     every = np.arange(CODES_OF_DIGITS, dtype=np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
     result = np.zeros(CODES_OF_DIGITS, np.bool_)
     result[[match.start() for match in re.finditer(r"\d", every)]] = True
@@ -133,8 +133,8 @@ def _hints(data: U8, offsets: NDArray[np.int64], roles: U8, wide: NDArray[np.boo
     code: Any
     for d in range(len(out)):
         first, last = offsets[d], offsets[d + 1]
-        # `ended`: end of the last number. In the numbers joined to it: `begun`, the first digit; the counts of digits, of a possible card's
-        # digits, of a possible phone number's digits, and of groups separated by dots.
+        # `ended`: end of the last number. Over this number and those joined to it: `begun`, the first digit; the counts of digits, of a
+        # possible card's digits, of a possible phone number's digits, and of groups separated by dots.
         ended, begun, count, of_card, of_phone, groups = first - 1, first, 0, 0, 0, 0
         results, at = 0, first
         while at < last:

@@ -32,7 +32,7 @@ EVERY = (1 << len(Hint)) - 1
 
 # --- e-mail ----------------------------------------------------------------------------------------------
 
-# An apostrophe only in names like O'Neil: elsewhere it opens a quotation.
+# An apostrophe is allowed only in names like O'Neil: elsewhere it opens a quotation.
 EMAIL = re.compile(
     r"(?<![\w.%+-])(?:(?:\w[\w.%+-]{0,40}[._+-])?[oO]'(?=[A-Za-z]))?\w[\w.%+-]{0,63}@"
     r"(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)"
@@ -46,12 +46,12 @@ NOT_MAIL = frozenset(
      "invalid", "test", "example")
 )  # fmt: skip
 NO_PERSON = frozenset(("git", "hg", "svn"))
-USER_OF_LINK = re.compile(r"://[^\s/?#]{0,77}\Z")  # a user name in a link: its @ is before a host
+USER_OF_LINK = re.compile(r"://[^\s/?#]{0,77}\Z")  # text before a user name in a link, where @ precedes a host
 EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
 def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield e-mail addresses, also in links; not of documentation (example.com), of repositories (git@…) or users in links (x:y@host)."""
+    """Yield spans of e-mail addresses, also a [at] b.org; skip example.com, file names (x@2.png), git@…, users in links (://x@host)."""
     if seen & Hint.AT:
         for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
@@ -66,8 +66,8 @@ def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of a pattern that contain `sign`, within `BEFORE` characters before and `AFTER` after the sign. A search never
-    passes the next sign, so many signs cost little."""
+    """Yield the matches of a pattern that contain `sign`, at most one per sign, within `BEFORE` characters before the sign and `AFTER` from
+    it on. A search never passes the next sign, so many signs cost little."""
     stop, place = 0, text.find(sign)
     while place >= 0:
         after = text.find(sign, place + 1)
@@ -79,7 +79,7 @@ def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 
 # --- account and card numbers ----------------------------------------------------------------------------
 
-# A search for a pattern that begins with a rare character, here a digit, is several times as fast.
+# A pattern that begins with a rare character, here a digit, is found several times faster than one that begins with a letter.
 IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(?= ?[A-Za-z0-9]{4})")
 
 
@@ -98,7 +98,7 @@ def ibans(text: str, _seen: int = EVERY) -> Iterator[Span]:
 
 
 def _compact(text: str, start: int, length: int) -> tuple[int, str]:
-    """Return (end, first `length` letters and digits from `start` in upper case), skipping single spaces between groups of four."""
+    """Return (end, at most `length` ASCII letters and digits from `start` in upper case), skipping single spaces between groups of four."""
     results: list[str] = []
     at = start
     while at < len(text) and len(results) < length:
@@ -127,7 +127,7 @@ SAYS_CARD = re.compile(r"\b(?:card|cc|visa|mastercard|maestro|carte|tarjeta|kart
 
 
 def cards(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield card numbers: usual grouping, right checksum (Luhn), and an issuer's prefix and length or a word such as `card` before."""
+    """Yield spans of card numbers: usual grouping, valid Luhn checksum, and an issuer's prefix and length or a word like `card` before."""
     for match in CARD.finditer(text):
         digits = re.sub(r"\D", "", match[0])
         if len(set(digits)) == 1 or not luhn(digits):
@@ -137,7 +137,7 @@ def cards(text: str, _seen: int = EVERY) -> Iterator[Span]:
 
 
 def luhn(digits: str) -> bool:
-    """True if the last digit is the checksum of the others (ISO/IEC 7812)."""
+    """True if the last digit is the Luhn checksum of the other digits (ISO/IEC 7812)."""
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + place % 2)
@@ -149,7 +149,7 @@ SSN = re.compile(r"(?<![\w./-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\
 
 
 def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield United States social security numbers: three groups with dashes, without groups that are never issued."""
+    """Yield spans of United States social security numbers: three groups joined by dashes, none of them a group that is never issued."""
     for match in SSN.finditer(text):
         yield Span(match.start(), match.end(), "ssn")
 
@@ -166,7 +166,7 @@ VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware
 
 
 def ip_addresses(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield globally routed IP addresses; not version numbers (small parts without a word such as `ip`, or a word such as `version`)."""
+    """Yield spans of globally routed IP addresses; not version numbers (after a word like `version`; small parts, no word like `ip`)."""
     for match in IPV4.finditer(text) if seen & Hint.IPV4 else ():
         parts = [int(part) for part in match[0].split(".")]
         before = text[max(0, match.start() - 24) : match.start()]
@@ -206,7 +206,7 @@ NORTH_AMERICAN = re.compile(
 FRENCH = re.compile(EDGE + r"0[1-9](?P<s>[ .-])\d\d(?:(?P=s)\d\d){3}" + END)
 NATIONAL = re.compile(EDGE + r"(?<!\w\()(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[ .\-/]{1,2}\(?\d{1,8}\)?){0,5}" + EXTENSION + END)
 PHONE_FORMS = ((INTERNATIONAL, Hint.ABROAD, 9, 20), (NORTH_AMERICAN, Hint.TEN, 10, 16), (FRENCH, Hint.TEN, 10, 10))  # digits
-BEHIND = 2  # characters after a number that its patterns look at
+BEHIND = 2  # characters that the patterns read after a number
 FICTION = re.compile(r"555\D?01\d\d$")
 
 
@@ -214,7 +214,7 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 
 def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield phone numbers: international numbers, fixed North American and French groupings, and others beside a word such as `tel`."""
+    """Yield spans of phone numbers: international, in North American or French groups, or beside a word such as `tel`."""
     stretches = phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
@@ -253,13 +253,13 @@ SAYS_CONTACT = re.compile(
 
 @lru_cache(maxsize=256)  # for repetitive texts, such as forms or attacks
 def _has_contact(block: str) -> bool:
-    """True if there is an e-mail address or a phone number in a short text."""
+    """True if a short text has an e-mail address or a phone number."""
     seen = hints_of(block)
     return any(any(finder(block, seen)) for finder in (emails, phones))
 
 
 def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield postal addresses, see `puna.kernels.text.postal`."""
+    """Yield spans of postal addresses (see `puna.kernels.text.postal`)."""
     contact_spans: list[tuple[int, int]] | None = None
 
     def contacts(start: int, stop: int) -> bool:
@@ -277,7 +277,7 @@ def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
 FINDERS: dict[str, Callable[..., Iterator[Span]]] = {
     "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "address": addresses, "phone": phones,
 }  # fmt: skip
-"""Finders in order of certainty: of overlapping spans, the first finder's counts. Arguments: a text and, if they are known, its hints."""
+"""Finders in order of certainty: if spans overlap, the earlier finder's span counts. Arguments: a text and, if known, the text's hints."""
 
 NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
 
@@ -286,7 +286,7 @@ NEEDED = {
     "email": int(Hint.AT | Hint.HIDDEN_AT), "iban": int(Hint.IBAN), "card": int(Hint.TWELVE), "ssn": int(Hint.SSN),
     "ip_address": int(Hint.IPV4 | Hint.IPV6), "address": int(Hint.STREET), "phone": int(Hint.PHONE),
 }  # fmt: skip
-"""Entity → hints: a text with none of these hints has no such data."""
+"""Entity → hints: a text with none of these hints has no data of this entity."""
 
 
 def needed_hints(entities: Iterable[str]) -> int:
@@ -295,7 +295,7 @@ def needed_hints(entities: Iterable[str]) -> int:
 
 
 def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[Span]:
-    """Return spans of the wanted entities, in text order, none overlapping another. `seen`: the text's hints, if they are known."""
+    """Return spans of the wanted entities, in text order, without overlaps. `seen`: the text's hints, if they are known."""
     result: list[Span] = []
     seen = hints_of(text) if seen is None else seen
     numbers = bool(seen & Hint.NUMBERS) and NUMBERS.search(text) is not None

@@ -67,7 +67,7 @@ FORMS: tuple[tuple[re.Pattern[str], Words | None], ...] = tuple(
         (FRENCH, Words(*(f" {kind} " for kind in FRENCH_KINDS))),  # without these words, the pattern would be tried at every number
     )
 )
-"""(Pattern of addresses, words); a text with such an address has at least one of the words. None: no such words."""
+"""Pairs (pattern of addresses, words): a text with such an address has at least one of the words. None: any text may have one."""
 SPACE_DIGIT = re.compile(r" \d")
 
 STATE = r"(?:A[KLRZ]|C[AOT]|D[CE]|FL|GA|HI|I[ADLN]|K[SY]|LA|M[ADEINOST]|N[CDEHJMVY]|O[HKR]|PA|PR|RI|S[CD]|T[NX]|UT|V[AT]|W[AIVY])"
@@ -95,7 +95,7 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
     """Yield start and stop of each address: a street with its number, and the postal code and town if they follow.
 
     An address counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own, it also counts in a
-    block with other contact data; contacts(start, stop) tells whether that range has any.
+    block with other contact data; contacts(start, stop) returns whether text[start:stop] has contact data.
     """
     encoded = text.encode("utf-8", "surrogatepass")
     forms = (form for form, words in FORMS if words is None or words.any_in(encoded))

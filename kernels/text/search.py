@@ -1,4 +1,4 @@
-"""Compiled search for several words at once in bytes."""
+"""Compiled search for any of several words in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # frequent bytes of HTML and text, 
 
 
 class Words:
-    """Words that are searched together. A word is compared only where its two rarest bytes occur at their distance in the word."""
+    """Words that are searched for together. A word is compared in full only where its two rarest bytes stand at the right distance."""
 
     def __init__(self, *words: str) -> None:
         encoded = [word.encode() for word in words]

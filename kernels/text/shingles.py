@@ -15,7 +15,7 @@ from puna.kernels.text.normal_words import SPACE, Table, Words, normal_words
 from puna.kernels.text.unspaced import weights
 from puna.kernels.text.words import split, split_ranges
 
-LIMIT = 0x40000  # no letters beyond
+LIMIT = 0x40000  # no letters from this code point on
 FIRST_OF_THREE = np.uint8(0xE0)
 _OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
 
@@ -55,7 +55,7 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
 @njit(cache=True, nogil=True)
 def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
     """Return the fields of `Words` with scripts without spaces split into words. `long`: a mask of documents with characters of three bytes
-    or more; `room`: their number. Text beyond a space never decides a boundary, so only words with such letters are split."""
+    or more; `room`: the number of such characters. No text beyond a space decides a boundary, so only words with such letters are split."""
     documents, most = len(offsets_D1) - 1, longest(offsets_D1)
     out = np.empty(len(data) + 2 * room, np.uint8)
     out_begins = np.empty(len(begins) + 2 * room, np.int32)
@@ -63,7 +63,7 @@ def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, r
     codes, start, stop = np.empty(most, np.uint32), np.empty(most, np.int32), np.empty(most, np.int32)
     size, count, d = 0, 0, 0
     while d < documents:
-        same = d  # documents that stay as they are, up to this one, are copied together
+        same = d  # documents d to same - 1 stay as they are and are copied together
         while same < documents and not long[same]:
             same += 1
         if same > d:
@@ -116,7 +116,7 @@ def table() -> Table:
 
 
 def _form(c: str) -> bytes:
-    """Return `character` as bytes. For most characters the category decides: unassigned ones become spaces, ideographs stay."""
+    """Return `character(c)` in UTF-8. For most characters the category decides: unassigned ones become spaces, ideographs stay."""
     category = unicodedata.category(c)
     if category in _OPEN:
         return b" "

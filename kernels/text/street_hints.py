@@ -10,13 +10,13 @@ from puna.kernels.text.postal import BOXES, ENGLISH_KINDS, FRENCH_KINDS, GERMANI
 
 U8 = NDArray[np.uint8]
 BACK, AHEAD = 12, 7
-"""Most words of an address before and after its number: `Calle de la … de … 5`, `5 A N. … … … … Street`."""
-LONGEST = 160  # most bytes of a name, with signs attached to it
-SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the last bytes of º and ° in UTF-8
+"""Maximum number of words of an address before and after its number: `Calle de la … de … 5`, `5 A N. … … … … Street`."""
+LONGEST = 160  # maximum number of bytes of a name, with attached signs
+SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the last two: last byte of º and of ° in UTF-8
 
 
 def _table(*words: str) -> U8:
-    """Return words as rows: their length, then their bytes."""
+    """Return words as rows of bytes: a word's length, then its bytes in UTF-8, padded with zeros."""
     encoded = [word.encode() for word in words]
     result = np.zeros((len(words), 1 + max(map(len, encoded))), np.uint8)
     for row, word in zip(result, encoded, strict=True):
@@ -32,8 +32,8 @@ ENGLISH, FRENCH, SMALL = _table(*ENGLISH_KINDS), _table(*FRENCH_KINDS), _table("
 
 @njit(cache=True, borrows=True)
 def beside_a_street(data: U8, first: int, start: int, stop: int, last: int) -> bool:
-    """True if words of addresses are before or after the number data[start:stop] in the text data[first:last]: true for every number of an
-    address, false for most other numbers."""
+    """True if words of addresses are before or after the number data[start:stop] in the text data[first:last]. True for every number of an
+    address, False for most other numbers."""
     return bool(_before(data, first, start) or _behind(data, stop, last))
 
 
@@ -68,7 +68,7 @@ def _before(data: U8, first: int, start: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _behind(data: U8, stop: int, last: int) -> bool:
-    """True if a word for a street follows the number, after names (`12 N. Main Street`) or at once (`12 bis, rue`)."""
+    """True if a word for a street follows the number, after names (`12 N. Main Street`) or without names (`12 bis, rue`)."""
     at = stop
     if at < last and _is_letter(data[at]):
         at += 1

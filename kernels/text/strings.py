@@ -1,4 +1,4 @@
-"""Conversion of Arrow's columns of text to byte arrays, and back."""
+"""Conversion of Arrow text columns to byte arrays, and back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArr
 
 
 def readonly(values: NDArray[T]) -> NDArray[T]:
-    """Return a read-only view. Arrow's memory is sometimes writable, and numba would compile loops for both kinds of arrays."""
+    """Return a read-only view. Arrow's memory is sometimes writable, and numba would compile loops for writable and read-only arrays."""
     view = values.view()
     view.flags.writeable = False
     return view
 
 
 def strings(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> pa.Array:
-    """Return the strings whose UTF-8 bytes are concatenated in `data`; `bounds`: their offsets int64[n + 1]."""
+    """Return the strings whose UTF-8 bytes are concatenated in `data`; `bounds`: the strings' offsets int64[n + 1]."""
     return pa.LargeStringArray.from_buffers(len(bounds) - 1, pa.py_buffer(bounds), pa.py_buffer(data)).cast(pa.string())

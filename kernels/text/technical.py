@@ -25,14 +25,14 @@ NEWLINE, BACKSLASH = 10, 92
 MARKS = "{}[]()=<>;_\\*&|#+@^~`"  # characters that are frequent in code and rare in prose
 ENDS = "{}"
 OPEN, CLOSE, BULLET = 0x28, 0x29, 0x2022
-# Operators and relations, letters of formulas, raised and lowered digits.
+# Operators and relations, letters of formulas, superscript and subscript digits.
 FORMULA_RANGES = ((0x2070, 0x209C), (0x2200, 0x22FF), (0x27C0, 0x27EF), (0x2980, 0x2AFF), (0x1D400, 0x1D7FF))
 FORMULA = "\u00b1\u00b2\u00b3\u00b9\u00d7\u00f7\u2102\u210d\u2115\u2119\u211a\u211d\u2124\u2202\u2207"
 SMALL = 128
 
 
 class Technical(NamedTuple):
-    """Counts in a text: non-blank `lines`, `code_lines` among them, marks of `formulas`, and distinct words of deduction."""
+    """Counts in a text: non-blank `lines`, `code_lines` among them, formula marks (`formulas`), and distinct words of deduction."""
 
     lines: int
     code_lines: int
@@ -50,7 +50,7 @@ FORMULA_BOUNDS = np.array(FORMULA_RANGES, np.uint32)
 
 @lru_cache(maxsize=1)
 def reasoning_words() -> Listed:
-    """Return the words of deduction of all languages."""
+    """Return the words of deduction (such as "therefore") of all languages in `SEEDS`."""
     lines = [line for line in SEEDS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     return list_words(np.unique(np.concatenate([words_listed(line.partition(":")[2].split()).folded for line in lines])))
 
@@ -79,8 +79,8 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Return the number of non-blank lines and the number of code lines among them.
 
     A code line ends in a brace, or has at least two marks (brackets, operators and the like; its first pair of parentheses counts once)
-    that are at least an eighth of its visible characters. In both cases at most a third of its visible characters are digits, it has a
-    letter or nothing but marks, and it begins with no bullet: tables of numbers and items of lists are not code.
+    that are at least an eighth of its visible characters. In both cases at most a third of its visible characters are digits, and it has an
+    ASCII letter or nothing but marks. It does not begin with a bullet. So tables of numbers and items of lists are not code.
     """
     lines = code = visible = marks = digits = letters = last = opened = closed = item = 0
     for at in range(len(codes) + 1):
@@ -107,7 +107,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def formula_marks(codes: NDArray[np.uint32]) -> int:
-    """Return the number of TeX commands (a backslash and a letter) plus the number of characters of formulas."""
+    """Return the number of TeX commands (a backslash and a letter) plus the number of formula characters."""
     result = 0
     for at in range(len(codes)):
         code = codes[at]

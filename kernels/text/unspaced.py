@@ -1,9 +1,9 @@
 """Word boundaries in scripts that are written without spaces: Han and kana, Thai, Lao, Khmer, Burmese.
 
-The six letters around a place decide if a word begins there: their unigrams, bigrams and trigrams have weights by place, whose sum must be
-positive. This is the model of BudouX (Google 2021) and of Sassano's boosting of word boundaries (2014). The weights were learned from the
-word boundaries of ICU's dictionaries (`tests/benchmarks/word_breaks.py` measures the agreement). All letters of other scripts count as
-one letter, all digits as one digit. Features end at white space and punctuation, so a line alone has the same words as in its text.
+The six letters around a place decide if a word begins there: their unigrams, bigrams and trigrams have weights by position, whose sum must
+be positive. This is the model of BudouX (Google 2021) and of Sassano's boosting of word boundaries (2014). The weights were learned from
+the word boundaries of ICU's dictionaries (`tests/benchmarks/word_breaks.py` measures the agreement). All letters of other scripts count
+as one letter, all digits as one digit. Features end at white space and punctuation, so a line alone has the same words as in its text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FINISH = np.uint64(0xBF58476D1CE4E5B9)
 
 @lru_cache(maxsize=1)
 def weights() -> NDArray[np.int8]:
-    """Return the weights of the hash bins of features, int8[2^BITS]; the first weight is the bias."""
+    """Return the weights of the features' hash buckets, int8[2^BITS]; the first weight is the bias."""
     with np.load(FILE, allow_pickle=False) as stored:
         result: NDArray[np.int8] = np.zeros(1 << BITS, np.int8)
         result[np.cumsum(stored["gaps"], dtype=np.int64)] = stored["values"]
@@ -39,7 +39,7 @@ def weights() -> NDArray[np.int8]:
 
 @njit(cache=True, inline="always")
 def _kind(code: np.uint32, flags: np.uint16) -> np.uint64:
-    """Return the kind of a character: itself in a script without spaces and for marks, else a letter, a digit or a blank."""
+    """Return the kind of a character: itself for marks and letters of scripts without spaces, else LETTER, DIGIT or BLANK."""
     if flags & SINGLE or (flags & WORD and not flags & (ALPHABETIC | DECIMAL)):
         return np.uint64(code)
     if flags & ALPHABETIC:
@@ -49,7 +49,7 @@ def _kind(code: np.uint32, flags: np.uint16) -> np.uint64:
 
 @njit(cache=True)
 def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out: NDArray[np.int64]) -> None:
-    """Write the hash bins of the features of the place before letter `at` to `out`, int64[ROOM]."""
+    """Write the hash buckets of the features around the boundary before letter `at` to `out`, int64[ROOM]."""
     around = np.full(2 * AROUND, BLANK)
     for step in range(AROUND):
         back = at - 1 - step
@@ -66,14 +66,14 @@ def features(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, out:
         for place in range(FEATURES[number, 0], FEATURES[number, 0] + FEATURES[number, 1]):
             value = (value + around[place]) * MULTIPLIER
             value ^= value >> np.uint64(29)
-        # The first bin is the bias.
+        # The first bucket holds the bias.
         out[number] = 1 + np.int64((value * FINISH) >> np.uint64(64 - BITS)) % ((1 << BITS) - 1)
 
 
 @njit(cache=True)
 def begins_word(codes: NDArray[np.uint32], flags: NDArray[np.uint16], breaks: NDArray[np.int8], at: int, room: NDArray[np.int64]) -> bool:
-    """True if a word begins with letter `at`; this letter and the one before are of scripts without spaces. `breaks`: `weights()`; if
-    empty, every letter is a word. `room` int64[ROOM]: scratch memory."""
+    """True if a word begins with letter `at`; `at` and the letter before it must be of scripts without spaces. `breaks`: `weights()`;
+    if empty, every letter is a word. `room` int64[ROOM]: scratch memory."""
     if not len(breaks):
         return True
     features(codes, flags, at, room)

@@ -1,6 +1,6 @@
 """Hashes and positions of all windows of k words in texts, to find exact repeated passages.
 
-Marking windows of k words that occur twice gives the result of a suffix array with a minimum match of k words, in one pass and any memory.
+Marking windows of k words that occur twice finds the matches of a suffix array with a minimum length of k words, in bounded memory.
 Two windows with one 64-bit hash are taken as equal. ASCII white space separates words; in scripts without spaces, words begin where
 `unspaced` says. Punctuation stays with its word.
 """
@@ -17,12 +17,12 @@ from puna.kernels.text.characters import ALPHABETIC, DECIMAL, JOINER, SINGLE, WO
 from puna.kernels.text.hashing import I64, U64, murmur_finish, xxh64
 from puna.kernels.text.unspaced import ROOM, begins_word, weights
 
-BASE = np.uint64(0x9E3779B97F4A7C15)  # odd
+BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses nothing
 
 
 def window_hashes(data: NDArray[np.uint8], offsets_D1: I64, width: int) -> tuple[U64, I64, I64, I64, I64]:
-    """Return hashes_N of all windows of `width` words in documents (concatenated UTF-8 bytes), the documents' offsets_D1 in hashes_N, the
-    words' starts and ends in `data`, and the documents' offsets_D1 in these."""
+    """Return (hashes_N of all windows of `width` words, documents' offsets_D1 in hashes_N, words' starts in `data`, words' ends in `data`,
+    documents' offsets_D1 in the words). Documents are concatenated UTF-8 bytes."""
     data, offsets_D1 = np.ascontiguousarray(data), np.ascontiguousarray(offsets_D1, dtype=np.int64)
     return _window_hashes(data, offsets_D1, width, tables().flags, weights())  # type: ignore[no-any-return]
 

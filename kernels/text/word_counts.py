@@ -1,4 +1,4 @@
-"""Counts of listed words in texts, by one compiled pass over their characters."""
+"""Counts of listed words in texts, from one compiled pass over the characters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from puna.kernels.text.words import folded_hash, split_ranges
 
 
 class Listed(NamedTuple):
-    """A list of words for fast lookup. `bits`, `keys` uint64: their folded hashes as a bitmap (`bits_of`) and as a table (`table_of`);
-    `numbers` int32: the words' indices, at the places of their keys; `size`: the number of words."""
+    """A list of words for fast lookup. `bits`, `keys` uint64: the words' folded hashes as a bitmap (`bits_of`) and as a table (`table_of`);
+    `numbers` int32: for each place in `keys`, the index of the word there; `size`: the number of words."""
 
     bits: NDArray[np.uint64]
     keys: NDArray[np.uint64]
@@ -38,7 +38,7 @@ def list_words(folded: NDArray[np.uint64]) -> Listed:
 def kinds_held(
     texts: pa.Array | pa.ChunkedArray, characters: int, words: Listed, kinds: NDArray[np.int64], count: int
 ) -> NDArray[np.int64]:
-    """Return int64[texts, count]: how many distinct listed words of a kind, ignoring case, a text's first `characters` characters have."""
+    """Return int64[texts, count]: distinct listed words per kind in a text's first `characters` characters. `kinds`: each word's kind."""
     data, offsets = buffers(texts)
     result: NDArray[np.int64] = _kinds_held(data, offsets, characters, *tables(), weights(), words, kinds, count)
     return result

@@ -1,13 +1,13 @@
-"""Splitter of texts into words, fast and for any script, close to spaCy's blank English tokeniser.
+"""A fast word splitter for any script, close to spaCy's blank English tokeniser.
 
 A word is a run of letters, marks and digits. Inside a run without white space, ASCII symbols hold letters and digits together ("U.S.",
 "3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a capital ("end.Next"), a comma or a hyphen between
 letters, `: < > = /` before a letter, signs between digits. An apostrophe between letters starts a new word ("don't" is "don" and "'t").
-Every other character that is not white space is a word of its own, except that runs of full stops or hyphens are one. In scripts without
+Every other character that is not white space is a word by itself, except that a run of full stops or hyphens is one. In scripts without
 spaces (Han, kana, Thai, …) words begin where `unspaced` says. Joiners belong to the word around them; zero width spaces and the mark
 between Tibetan syllables separate words and belong to no word.
 
-Quality signals, near-duplicates, repeated passages, contamination and seed words all split words by this module or by `unspaced`.
+Quality signals, near-duplicates, repeated passages, contamination and seed words all split words with this module or with `unspaced`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Words(NamedTuple):
 
     `start`, `stop` int32: range of characters. `hash` uint64: polynomial hash of the characters, so that the
     hash of a concatenation is `hash_a * power_b + hash_b`. `power` uint64: BASE ** length. `folded` uint64:
-    hash in lower case with every run of digits as one zero. `flags` uint8: IS_SYMBOL, HAS_LETTER.
+    mixed hash of the lower-case word with one zero for each run of digits. `flags` uint8: IS_SYMBOL, HAS_LETTER.
     """
 
     start: NDArray[np.int32]
@@ -68,7 +68,7 @@ class Words(NamedTuple):
 
 @njit(cache=True)
 def prefix_hashes(codes: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return the polynomial hashes of all prefixes, uint64[n + 1]; the hash of a..b is `out[b] - out[a] * BASE ** (b - a)`."""
+    """Return the polynomial hashes of all prefixes, uint64[n + 1]; the hash of codes[a:b] is `out[b] - out[a] * BASE ** (b - a)`."""
     out = np.empty(len(codes) + 1, np.uint64)
     value = np.uint64(0)
     for at in range(len(codes)):
@@ -91,7 +91,7 @@ def powers(count: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def _joins(codes: NDArray[np.uint32], flags: NDArray[np.uint16], at: int, stop: int) -> bool:
-    """True if the ASCII symbol at `at`, inside a run without white space, holds its neighbours together."""
+    """True if the character at `at`, inside a run without white space, is an ASCII symbol that joins both neighbours into one word."""
     code = codes[at]
     before = flags[codes[at - 1]]
     after = flags[codes[at + 1]] if at + 1 < stop else 0
@@ -194,7 +194,7 @@ def split_ranges(
 
 @njit(cache=True, borrows=True)
 def folded_hash(codes: NDArray[np.uint32], flags: NDArray[np.uint16], lower: NDArray[np.uint32], first: int, last: int) -> np.uint64:
-    """Return `Words.folded` of the word first..last."""
+    """Return `Words.folded` of the word codes[first:last]."""
     value, digit = np.uint64(0), False
     for at in range(first, last):
         code = codes[at]
@@ -262,7 +262,7 @@ def _spaced(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
     breaks: NDArray[np.int8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Return the texts' words as UTF-8 joined by spaces, the texts' offsets, and a mask of texts that `characters.lowered` gets right."""
+    """Return the texts' words as UTF-8 joined by spaces, the texts' offsets, and a mask of texts for which `lowered` returned True."""
     texts = len(offsets) - 1
     longest = size = 0
     for n in range(texts):
@@ -285,13 +285,13 @@ def _spaced(
 
 
 def split(text: str) -> list[str]:
-    """Return the words of `text` as strings, for people and tests."""
+    """Return the words of `text` as strings."""
     words = split_codes(code_points(text))
     return [text[a:b] for a, b in zip(words.start.tolist(), words.stop.tolist(), strict=True)]
 
 
 def words_listed(vocabulary: list[str]) -> Words:
-    """Return the words of a list, one per entry; raise ValueError if an entry is not exactly one word."""
+    """Return the words of a vocabulary, one per entry; raise ValueError if an entry is not exactly one word."""
     words = split_codes(code_points("\n".join(vocabulary)))
     ends = np.cumsum([len(entry) + 1 for entry in vocabulary], dtype=np.int64)
     counts = np.bincount(np.searchsorted(ends, words.start, side="right"), minlength=len(vocabulary))

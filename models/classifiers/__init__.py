@@ -1,1 +1,1 @@
-"""fastText models and the grades model, without a store."""
+"""Text classifiers that work without a store: fastText models and the grades model."""

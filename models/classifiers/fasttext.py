@@ -1,6 +1,6 @@
-"""A fastText classifier (Joulin et al. 2016, arXiv 1607.01759): the mean of the vectors of words and n-grams, a softmax over labels.
+"""A fastText classifier (Joulin et al. 2016, arXiv 1607.01759): the mean vector of words and word n-grams, then a softmax over labels.
 
-It is trained on one thread from seeded weights, so that equal lines give equal models. fastText can load its file.
+Training runs on one thread from seeded weights, so that equal lines give equal models. fastText can load the files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from puna.models.training.state import Saver, check_identity, load_arrays, save_
 LABEL = "__label__"
 MAGIC, VERSION, SOFTMAX, SUPERVISED = 793712314, 12, 3, 3
 HEAD = struct.Struct("<14i d 3i 2q")  # magic number, version, settings, then the sizes of the dictionary
-SHAPE = struct.Struct("<b2q")  # of a matrix that is not compressed
-AFTER_NAME = struct.Struct("<x q b")  # its count, and 1 for a label
+SHAPE = struct.Struct("<b2q")  # header of an uncompressed matrix: 0, rows, columns
+AFTER_NAME = struct.Struct("<x q b")  # end of a name, its count, and 1 for a label
 NAME = re.compile(rb"([^\0]*)\0.{9}", re.DOTALL)
 LINES = 1 << 14  # lines to split into words at a time
 SLICE = 1 << 11  # training steps, one line each, between chances to save
@@ -38,7 +38,7 @@ NGRAM = np.uint64(116049371)
 
 
 class Settings(NamedTuple):
-    """fastText's `lr`, `epoch`, `wordNgrams`, `dim`, `minCount`, `bucket` and `seed`."""
+    """Training settings: fastText's `lr`, `epoch`, `wordNgrams`, `dim`, `minCount`, `bucket` and `seed`, in this order."""
 
     rate: float
     epochs: int
@@ -50,8 +50,8 @@ class Settings(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The numbers of a model: `first` float32[words + buckets, dimension], the vectors of words and of n-grams of up to `ngrams` words;
-    `last` float32[labels, dimension]."""
+    """The weights and sizes of a model: `first` float32[words + buckets, dimension], the vectors of words and of hash buckets of n-grams
+    (up to `ngrams` words); `last` float32[labels, dimension], the output layer."""
 
     first: NDArray[np.float32]
     last: NDArray[np.float32]
@@ -68,15 +68,15 @@ class Model:
         self._keys, self._places, _ = _table(*buffers(words))
 
     def probabilities(self, lines: pa.Array | pa.ChunkedArray) -> NDArray[np.float32]:
-        """Return the probability of each label float32[lines, labels]; 0 for a line without a known word."""
+        """Return each label's probability, float32[lines, labels]; all 0 for a line with neither a known word nor an n-gram."""
         return _score(*_with_end_words(lines), self._keys, self._places, self.weights)  # type: ignore[no-any-return]
 
 
 def fit(
     lines: pa.Array | pa.ChunkedArray, classes: NDArray[np.int32], labels: list[str], settings: Settings, state: Path | None = None
 ) -> Model:
-    """Train a model on lines of words separated by spaces; return it. `classes`: indices into `labels`. `state`: folder in which `Saver`
-    saves the training, and from which it resumes; trainings of at least `REPEATED_SECONDS` are saved at their end, too."""
+    """Train a model on lines of words separated by spaces; return it. `classes`: each line's index into `labels`. `state`: folder to save
+    the training in (by `Saver`) and to resume from; trainings of at least `REPEATED_SECONDS` are also saved at their end."""
     rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
     words, codes, bounds = _encode(lines)
     counts = np.bincount(codes, minlength=len(words))
@@ -128,7 +128,7 @@ def write(model: Model, file: Path) -> None:
 
 
 def read(file: Path) -> Model | None:
-    """Return the model of a file; None if it is compressed, uses subwords or a loss other than softmax, or is damaged."""
+    """Return the model in a fastText file; None if the file is damaged or compressed, or uses subwords or another loss than softmax."""
     data, matrices = file.read_bytes(), []
     try:
         magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
@@ -152,7 +152,7 @@ def read(file: Path) -> Model | None:
 
 
 def _aligned_zeros(rows: int, dimension: int) -> NDArray[np.float32]:
-    """Return zeros that begin at a cache line, so that a row of 16 floats fills one."""
+    """Return a zero matrix whose memory begins at a cache line, so that a row of 16 floats fills exactly one line."""
     room = np.zeros(rows * dimension + 16, np.float32)
     start = -room.ctypes.data % 64 // 4
     return room[start : start + rows * dimension].reshape(rows, dimension)
@@ -168,7 +168,7 @@ def _with_end_words(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8
 
 
 def _encode(lines: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
-    """Return the distinct words of lines, the index of each word among them, and where each line's words begin."""
+    """Return the distinct words of lines, each occurrence's index among them, and the bounds of each line's occurrences."""
     kind, chunks, starts, total = pa.dictionary(pa.int32(), pa.large_string()), [], [np.zeros(1, np.int64)], 0
     for start in range(0, len(lines), LINES):
         data, bounds = _with_end_words(lines.slice(start, LINES))
@@ -184,7 +184,7 @@ def _encode(lines: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int
 
 @njit(cache=True, borrows=True)
 def _read(data: NDArray[np.uint8], start: int, stop: int, short: NDArray[np.uint64], long: NDArray[np.uint64]) -> int:
-    """Write both hashes of the words in data[start:stop], a space after each; return their number."""
+    """Write the 32-bit (`short`) and 64-bit (`long`) hashes of the space-separated words in data[start:stop]; return the word count."""
     count, a, b = 0, BASIS, LONG_BASIS
     for at in range(start, stop + 1):
         if at < stop and data[at] != 32:
@@ -198,7 +198,7 @@ def _read(data: NDArray[np.uint8], start: int, stop: int, short: NDArray[np.uint
 
 @njit(cache=True)
 def _table(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint64]]:
-    """Return a table of words' long hashes, the index of each word in the list (-1 for a free slot), and their short hashes."""
+    """Return a hash table of words' 64-bit hashes, the index of each slot's word (-1: free slot), and each word's 32-bit hash."""
     short, long = np.zeros(len(bounds) - 1, np.uint64), np.ones(len(bounds) - 1, np.uint64)
     keys = np.zeros(size_for(len(short)), np.uint64)
     places = np.full(len(keys), -1, np.int32)
@@ -222,7 +222,7 @@ def _sum(rows: NDArray[np.int32], first: NDArray[np.float32], into: NDArray[np.f
 
 @njit(cache=True, borrows=True)
 def _add(rows: NDArray[np.int32], first: NDArray[np.float32], more: NDArray[np.float32]) -> None:
-    """Add the vector `more` to some rows of `first`."""
+    """Add the vector `more` to these `rows` of `first`; to a row that is listed n times, add it n times."""
     for k in range(0, len(more), LANES):
         at, left = first.ctypes.data + 4 * k, len(more) - k
         value = load_first(more.ctypes.data + 4 * k, left)
@@ -237,8 +237,8 @@ def _add(rows: NDArray[np.int32], first: NDArray[np.float32], more: NDArray[np.f
 @njit(cache=True, borrows=True)
 def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weights, rows: NDArray[np.int32], hidden: NDArray[np.float32],
              output: NDArray[np.float32]) -> int:  # fmt: skip
-    """Write the mean vector of words (`known`: their rows, -1 if unknown) and n-grams, and the labels' probabilities; return the number of
-    rows, or -1 if weights are NaN."""
+    """Write the mean vector of words (`known`: their rows in `first`, -1 if unknown) and n-grams to `hidden`, and the labels' probabilities
+    to `output`. Return the number of vectors in the mean, or -1 if a probability is NaN."""
     first, last, count = weights.first, weights.last, 0
     for row in known:
         if row >= 0:
@@ -271,7 +271,7 @@ def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weigh
 @njit(cache=True)
 def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray[np.int32], short: NDArray[np.uint64],
              classes: NDArray[np.int32], weights: Weights, rate: float, epochs: int, start: int, stop: int) -> bool:  # fmt: skip
-    """Train the matrices in place for steps start .. stop - 1 (one line per step; the rate falls to 0). Return False if they become NaN."""
+    """Train the matrices in place for steps start .. stop - 1 (a line each; the rate falls linearly to 0). Return False on NaN weights."""
     first, last, longest = weights.first, weights.last, np.diff(bounds).max() if len(classes) else 0
     here, hashes, rows = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest * max(1, weights.ngrams), np.int32)
     hidden, grad, output = np.empty(first.shape[1], np.float32), np.empty(first.shape[1], np.float32), np.empty(len(last), np.float32)

@@ -1,8 +1,8 @@
 """Puna's own quality model: the grade that a judge would give an English document as training data of a language model.
 
-A linear model of a document's features: words, numbers and marks, lines by length and ending, and size. A feature is
-hashed to a bucket; its value is the square root of its count per word read (at most MOST), wherever in the document it occurs.
-`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (nothing) to 5 (teaches); NOTICE names their source.
+A linear model of a document's size, and of features in its first READ bytes: words, numbers, punctuation, lines by length and ending.
+A feature is hashed to a bucket; its value is the square root of its count per word, which is capped at MOST.
+`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (worst) to 5 (best); NOTICE names the grades' source.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GOOD = 3  # minimum grade of a good text
 LANGUAGE = "en"  # language of the graded documents; the model knows no other
 READ = 20_000  # bytes read of a document
 BUCKETS = 1 << 15
-SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; a document adds the weight of each size that it exceeds
+SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; each size exceeded adds its weight to the grade
 MOST = 0.1  # upper bound on a share: no graded document consists mostly of one token
 SHARE, SIZE = 10.0, 2.0  # scales of a share's root and of an exceeded size, so that the penalty shrinks all weights alike
 BASE, MIXED, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93), np.uint64(1)
-CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are no characters
+CAPITAL, CAPITALS, DIGITS, LINE_WORDS, LINE = 0x110000, 0x110001, 0x110100, 0x110200, 0x110300  # tokens that are not characters
 LETTER_A, LETTER_Z, UPPER_A, UPPER_Z, ZERO, NINE = 0x61, 0x7A, 0x41, 0x5A, 0x30, 0x39
 NEWLINE, SPACE, APOSTROPHE, CLOSED, COLON = 0x0A, 0x20, 0x27, 0x29, 0x3A
 FINAL = np.frombuffer(b'.!?"', np.uint8)
@@ -46,7 +46,7 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """Return the model whose weights come with the code."""
+    """Return the model whose weights lie beside this module."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)
@@ -68,7 +68,7 @@ def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
 
 @njit(cache=True, borrows=True)
 def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Count a token `by` times; return the number of filled buckets in `met`."""
+    """Add `by` to the count of a token's bucket, and list a new bucket in `met`; return the number of buckets in `met`."""
     state = token * BASE
     state = (state ^ (state >> np.uint64(32))) * MIXED
     bucket = np.int64(state >> np.uint64(40)) & (BUCKETS - 1)
@@ -81,7 +81,7 @@ def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np
 
 @njit(cache=True, borrows=True)
 def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Count a line by its class of length and ending, in two buckets: 1 in the first, 1 + `words` in the second."""
+    """Count a line of one class of length and ending in two buckets, by 1 and by 1 + `words`; return the number of buckets in `met`."""
     length, ending = 0, 2 if last == COLON else 0
     while length < len(LINES) and words > LINES[length]:
         length += 1
@@ -100,7 +100,7 @@ def _wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, int]:
-    """Return the hash of the lower-cased word at `at`, its end and number of capitals; apostrophes between letters belong to it."""
+    """Return the hash of the lower-cased word at `at`, its end and its number of capitals. An apostrophe before a-z belongs to the word."""
     token, capitals = np.uint64(0), 0
     while at < stop:
         c, width = int(np.int64(data[at])), 1

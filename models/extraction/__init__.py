@@ -1,1 +1,1 @@
-"""The text of a web page: blocks, features, the content model."""
+"""Extraction of a web page's text: blocks, features, the content model."""

@@ -1,4 +1,4 @@
-"""Further features of a block for the network: its distance from the body, units that repeat, pictures, the article's own words.
+"""Further features of a block for the network: distance from the body, repeated units, images, words shared with the article.
 
 The decision trees do not get these features, which mislead them on pages that list products or entries.
 """
@@ -33,13 +33,13 @@ def names() -> list[str]:
 
 
 class Measures(NamedTuple):
-    """Totals that the features of single blocks are measured against."""
+    """Measures of a page, from which the features of its blocks are computed."""
 
     sums: NDArray[np.int64]  # [blocks + 1, 5] running sums of words, linked words, sentence ends, words of sentences, images
     paragraph: NDArray[np.bool_]  # [blocks] prose without many links
     around: NDArray[np.int64]  # [blocks, 2] the last paragraph before a block, the first after it; -1 where there is none
-    alike: NDArray[np.int64]  # [elements] children of one parent with the same tag and classes, itself among them
-    branch: NDArray[np.int64]  # [elements] the outermost element around each that does not hold the focus; -1 if it holds the focus itself
+    alike: NDArray[np.int64]  # [elements] children of the parent with the element's tag and classes, itself included
+    branch: NDArray[np.int64]  # [elements] outermost element around each (or itself) that does not hold the focus; -1 if it holds the focus
     counts: NDArray[np.int32]  # [SLOTS] occurrences of words in paragraphs, by hash slot
     main: int  # the element with most words in paragraphs of its own
     main_first: int  # first and last paragraph of `main`; -1 if it has none
@@ -52,7 +52,7 @@ FEATURES = len(names())
 
 @njit(cache=True)
 def article_features(page: Scan) -> NDArray[np.float32]:
-    """Return features [blocks, FEATURES], see `names`."""
+    """Return the features [blocks, FEATURES], in the order of `names`."""
     out = np.zeros((len(page.blocks), FEATURES), np.float32)
     m = _measures(page)
     most = focus(page, m.sums[:, 3].astype(np.float64), 0.5)
@@ -105,7 +105,7 @@ def _measures(page: Scan) -> Measures:
 
 @njit(cache=True)
 def kin(page: Scan) -> NDArray[np.uint64]:
-    """Return keys [elements] that children of one parent with the same tag and classes share."""
+    """Return a key per element [elements], equal for children of one parent that have the same tag and classes."""
     keys = np.empty(len(page.elements), np.uint64)
     for e in range(len(keys)):
         keys[e] = (np.uint64(page.elements[e, L.PARENT] + 1) * PRIME) ^ page.signs[e, 0]
@@ -114,7 +114,7 @@ def kin(page: Scan) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def _branches(page: Scan, holder: int, branch: NDArray[np.int64]) -> None:
-    """Fill in `branch` (see `Measures`) for the focus `holder`; parents stand before their children."""
+    """Fill in `branch` (see `Measures`) for the focus `holder`; in `elements`, parents come before their children."""
     elements = page.elements
     branch[:] = 0
     while holder >= 0:
@@ -133,7 +133,7 @@ def _slot(word: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
-    """Return the words between a block and the blocks [first, end): negative before them, positive after them, 0 among them."""
+    """Return the distance in words (plus 1) of a block from the blocks [first, end): negative before them, positive after, 0 among them."""
     if b < first:
         return int(words[b + 1] - words[first] - 1)
     return int(words[b] - words[end] + 1) if b >= end else 0
@@ -141,7 +141,7 @@ def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArray[np.float32]) -> int:
-    """Write the block's place relative to the elements with half and three quarters of the prose; return the next column."""
+    """Write whether the block is a caption, and its distance from the elements with half and 3/4 of the prose; return the next column."""
     elements, words = page.elements, m.sums[:, 0]
     row[0] = (elements[page.blocks[b, L.ELEMENT], L.FLAGS] & CAPTION) != 0
     first, end = elements[most, L.FIRST], elements[most, L.END]

@@ -1,6 +1,6 @@
-"""Asides of an article's page: teasers of other articles, readers' comments.
+"""Removal of asides from an article's page: teasers of other articles, and readers' comments.
 
-Teasers: the article's body is the deepest element that holds most of its prose. A block after the end of that element stays only if the
+Teasers: the article's body is the deepest element that holds most of the kept prose. A block after the body's end stays only if the
 model has little doubt about it, or if it has the tags and classes of the body's paragraphs: an article may be cut into sections.
 
 Comments: containers whose class or id names them are removed with their content, if enough of the article stands above them.
@@ -20,8 +20,8 @@ from puna.models.extraction.tags import fnv
 PROSE = 0.7  # minimum share of the kept prose in the body
 LONG = 20  # words above which a block is prose even without a full stop: some scripts have other stops
 BODY_WORDS = 100  # minimum kept words of a body that may lose the blocks below it
-SURE = 0.75  # minimum chance of a block below the body to stay
-OWN = 0.1  # minimum share of the body's prose under a path that counts as the body's own
+SURE = 0.75  # minimum probability of content at which a block below the body stays
+OWN = 0.1  # minimum share of the body's prose in blocks of one path (tags and classes) at which that path is the body's own
 
 
 @njit(cache=True)
@@ -46,9 +46,9 @@ def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32])
 
 
 ABOVE = 100  # minimum words kept above the comments
-BELOW = 0.25  # maximum words kept below the first comments, besides comments, as a share of those above
+BELOW = 0.25  # maximum words kept below the first comments, besides comments, as a share of the words above
 CONTAINER_WORDS = 3  # maximum words of the container's class and id: a heading about comments has more
-MOST_AFTER = 6  # the same if the first of these words is the name
+MOST_AFTER = 6  # the same limit if the first of these words is a comment name
 COMMENT_NAMES = ("comment", "comments", "commentlist", "comentarios", "kommentare", "commentaires", "disqus")
 CLASS, ID = 0, 1  # kinds of words, as `attributes` hashes them
 SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in (CLASS, ID)], np.uint64)
@@ -56,7 +56,7 @@ SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in 
 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the comments below it; unchanged if much other text is kept after the first comments."""
+    """Return `keep` [blocks] of an article without the comments below it; `keep` itself if much other text follows the first comments."""
     elements, kept_words = page.elements, running(page.blocks[:, L.WORDS] * keep)
     out, above = keep.copy(), -1
     for e in range(len(elements)):

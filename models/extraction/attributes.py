@@ -1,4 +1,4 @@
-"""Attributes of a page's elements (classes, hidden content, formulas) and the page's statements about itself."""
+"""Reading of elements' attributes (classes, hidden content, formulas) and of a page's metadata (type, generator, address)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "
 
 @njit(cache=True, borrows=True)
 def attributes(page: Scan, element: int, tag: int, at: int) -> int:
-    """Read the attributes from `at` on; return the index after the tag."""
+    """Read the attributes of a start tag, which begin at html[at]; return the index after the tag."""
     html, s = page.html, page.state
     size = len(html)
     s[L.MATHS] = tag == T_MATH
@@ -94,7 +94,7 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
 
 @njit(cache=True, borrows=True)
 def _number(html: NDArray[np.uint8], start: int, stop: int) -> int:
-    """Return the number that html[start:stop] begins with, at most `MAX_SPAN`; 0 for none."""
+    """Return the number that html[start:stop] begins with, capped at `MAX_SPAN`; 0 if it begins with no digit."""
     number, at = 0, start
     while at < stop and 48 <= html[at] <= 57:
         number, at = min(10 * number + int(html[at]) - 48, MAX_SPAN), at + 1
@@ -109,7 +109,7 @@ def _hides(html: NDArray[np.uint8], start: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _read_meta(page: Scan) -> None:
-    """Record what a `meta` or `link` says about the page: its type, its generator, its address."""
+    """Record the page's type, generator or canonical address, if the current `meta` or `link` tag names one."""
     html, s = page.html, page.state
     if has(html, s[L.ABOUT], s[L.ABOUT_STOP], b"og:type"):
         _about(page, s[L.VALUE], s[L.VALUE_STOP], 3)
@@ -135,7 +135,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
-    """Record hashes of the words of a class, id or role: letters only, cut before a capital. `sign`: add them to the element's sign."""
+    """Record hashes of the words (letters, split before capitals) of a class, id or role. `sign`: also hash the words into the sign."""
     s, html = page.state, page.html
     word, length = OFFSET ^ np.uint64(kind), 0
     total = np.uint64(0)
@@ -159,7 +159,7 @@ def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: boo
 
 @njit(cache=True, borrows=True)
 def _about(page: Scan, start: int, stop: int, kind: int) -> None:
-    """Record a word about the page: the hash of html[start:stop]."""
+    """Record a word about the page: the hash of `kind` and of html[start:stop], up to 64 bytes."""
     s = page.state
     if s[L.PAGE_TOKEN] < len(page.page):
         word = OFFSET ^ np.uint64(kind)
@@ -185,7 +185,7 @@ def _address(page: Scan, start: int, stop: int) -> None:
 
 @njit(cache=True, borrows=True)
 def types(page: Scan, start: int, stop: int) -> None:
-    """Record the values of `@type` in JSON-LD, html[start:stop]."""
+    """Record the values of `@type` in the JSON-LD html[start:stop] as words about the page."""
     html = page.html
     at = start
     while at + 8 < stop:

@@ -1,8 +1,8 @@
-"""Cost of a page for a parser, estimated from its tags, so that pages built to hang a parser are refused before parsing.
+"""Estimate of a page's cost for a parser, from the page's tags, so that pages built to hang a parser are refused before parsing.
 
 The time of an HTML parser grows with the square of four counts: nested elements, attributes of one tag, options of a selection list, and
-unclosed formatting elements (`b`, `font`, ...), which the parser opens again in every paragraph. Options hold no text of the page: where
-there are many, their tags are taken out instead.
+unclosed formatting elements (`b`, `font`, ...), which the parser opens again in every paragraph. Options hold no text of the page: if
+there are many, their tags are removed and the page is parsed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BREAKS_OUT = flags(
 
 
 class Burden(NamedTuple):
-    """Counts of a page: tags; maximum depth of nesting, or of open formatting elements; maximum attributes of a tag, or the root of the sum
-    of squares over tags with more than `MANY_ATTRIBUTES`; formatting elements opened again; options of selection lists."""
+    """Counts of a page. `depth`: maximum nested elements or open formatting elements. `attributes`: maximum of a tag or, if greater, the
+    root of the sum of squares over tags with more than `MANY_ATTRIBUTES`. `copies`: formatting elements opened again."""
 
     tags: int
     depth: int

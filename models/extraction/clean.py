@@ -1,4 +1,4 @@
-"""Characters of a page: decoding before it is parsed; repair of wrong encodings, control characters and white space in its text."""
+"""Characters of a page: decoding before parsing; repair of wrong encodings, control characters and white space in the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from puna.kernels.cpu.numba_cache import njit
 
 LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # smallest code point by its number of bytes in UTF-8
 TAB, LINE_END, SPACE, DELETED, NO_BREAK = 9, 10, 32, 127, 0xA0
-MISREAD, DOUBTFUL = 1, 2  # doubts about a text: `repaired` may mend it; it may be blank, or wrongly decoded
+MISREAD, DOUBTFUL = 1, 2  # doubts about a text, as bits: `repaired` may change it; it may be blank or wrongly decoded
 
 
 def plain(text: str) -> str:
@@ -28,7 +28,7 @@ def cleaned(text: str) -> str:
 
 
 def _of(text: str, lines: bool) -> str:
-    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # writable, as `texts_of` gives it: one loop is compiled
+    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # writable, like `texts_of`'s arrays: numba compiles once
     results: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
     return results.tobytes().decode()
 
@@ -51,7 +51,7 @@ def _cleaned(
 
 @njit(cache=True, borrows=True)
 def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: NDArray[np.uint8], lines: bool) -> tuple[int, int]:
-    """Write a cleaned text to `out` from `start` on; return its end and the doubts about it. `lines`: clean the ends of lines, too."""
+    """Write a cleaned text to `out` from `start` on; return its end and the doubts about it. `lines`: also clean line ends."""
     at, end, before = 0, start, np.int64(0)  # before: the role of the character before
     misread, sound, visible = False, True, False  # visible: not all is white space
     while at < len(text):
@@ -81,7 +81,7 @@ def _clean(text: NDArray[np.uint8], out: NDArray[np.uint8], start: int, roles: N
 
 @njit(cache=True, borrows=True)
 def _line_end(out: NDArray[np.uint8], start: int, end: int) -> int:
-    """Return the end of a line that is written up to `end`, without its last white space."""
+    """Return the end of the line that `out` holds up to `end`, without trailing white space."""
     while end > start:
         if out[end - 1] == SPACE or out[end - 1] == TAB:
             end -= 1
@@ -94,7 +94,7 @@ def _line_end(out: NDArray[np.uint8], start: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _is_control(c: int) -> bool:
-    """True if a character is a control or invisible: a soft hyphen, a zero-width space, a word joiner, a byte order mark."""
+    """True if a character is an ASCII control (not tab or line end), a soft hyphen, zero-width space, word joiner, BOM or noncharacter."""
     if c < 0x80:
         return (0 <= c < SPACE and c != TAB and c != LINE_END) or c == DELETED
     return c == 0xAD or c == 0x200B or c == 0x2060 or c == 0xFEFF or c == 0xFFFE or c == 0xFFFF
@@ -102,7 +102,7 @@ def _is_control(c: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _character(text: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """Return the code point of a character beyond ASCII, and its number of bytes; the code point is -1 if the bytes are no UTF-8."""
+    """Return the code point of a character beyond ASCII, and its number of bytes; the code point is -1 if the bytes are not UTF-8."""
     first = np.int64(text[at])
     length = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
     if first < 0xC2 or first > 0xF4 or at + length > len(text):
@@ -146,8 +146,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """Return the line decoded once more, or unchanged if this keeps more accented letters than it removes characters: misread letters
-    would not be kept. "STAÐ“" ends a quotation in Icelandic capitals, and "Ð“" is also a misread Cyrillic "Г"."""
+    """Return the line decoded once more, or unchanged if decoding keeps more accented letters than it removes characters: misread letters
+    do not survive decoding. "STAÐ“" ends a quotation in Icelandic capitals, and "Ð“" is also a misread Cyrillic "Г"."""
     from ftfy import fix_encoding
 
     fixed = fix_encoding(line)
@@ -157,9 +157,9 @@ def _undone(line: str) -> str:
 
 @functools.cache
 def roles() -> NDArray[np.uint8]:
-    """Return the roles of each UTF-16 unit. `FIRST`: some single-byte encoding decodes the first byte of a UTF-8 character to it; `LATER`:
-    the same for a later byte; `CONTROL`: it is a C1 control."""
-    import ftfy.bad_codecs  # noqa: F401 - it names the encodings with no gaps
+    """Return the roles of each UTF-16 unit, as bits. `FIRST`: some single-byte encoding decodes the first byte of a UTF-8 character to the
+    unit. `LATER`: some single-byte encoding decodes a later byte to the unit. `CONTROL`: the unit is a C1 control."""
+    import ftfy.bad_codecs  # noqa: F401 - registers the encodings "sloppy-…", which have no gaps
     from ftfy.chardata import CHARMAP_ENCODINGS
 
     result = np.zeros(1 << 16, np.uint8)
@@ -198,19 +198,19 @@ BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}  # how HTML begins in ch
 
 
 def utf8(body: bytes, charset: str | None) -> bytes:
-    """Return the characters of an HTML page in UTF-8, see `decode`."""
+    """Return an HTML page re-encoded in UTF-8; `decode` describes how its encoding is found."""
     text, same = _decode(body, charset, html=True)
     return body if same else text.encode("utf-8", "replace")
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
-    """Return the page's characters. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; valid UTF-8,
+    """Return the text of a page. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; valid UTF-8,
     whatever the server says (other encodings are seldom valid UTF-8 by chance); the server's header; the page; detection."""
     return _decode(body, charset, html)[0]
 
 
 def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
-    """Return the page's characters, and True if the body is their encoding in UTF-8."""
+    """Return the text of a page, and True if `body` is exactly this text in UTF-8."""
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
     for mark, name in BOMS:

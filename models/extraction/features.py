@@ -1,4 +1,4 @@
-"""Features of each block: its text, its place in the tree and on the page, its neighbours, its containers."""
+"""Features of a block: its text, its place in the tree and on the page, its neighbours, its containers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ GROUP = (
     "focus_in focus_up focus_share focus_linked lca_share lca_linked copies copy"
 )
 PAGE = "page_blocks page_words page_linked page_stops page_p page_li page_h1 page_heads page_images page_forms page_focus page_main"
-LEVELS = 6  # containers above a block that are described
+LEVELS = 6  # number of containers above a block that have features
 NEIGHBOURS = (-3, -2, -1, 1, 2, 3)
 T_BODY, T_H1, T_MAIN, T_ARTICLE, T_P = (NUMBER[name] for name in ["body", "h1", "main", "article", "p"])
 BIT_LI = BIT["li"]
-BUCKETS = 1 << 14  # of words in classes and of words in texts
+BUCKETS = 1 << 14  # hash buckets of words in classes, and of words in texts
 
 
 def names() -> list[str]:
@@ -48,7 +48,7 @@ def names() -> list[str]:
 
 @njit(cache=True, borrows=True)
 def element_scores(page: Scan, weights: NDArray[np.float32], own: NDArray[np.float32], path: NDArray[np.float32]) -> None:
-    """Sum the weights of each element's tag and class, id and role words into `own`; sum `own` over it and its ancestors into `path`."""
+    """Write to `own` the sum of weights of each element's tag and words (class, id, role); to `path`, sums of `own` from the root down."""
     elements, tokens = page.elements, page.tokens
     count = len(elements)
     mask = np.uint64(BUCKETS - 1)
@@ -75,7 +75,7 @@ def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.floa
 
 @njit(cache=True)
 def text_keys(page: Scan) -> NDArray[np.uint64]:
-    """Return a hash of each block's words [blocks]."""
+    """Return a hash of each block's sequence of words [blocks]."""
     keys = np.empty(len(page.blocks), np.uint64)
     start = 0
     for b in range(len(keys)):
@@ -106,7 +106,7 @@ def _title_words(page: Scan) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def focus(page: Scan, mass: NDArray[np.float64], share: float) -> int:
-    """Return the deepest element with more than `share` of the text with sentences. `mass` [blocks + 1]: running sum of words in it."""
+    """Return the deepest element with more than `share` of the prose, or the root. `mass` [blocks + 1]: running sum of words of prose."""
     elements = page.elements
     best = 0
     total = mass[-1]
@@ -117,17 +117,17 @@ def focus(page: Scan, mass: NDArray[np.float64], share: float) -> int:
 
 
 class Totals(NamedTuple):
-    """Totals that the features of single blocks are measured against."""
+    """Totals of a page, from which the features of its blocks are computed."""
 
     sums: NDArray[np.float64]  # [blocks + 1, 4] running sums of words, linked words, sentence ends, text scores
     group: NDArray[np.float32]  # [blocks, 5] sums over blocks with the same path: number, words, linked words, sentence ends, text scores
-    sign: NDArray[np.float32]  # [blocks, 5] the same over blocks whose element has the same tag and classes
+    sign: NDArray[np.float32]  # [blocks, 5] the same sums over blocks whose element has the same tag and classes
     paths: NDArray[np.uint64]  # [blocks] hash of the path
-    first: NDArray[np.int64]  # [blocks] blocks of the same path before it
-    copies: NDArray[np.int64]  # [blocks] blocks of the same words
-    before: NDArray[np.int64]  # [blocks] blocks of the same words before it
+    first: NDArray[np.int64]  # [blocks] number of earlier blocks of the same path
+    copies: NDArray[np.int64]  # [blocks] number of blocks of the same words
+    before: NDArray[np.int64]  # [blocks] number of earlier blocks of the same words
     title: NDArray[np.uint64]  # sorted hashes of the title's words
-    title_bits: np.uint64  # a bit for each of them, numbered by the hash's last six bits
+    title_bits: np.uint64  # a bit set for each word of the title, numbered by the hash's last six bits
     inside: NDArray[np.bool_]  # [elements] the focus and its ancestors
     page: NDArray[np.float32]  # [12] features of the page
 
@@ -136,8 +136,8 @@ class Totals(NamedTuple):
 def block_features(
     page: Scan, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:
-    """Fill in the features, see `names`, in the first columns of `out` [blocks, ...], which is zeros. own, path [elements], text [blocks]:
-    the linear models' scores."""
+    """Write the features, in the order of `names`, to the first columns of `out` [blocks, ...], which must hold zeros. `own`, `path`
+    [elements] and `text` [blocks]: the linear models' scores."""
     n = len(page.blocks)
     totals, focal = _totals(page, text)
     head = h1 = -1
@@ -159,7 +159,7 @@ def block_features(
 
 @njit(cache=True)
 def _totals(page: Scan, text: NDArray[np.float32]) -> tuple[Totals, int]:
-    """Return sums over the page, and the element that it is about (`focus`)."""
+    """Return the page's totals and its focus: the deepest element with more than half of the prose."""
     blocks, elements = page.blocks, page.elements
     n = len(blocks)
     sums, mass = np.zeros((n + 1, 4), np.float64), np.zeros(n + 1, np.float64)
@@ -217,7 +217,7 @@ def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
 def _element(
     page: Scan, b: int, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
-    """Write the block's place in the tree, and the linear models' scores."""
+    """Write which kinds of elements hold the block, and the linear models' scores; return the next column."""
     elements = page.elements
     e = page.blocks[b, L.ELEMENT]
     for bit in FLAG_BITS:
@@ -238,7 +238,7 @@ def _element(
 
 @njit(cache=True, borrows=True)
 def _position(page: Scan, b: int, h1: int, head: int, totals: Totals, text: NDArray[np.float32], row: NDArray[np.float32], k: int) -> int:
-    """Write the block's place on the page: from its ends, from the headings before it, and whether it repeats the title."""
+    """Write the distances to the page's ends and to headings before, and the share of title words; return the next column."""
     blocks, sums = page.blocks, totals.sums
     n = len(blocks)
     row[k], row[k + 1], row[k + 2], row[k + 3] = b, b / n, sums[b, 0], sums[n, 0] - sums[b + 1, 0]
@@ -283,7 +283,7 @@ def _neighbours(
 
 @njit(cache=True, borrows=True)
 def above(page: Scan, element: int) -> int:
-    """Return the block element that holds an element; the root holds itself."""
+    """Return the innermost block element around an element; the root itself for the root."""
     return int(page.elements[page.elements[element, L.PARENT], L.HOLDER]) if element > 0 else element
 
 
@@ -305,7 +305,7 @@ def _containers(page: Scan, b: int, totals: Totals, row: NDArray[np.float32], k:
 
 @njit(cache=True, borrows=True)
 def _place(page: Scan, b: int, focal: int, totals: Totals, row: NDArray[np.float32], k: int) -> int:
-    """Write features of the blocks of the same kind, of the way to the page's focus, and of copies."""
+    """Write features of the blocks with the same path or sign, of the page's focus, and of copies; return the next column."""
     elements, sums, group = page.elements, totals.sums, totals.group[b]
     total = sums[len(page.blocks), 0]
     row[k], row[k + 1], row[k + 2], row[k + 3] = group[0], group[1], ratio(group[2], group[1]), ratio(group[3], group[1])

@@ -1,4 +1,4 @@
-"""Invisible text of a page: templates of page builders and scripts, notices to browsers without JavaScript, and tags in brackets
+"""Removal of a page's invisible text: templates of page builders and scripts, notices to browsers without JavaScript, and tags in brackets
 (WordPress's shortcodes) that a removed plugin left behind."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SAYS_TEMPLATE = np.array([fnv(name, kind) for name in ("template", "templates", 
 MOST = 0.5  # maximum share of the kept words in templates; more is content that a script shows (shadow roots)
 NOTICE_BYTES = 400  # maximum bytes of a notice about JavaScript
 NEAR = 32  # bytes on either side of "JavaScript" that are searched
-MENTIONS = 2  # maximum blocks that mention JavaScript; a page with more is about it
+MENTIONS = 2  # maximum blocks that mention JavaScript; a page with more is about JavaScript
 TAG_BYTES = 1000  # maximum bytes of a tag in brackets
 OPEN, CLOSE, EQUALS, SLASH, UNDERSCORE, HYPHEN = 0x5B, 0x5D, 0x3D, 0x2F, 0x5F, 0x2D
 
 
 @njit(cache=True)
 def without_unseen(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without invisible text; blocks are narrowed to the text between tags in brackets."""
+    """Return `keep` [blocks] without invisible text; cut tags in brackets off both ends of kept blocks, in place."""
     blocks, n = page.blocks, len(page.blocks)
     out, words, left = keep.copy(), 0, 0
     for e in range(len(page.elements)):
@@ -55,7 +55,7 @@ def _says_template(page: Scan, element: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _drop_notices(page: Scan, keep: NDArray[np.bool_]) -> None:
-    """Drop short blocks that ask for JavaScript, on a page that hardly mentions it otherwise."""
+    """Drop short blocks that ask for JavaScript from `keep`, if at most `MENTIONS` kept blocks of the page mention JavaScript."""
     mentions = 0
     for b in range(len(keep)):
         mentions += keep[b] and has(page.text, page.blocks[b, L.START], page.blocks[b, L.STOP], b"javascript")
@@ -69,7 +69,7 @@ def _drop_notices(page: Scan, keep: NDArray[np.bool_]) -> None:
 
 @njit(cache=True, borrows=True)
 def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
-    """True if the words next to "JavaScript" ask to turn it on, or say that it is off, in one of several languages."""
+    """True if words near the first "JavaScript" ask to turn JavaScript on, or say that it is off, in one of several languages."""
     at = start
     while at < stop and not has(text, at, min(at + 10, stop), b"javascript"):
         at += 1
@@ -85,7 +85,7 @@ def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """True if a word in text[start:stop] begins with these bytes."""
+    """True if a word in text[start:stop] begins with the bytes `words`."""
     for at in range(start, stop - len(words) + 1):
         if (at == 0 or not 97 <= text[at - 1] | 32 <= 122) and has(text, at, at + len(words), words):
             return True
@@ -122,7 +122,7 @@ def _narrow(page: Scan, block: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
-    """True if a name has a prefix of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient."""
+    """True if the shortcode's name text[first:last] has a prefix of WPBakery, Divi, Avada, tagDiv, Jupiter, Enfold or Salient."""
     wide = begins(text, first, last, b"vc_") or begins(text, first, last, b"et_pb_") or begins(text, first, last, b"fusion_")
     wide |= begins(text, first, last, b"tdc_") or begins(text, first, last, b"mk_") or begins(text, first, last, b"av_")
     return bool(wide or begins(text, first, last, b"nectar_"))
@@ -130,9 +130,9 @@ def _is_builders(text: NDArray[np.uint8], first: int, last: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _tag_end(text: NDArray[np.uint8], at: int, stop: int) -> int:
-    """Return the end of a tag in brackets that begins at `at`, or `at`: `[name word="value"]`, `[vc_row]`, `[/name]`.
+    """Return the end of the tag in brackets that begins at `at`: `[name word="value"]`, `[vc_row]`, `[/name]`; without a tag, `at`.
 
-    A bare lower-case name is no tag (`[sic]`), nor are notes, lists and BBCode's `[b]`. A tag has an attribute with a value in quotes, a
+    A bare lower-case name (`[sic]`) is not a tag, nor are notes, lists and BBCode's `[b]`. A tag has an attribute with a value in quotes, a
     page builder's prefix, or a slash before a name of at least four letters.
     """
     begin = at

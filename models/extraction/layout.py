@@ -1,4 +1,4 @@
-"""The tables that pages are read into (`scan`): elements, blocks of text, words; and sums over their rows with equal keys."""
+"""The tables into which `scan` reads pages (elements, blocks of text, words), and sums over rows with equal keys."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from puna.models.extraction.tags import NAMES
 
 # Columns of `elements`
 TAG, PARENT, DEPTH, FIRST, END, FLAGS, TOKENS, CHILDREN, HOLDER, SPANS, COLUMNS = range(11)
-# HOLDER: the innermost block element. SPANS: of a cell its `colspan`, and above 16 bits its `rowspan`, 0 where it has none.
+# HOLDER: the innermost block element, itself included. SPANS: a cell's `colspan` (low 16 bits) and `rowspan` (high bits), 0 if absent.
 # Columns of `blocks`. LAST: the last byte, HASHES: where the block's words end in `hashes`.
 ELEMENT, START, STOP, GAP, MARKER, WORDS, CHARS, LINKED_CHARS, LINKED_WORDS, LINKS = range(10)
 STOPS, COMMAS, DIGITS, UPPER, INLINE, IMAGES, PRE, FORMS, LAST, HASHES = range(10, 20)
-# Gaps between a block and the one before
+# Gaps between a block and the block before
 LINE, BLANK, TAB = 0, 1, 2
-# Entries of `state`: how far the page is read and what is open. Elements are numbers, -1 is none.
+# Entries of `state`: how far the page is read and what is open. An element is given by its number, -1 for none.
 AT, OUT, BLOCKS, ELEMENTS, TOKEN, HASH, CURRENT, OPEN, SPACE, NEXT_GAP, NEXT_MARKER = range(11)
 IN_PRE, IN_LINK, SKIP, ROW_CELLS, FORMULA_AT, TITLE_STOP, PAGE_TOKEN, BREAKS, VERBATIM, MATHS = range(11, 21)
-ABOUT, ABOUT_STOP, VALUE, VALUE_STOP = range(21, 25)  # attributes of the tag that is read
-PLAIN_STOP, STATES = range(25, 27)  # place before which no formula has an annotation; number of entries
+ABOUT, ABOUT_STOP, VALUE, VALUE_STOP = range(21, 25)  # attributes of the current tag
+PLAIN_STOP, STATES = range(25, 27)  # index before which no formula has an annotation; number of entries
 # Columns of `Pages.starts`
 HTML, TEXT, TITLE, ROOT, WORD, BLOCK, TEXT_WORD, HEAD_WORD, TABLES = range(9)
-# Bits of an element's flags; an element has those of its ancestors as well.
+# Bits of an element's flags; an element also has its ancestors' flags.
 FLAG_NAMES = (
     "nav header footer aside form main article section table ul ol li dl figure figcaption button dialog details blockquote pre select "
     "noscript template a td th label code body h1 h2 h3 h4 h5 h6 p textarea menu fieldset address caption dt dd summary thead"
@@ -40,14 +40,14 @@ MAX_HEAD_WORDS = 256  # words about the page from its head
 
 
 class Scan(NamedTuple):
-    """A page while it is read, and its tables so far. See the columns above."""
+    """A page's HTML, the state of reading, and the tables read so far; their columns are listed above."""
 
     html: NDArray[np.uint8]
     state: NDArray[np.int64]
     text: NDArray[np.uint8]
     title: NDArray[np.uint8]
     elements: NDArray[np.int64]
-    signs: NDArray[np.uint64]  # per element: hash of tag and class words; of the signs from the root
+    signs: NDArray[np.uint64]  # per element: hash of tag and class words (sign); hash of the signs from the root (path)
     tokens: NDArray[np.uint64]  # words of classes, ids and roles, element after element
     blocks: NDArray[np.int64]
     hashes: NDArray[np.uint64]  # words of the text, block after block
@@ -55,7 +55,7 @@ class Scan(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages after reading: the tables of `Scan`, page after page; numbers of elements, blocks and places count within a page's part."""
+    """Pages after reading: the tables of `Scan`, page after page. Numbers of elements, blocks and bytes start at 0 in each page's part."""
 
     html: NDArray[np.uint8]
     states: NDArray[np.int64]  # [pages, STATES]
@@ -95,7 +95,7 @@ def running(values: NDArray[Any]) -> NDArray[Any]:
 
 @njit(cache=True)
 def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int]:
-    """Return the first block and the end of the deepest element with this share of the running sums' total; (0, 0) if the total is 0."""
+    """Return the first block and the end of the deepest element with at least this share of the total sums[-1]; (0, 0) if it is 0."""
     first, end = 0, 0
     for e in range(len(page.elements)):
         a, z = page.elements[e, FIRST], page.elements[e, END]
@@ -115,7 +115,7 @@ def numbers_of(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
         at, probes = np.int64((keys[k] ^ (keys[k] >> np.uint64(32))) & np.uint64(size - 1)), 0
         while places[at] >= 0 and own[places[at]] != keys[k]:
             at, probes = (at + 1) & (size - 1), probes + 1
-            if probes == PROBES:  # too many keys fall on one place
+            if probes == PROBES:  # too many keys collide
                 return _numbered_by_order(keys)  # type: ignore[no-any-return]
         if places[at] < 0:
             places[at], own[count] = count, keys[k]
@@ -126,7 +126,7 @@ def numbers_of(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
 
 @njit(cache=True)
 def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int]:
-    """Return what `numbered` returns, but with numbers in the order of the keys, in n log n steps for any keys."""
+    """Return a number for each key, as `numbers_of` does, but in the order of the keys, and in n log n steps for any keys."""
     order, numbers, count = np.argsort(keys), np.empty(len(keys), np.int64), 0
     for k in range(len(order)):
         count += k == 0 or keys[order[k]] != keys[order[k - 1]]
@@ -136,7 +136,7 @@ def _numbered_by_order(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], int
 
 @njit(cache=True)
 def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each key, the number of entries with the same key, and the number of these entries before it."""
+    """Return, for each entry of `keys`, the number of entries with the same key, and the number of such entries before it."""
     numbers, count = numbers_of(keys)
     sizes, before = np.zeros(count, np.int64), np.empty(len(keys), np.int64)
     for k in range(len(keys)):
@@ -147,7 +147,7 @@ def groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 @njit(cache=True)
 def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return [n, k]: for each row of `values` [n, k], the sum of all rows with the same key, added in order."""
+    """Return, for each row of `values` [n, k], the sum of all rows with the same key [n, k], added in order."""
     numbers, count = numbers_of(keys)
     sums, out = np.zeros((count, values.shape[1]), np.float32), np.empty(values.shape, np.float32)
     for k in range(len(keys)):

@@ -1,11 +1,11 @@
 """The extractor's model, which predicts the blocks of a page that are its content.
 
 Two linear models score the words of classes and of texts; a third predicts the type of the page from its head. Boosted trees
-judge a block by these scores, by its text, its containers, its neighbours and the blocks of its kind. A network (`network`),
-which also gets the features of `article`, judges the block by the blocks around it. The mean of both logits is used. The page
+judge a block by these scores, and by its text, containers, neighbours and the blocks of its kind. A network (`network`), which
+also gets the features of `article`, judges the block by the blocks around it. The block's logit is the mean of both. The page
 keeps the blocks that give the highest expected F1 of words.
 
-`tests/benchmarks/train_extraction.py` makes the weights from labelled pages; NOTICE beside them describes the labels.
+`tests/benchmarks/train_extraction.py` trains the weights on labelled pages; NOTICE beside the weights describes the labels.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from puna.models.extraction.network import Network, network_logits
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
 
-PULL = np.float32(0.35)  # fraction of the way to the mean of the blocks with the same path
+PULL = np.float32(0.35)  # share of the way by which a logit moves to the mean of the blocks with the same path
 COPIED_WORDS = 5  # minimum words of a copy: shorter texts may occur on a page again and again
 
 
 @njit(cache=True)
 def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return logits [blocks], moved towards the mean of the blocks with the same tags and classes up to the root. Titles of cards,
+    """Return the logits `scores` [blocks], moved towards the mean of blocks with the same tags and classes up to the root. Titles of cards,
     messages of a thread or cells of a column are all content or all not. A block's weight in the mean is the root of its words."""
     blocks = page.blocks
     n = len(blocks)
@@ -54,7 +54,7 @@ def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] without blocks that repeat the words of an earlier kept block: copies for narrow screens, quotations.
-    Blocks with the same path are no copies: messages of a thread or entries of a reference may have the same words."""
+    Blocks with the same path are not copies: messages of a thread or entries of a reference may have the same words."""
     keys = text_keys(page)
     out = keep.copy()
     numbers, count = numbers_of(keys)
@@ -69,18 +69,18 @@ def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 LEVELS = 128  # number of cuts to try, and of states of the page to try them against
-TOGETHER = 0.6  # weight of the view that a page's blocks are content or not all together
+TOGETHER = 0.6  # weight of the second expectation in `best_cut`, in which blocks are content together
 
 
 @njit(cache=True)
 def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the minimum probability of kept blocks, a multiple of 1 / LEVELS, for the highest expected F1 of words, and that F1.
+    """Return the cut (minimum probability of kept blocks, a multiple of 1 / LEVELS) with the highest expected F1 of words, and this F1.
 
-    The expectation is a weighted mean of two. With independent blocks, F1 is near 2 * (expected right words) / (kept words + expected
-    content words). But the cards of a page are all content or all not. So the second expectation draws a level uniformly and takes the
+    This is a weighted mean of two expectations. If blocks are independent, F1 is near 2 * (expected content in kept words) / (kept words +
+    expected content). But the cards of a page are all content or all not. So the second expectation draws a level uniformly and takes the
     blocks above it as content: F1 is 2 * min / sum of the words above the level and above the cut.
     """
-    above, right = np.zeros(LEVELS + 1), np.zeros(LEVELS + 1)  # words, expected right words of blocks from a level on
+    above, right = np.zeros(LEVELS + 1), np.zeros(LEVELS + 1)  # words and expected content words of the blocks at or above a level
     for b in range(len(p)):
         level = min(LEVELS - 1, int(p[b] * LEVELS))
         above[level] += words[b]
@@ -116,7 +116,7 @@ def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     words, kept_words = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
     first, end = deepest(page, kept_words, CONTENT_SHARE)
     out = keep.copy()
-    done = first  # what an outer table or list has settled
+    done = first  # end of the last element that was filled: inner tables and lists are skipped
     for e in range(len(elements)):
         a, z = elements[e, L.FIRST], elements[e, L.END]
         needed = NEEDED[elements[e, L.TAG]]
@@ -142,7 +142,7 @@ def _keep_headings(page: Scan, keep: NDArray[np.bool_]) -> None:
 
 @njit(cache=True)
 def with_headline(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] and the page's main heading, its only `h1`, if it stands above the end of the text."""
+    """Return `keep` [blocks] with the page's main heading added: its only `h1`, if it stands above the last kept block."""
     results = end = -1
     for b in range(len(keep)):
         if page.elements[page.blocks[b, L.ELEMENT], L.TAG] == T_H1:
@@ -162,8 +162,8 @@ TYPE_BUCKETS = 1 << 12
 CERTAIN = np.log(2)  # twice as probable as not
 BODY_SALT = np.uint64(0x9E3779B97F4A7C15)
 FEATURES = len(names())
-SEEN = FEATURES + len(PAGE_TYPES)  # columns of the trees
-COLUMNS = SEEN + ARTICLE_FEATURES  # of the network
+SEEN = FEATURES + len(PAGE_TYPES)  # columns that the trees read
+COLUMNS = SEEN + ARTICLE_FEATURES  # columns that the network reads
 T_HTML, T_BODY = NUMBER["html"], NUMBER["body"]
 
 
@@ -186,7 +186,7 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """Return the model whose weights come with the code."""
+    """Return the model whose weights lie beside this module."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)
@@ -238,7 +238,7 @@ def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32
 
 @njit(cache=True)
 def _scores(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Network) -> NDArray[np.float32]:
-    """Return [blocks]: the logit that a block is content."""
+    """Return each block's logit of being content [blocks]."""
     starts = pages.starts[:, L.BLOCK]
     scores = logits(trees, rows)
     for p in range(len(starts) - 1):
@@ -249,33 +249,33 @@ def _scores(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Net
 
 
 def chances(pages: Pages, rows: NDArray[np.float32], trees: Splits, network: Network) -> NDArray[np.float32]:
-    """Return [blocks]: the probability that a block is content, from its features."""
+    """Return each block's probability of being content [blocks], from the features `rows` [blocks, COLUMNS]."""
     result: NDArray[np.float32] = 1 / (1 + np.exp(-_scores(pages, rows, trees, network)))
     return result
 
 
 def judge(pages: Pages, model: Model) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the probability [blocks] that a block is content, and logits of the pages' types [pages, page types]."""
+    """Return each block's probability of being content [blocks], and the logits of the pages' types [pages, page types]."""
     rows, types = features_and_types(pages, model.linear)
     return chances(pages, rows, model.trees, model.network), types
 
 
 @njit(cache=True)
 def choose_blocks(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return a mask of the blocks to keep, given probabilities `p` of content. Code, lists and tables stay whole; copies are dropped."""
+    """Return a mask of the blocks to keep, given probabilities `p` of content; complete code, lists and tables, and drop copies."""
     cut, _ = best_cut(p, page.blocks[:, L.WORDS] + 0.01)
     return once(page, made_whole(page, p >= cut))  # type: ignore[no-any-return]
 
 
 def content(pages: Pages, model: Model, headline: bool = False) -> NDArray[np.bool_]:
-    """Return a mask of the pages' content [blocks]; `headline`: with the main headings."""
+    """Return a mask of the pages' content [blocks]. `headline`: also keep the main headings."""
     p, types = judge(pages, model)
     return kept_blocks(pages, p, types, headline)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
 def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headline: bool) -> NDArray[np.bool_]:
-    """Return a mask of the blocks to keep, given probabilities `p` of content and logits of the pages' types."""
+    """Return a mask of the blocks to keep, given probabilities `p` of content and logits of the pages' types. `headline`: see `content`."""
     starts = pages.starts[:, L.BLOCK]
     keep = np.zeros(len(p), np.bool_)
     for number in range(len(types)):
@@ -289,8 +289,8 @@ def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32]
 
 @njit(cache=True)
 def below_the_article(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32], types: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without teasers of other articles if the page is an article, and without comments if it certainly is. `p`
-    [blocks]: probability that a block is content; `types` [page types]: logits of the page's type."""
+    """Return `keep` [blocks] without teasers of other articles if the page's likeliest type is article; if its logit reaches `CERTAIN`,
+    also without comments. `p` [blocks]: probability that a block is content; `types` [page types]: logits of the page's type."""
     if types.argmax() != ARTICLE:
         return keep
     left = without_teasers(page, keep, p)

@@ -1,6 +1,6 @@
 """A network that reads a page's blocks in order and judges a block by the blocks around it and by the page.
 
-It has a layer for each block, a mean over the page, then convolutions over ever wider neighbourhoods. Every number is one chain of sums
+A dense layer reads each block, another the mean over the page; then come convolutions over ever wider neighbourhoods. All sums are taken
 in a fixed order, so that all processors compute the same bits.
 """
 
@@ -15,18 +15,18 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.cpu.vector_products import AHEAD, scores_one
 from puna.kernels.cpu.vectors import LANES
 
-WIDTH = 48  # numbers of a block in each layer, three vectors
+WIDTH = 48  # hidden width of a block in each layer: three vectors
 STEPS = (1, 2, 4, 8)  # distances of the blocks that a convolution joins
-HIGHEST = np.float32(4)  # maximum distance from the mean, in deviations
+HIGHEST = np.float32(4)  # maximum distance from the mean, in standard deviations
 ONE, FRACTION = np.int32(0x3F800000), np.float32(2.0**-23)
 VECTORS = np.arange(WIDTH // LANES + AHEAD, dtype=np.int32) % (WIDTH // LANES)
 
 
 class Network(NamedTuple):
-    """Weights [vectors of outputs, inputs, LANES] and biases; a convolution's inputs are the block before, the block, the block after."""
+    """Weights [vectors of outputs, inputs, LANES] and biases. Convolution k reads the blocks at the distances -STEPS[k], 0 and STEPS[k]."""
 
-    mean: NDArray[np.float32]  # [columns] of the inputs
-    scale: NDArray[np.float32]  # [columns] one over their deviation
+    mean: NDArray[np.float32]  # [columns] mean of the inputs
+    scale: NDArray[np.float32]  # [columns] 1 / standard deviation of the inputs
     enter: NDArray[np.float32]
     enter_bias: NDArray[np.float32]
     page: NDArray[np.float32]
@@ -39,7 +39,7 @@ class Network(NamedTuple):
 
 @njit(cache=True)
 def inputs(rows: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return features [blocks, columns] on a logarithmic scale, as deviations from the mean, cut at ±`HIGHEST`.
+    """Return features [blocks, columns] on a logarithmic scale, standardised by `mean` and `scale`, and clipped to ±`HIGHEST`.
 
     The bits of 1 + |x|, read as an integer, are a piecewise linear logarithm to base 2.
     """
@@ -69,7 +69,7 @@ def _dense(x: NDArray[np.float32], weights: NDArray[np.float32], bias: NDArray[n
 
 @njit(cache=True)
 def network_logits(network: Network, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a logit for each block of one page [blocks], from its features [blocks, columns]."""
+    """Return a logit for each block of one page [blocks], from the features `rows` [blocks, columns]."""
     n = len(rows)
     state = _dense(inputs(rows, network.mean, network.scale), network.enter, network.enter_bias)
     mean = np.zeros((1, WIDTH), np.float32)

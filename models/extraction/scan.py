@@ -1,8 +1,8 @@
 """Conversion of the parser's serialised HTML (every element closed, every value quoted) to blocks of text, in one pass.
 
-A block is the text between two boundaries: the tags of block elements and line breaks. A block holds its text, its place
-in the tree of elements and counts; an element holds its parent, the blocks that it spans and the words of its classes.
-Text is UTF-8: entities are decoded, white space is collapsed except in `pre`, formulas come from alternative texts.
+A block is the text between two boundaries: the tags of block elements and line breaks. A block holds its text, counts and its
+place in the tree of elements; an element holds its parent, the blocks that it spans and the words of its classes.
+Text is UTF-8: entities are decoded, white space is collapsed except in `pre`, and formulas are read from alternative texts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def serialise(tree: Any) -> bytes:
 
 
 def scan(html: bytes) -> Scan:
-    """Return the blocks and elements of a page; `html` is the serialisation of a parsed tree, UTF-8."""
+    """Return the blocks and elements of a page. `html`: the parsed tree, serialised in UTF-8."""
     return page_of(read_pages([html])[0], 0)  # type: ignore[no-any-return]
 
 
 def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = NO_BOUND) -> tuple[Pages, NDArray[np.int64]]:
-    """Return the pages' blocks and elements, and each page's depth and number of blocks [pages, 2]. A page beyond a bound is left empty."""
+    """Return the pages' blocks and elements, and each page's depth and number of blocks [pages, 2]. Leave a page beyond a bound empty."""
     ends = np.zeros(len(htmls) + 1, np.int64)
     np.cumsum([len(html) for html in htmls], out=ends[1:])
     return _read(np.frombuffer(b"".join(htmls), np.uint8), ends, max_depth, max_blocks)  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def read_pages(htmls: list[bytes], max_depth: int = NO_BOUND, max_blocks: int = 
 @njit(cache=True)
 def _read(html: NDArray[np.uint8], ends: NDArray[np.int64], max_depth: int, max_blocks: int) -> tuple[Pages, NDArray[np.int64]]:
     n = len(ends) - 1
-    tags, words = np.full(n, 2, np.int64), np.empty(n, np.int64)  # of each page, at most
+    tags, words = np.full(n, 2, np.int64), np.empty(n, np.int64)  # upper bounds per page
     every = tokens = 0
     for p in range(n):
         for at in range(ends[p], ends[p + 1]):
@@ -162,7 +162,7 @@ def _start_tag(page: Scan) -> None:
     if IS_BLOCK[tag]:
         boundary(page, L.BLANK if IS_SPACED[tag] else L.LINE)
     elif tag == T_A and s[L.AT] >= 4 and html[s[L.AT] - 2] == 97 and html[s[L.AT] - 3] == 47:
-        s[L.SPACE] = 1  # links side by side are words of their own
+        s[L.SPACE] = 1  # adjacent links are separate words
     parent, element = s[L.CURRENT], s[L.ELEMENTS]
     s[L.ELEMENTS] += 1
     elements[element] = 0
@@ -260,7 +260,7 @@ def _title(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
-    """True if text begins with an escaped tag or comment (in pages that a browser saved, or snippets to embed)."""
+    """True if html[at:stop] begins with an escaped tag or comment, as in pages that a browser saved, or in snippets to embed."""
     while at < stop and is_space(html[at]):
         at += 1
     if at + 4 >= stop or not begins(html, at, stop, b"&lt;"):

@@ -10,9 +10,9 @@ from puna.models.extraction import layout as L
 from puna.models.extraction.layout import Scan
 from puna.models.extraction.tags import NUMBER
 
-CELL_BYTES = 200  # maximum bytes of a data cell: longer ones belong to layout tables and get lines of their own
+CELL_BYTES = 200  # maximum bytes of a data cell: longer cells belong to layout tables and get lines of their own
 MAX_COLUMNS = 63  # bits of a mask; cells beyond share the last column
-MAX_GROUPS = 1000  # maximum groups of rows with a `rowspan` on one page; in further ones it is ignored
+MAX_GROUPS = 1000  # maximum groups of rows with a `rowspan` on one page; further groups ignore `rowspan`
 T_TABLE, T_TR, T_TD, T_TH = (NUMBER[name] for name in ["table", "tr", "td", "th"])
 IN_CELL = L.BIT["td"] | L.BIT["th"]
 
@@ -27,7 +27,7 @@ def _grid(page: Scan) -> NDArray[np.int64]:
         if elements[e, L.SPANS] >> 16 and group > 0 and slot[group] == 0 and slots < MAX_GROUPS:
             slots += 1
             slot[group] = slots
-    covered = np.zeros((slots + 1, MAX_COLUMNS), np.int64)  # the row from which on a column is free again
+    covered = np.zeros((slots + 1, MAX_COLUMNS), np.int64)  # first row in which a column is free again
     for e in range(n):
         tag, row = elements[e, L.TAG], elements[e, L.PARENT]
         if tag == T_TR:  # `number`: rows so far of a group, index of a row; `column` of a row: its next column
@@ -50,7 +50,7 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
     """Return each kept block's table cell [blocks], -1 for none, and the cell's column if its row holds data, else -1.
 
     Columns in which no kept cell begins are not counted. A row holds data if all its kept cells are short and some row of its table has
-    two. If a row has one kept cell, only the first block has a column, so that its lines stay apart.
+    two kept cells. If a row has one kept cell, only the cell's first block has a column, so that the cell's lines stay apart.
     """
     elements, blocks, n = page.elements, page.blocks, len(keep)
     cells, columns = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
@@ -69,14 +69,14 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
         above = elements[row, L.PARENT]
         while above > 0:
             tables[b] = above if tables[b] == 0 and elements[above, L.TAG] == T_TABLE else tables[b]
-            long[above] = True  # a row around a table is no data
+            long[above] = True  # a row around a table is not a data row
             above = elements[above, L.PARENT]
         cells[b], count[row] = e, count[row] + (size[e] == 0)
         size[e] += blocks[b, L.STOP] - blocks[b, L.START]
         long[row] |= size[e] > CELL_BYTES or blocks[b, L.PRE] != 0
     for b in inside:
         row = elements[cells[b], L.PARENT]
-        if cells[b] >= 0 and not long[row]:  # the last bit is no column: it tells whether the table has data
+        if cells[b] >= 0 and not long[row]:  # the last bit is not a column: it is set if the table has data
             masks[tables[b]] |= 1 << grid[cells[b]] | int(count[row] > 1) << MAX_COLUMNS - 1
     before = -1
     for b in inside:

@@ -1,4 +1,4 @@
-"""Numbers of element names, the effect of an element on the text around it, and searches in the bytes of HTML."""
+"""Tables of HTML elements (their numbers, and their effect on the text around them), and searches in the bytes of HTML."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ INLINE = (
 NAMES = ("", *BLOCK.split(), *INLINE.split())  # 0: any other element, which runs on in the line
 NUMBER = {name: number for number, name in enumerate(NAMES)}
 VOID = "area base basefont bgsound br col embed frame hr img input keygen link meta param source track wbr"
-# The parser keeps the content of these as it is, without entities and elements.
+# The parser keeps the content of these elements verbatim, without entities and elements.
 RAW = "script style xmp iframe noembed noframes plaintext"
-# Blank lines stand around these.
+# Blank lines stand around these elements.
 SPACED = "p pre blockquote table ul ol dl h1 h2 h3 h4 h5 h6 figure article section header footer aside nav main form details hr"
-OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # of the FNV-1a hash
+OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # constants of the FNV-1a hash
 HEADINGS = "h1 h2 h3 h4 h5 h6"
 
 
@@ -80,7 +80,7 @@ def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
 
 @njit(cache=True, borrows=True)
 def begins(html: NDArray[np.uint8], at: int, stop: int, words: bytes) -> bool:
-    """True if html[at:stop] begins with these bytes."""
+    """True if html[at:stop] begins with the bytes `words`."""
     here = 0
     while here < len(words) and at + here < stop and html[at + here] == words[here]:
         here += 1
@@ -89,7 +89,7 @@ def begins(html: NDArray[np.uint8], at: int, stop: int, words: bytes) -> bool:
 
 @njit(cache=True, borrows=True)
 def has(html: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """True if `words`, in lower case, occur in html[start:stop] in either case."""
+    """True if html[start:stop] contains the lower-case bytes `words`, ignoring ASCII case."""
     for at in range(start, stop - len(words) + 1):
         here = 0
         while here < len(words) and (

@@ -1,7 +1,7 @@
-"""Preparation of pages with code and maths: information in their markup becomes text, so that the extractor keeps it.
+"""Preparation of pages with code and maths: information in the markup becomes text, so that the extractor keeps it.
 
-Line numbers are removed. Lines of code that are cells of a table or elements of an editor become one `pre`. So do formulas on lines of
-their own. MathML without TeX for the extractor is replaced by TeX: in plain text, a fraction or a power would be another formula.
+Line numbers are removed. Lines of code that are cells of a table or elements of an editor become one `pre`. A formula on a line of its own
+becomes a `pre`. MathML without TeX for the extractor is replaced by TeX: its plain text would turn a fraction into another formula.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from puna.kernels.text.search import Words
 
-# A page without any of these has nothing to prepare: most pages are without.
+# A page without any of these has nothing to prepare: most pages have none.
 HINTS = Words("<math", "<MATH", "math/tex", "blob-code", "blob-num", "hljs-ln", "CodeMirror", "lineno", "line-number", "gutter")
 NUMBERS = (
     "td.linenos, td.lineno, td.gutter, td.rouge-gutter, td.blob-num, td.hljs-ln-numbers, pre.lineno, pre.linenos, "
@@ -31,7 +31,7 @@ INVISIBLE = dict.fromkeys(("annotation", "annotation-xml", "mphantom", "none", "
 OPERATORS = str.maketrans({"\u2061": "", "\u2062": "", "\u2063": ",", "\u2064": "+"})  # applied to, times, comma, plus: not drawn
 RELATIONS = "=<>≤≥≠≈≡∈⊂→⇒∼"
 BETWEEN = {"mtr": " & ", "mtable": r" \\ "}
-ATOMS = ("#text", "mi", "mn", "mo", "mtext", "msub", "munder", "mover", "mfrac", "msqrt", "mroot", "mfenced")  # raised without braces
+ATOMS = ("#text", "mi", "mn", "mo", "mtext", "msub", "munder", "mover", "mfrac", "msqrt", "mroot", "mfenced")  # bases without braces
 MAX_NESTING = 50  # maximum nesting of one formula
 MAX_FORMULAS = 2000  # maximum formulas of a page, to bound the time; further ones stay as they are
 MAX_SIGNS = 50_000  # maximum elements of a page's formulas, likewise
@@ -44,12 +44,12 @@ def may_be_technical(html: bytes) -> bool:
 
 
 def prepared(tree: Any, size: int) -> bool:
-    """Rewrite code and maths of a page of `size` characters that Resiliparse has parsed, in place; return whether there was any."""
+    """Rewrite in place the code and maths of a page (`size` characters) that Resiliparse has parsed; return True if the page changed."""
     document = tree.document
     if document is None:
         return False
     changed = False
-    for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; iterating the collection makes all elements anew each time
+    for element in document.query_selector_all(NUMBERS)[:]:  # a slice is a list; each iteration over a collection builds all elements anew
         element.parent.remove_child(element)  # not destroyed: elements inside it may be in the list, too
         changed = True
     nested, signs = set(document.query_selector_all("math math")[:]), 0
@@ -71,7 +71,7 @@ def prepared(tree: Any, size: int) -> bool:
 
 
 def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Return tables in which each row is a line of code, with the lines; an empty list if nested tables make them longer than the page."""
+    """Return tables in which each row is a line of code, with these lines; an empty list if nested tables give more text than the page."""
     result: list[tuple[Any, list[str]]] = []
     for cell in document.query_selector_all(LINES)[:]:
         table = cell
@@ -90,7 +90,7 @@ def _tables(document: Any, most: int) -> list[tuple[Any, list[str]]]:
 
 
 def _editors(document: Any, most: int) -> list[tuple[Any, list[str]]]:
-    """Return editors with their lines of code; an empty list if nested editors make the lines longer than the page."""
+    """Return editors with their lines of code; an empty list if nested editors repeat more text than the page has."""
     result = []
     for editor in document.query_selector_all(EDITOR)[:]:
         lines = [line.text for line in editor.query_selector_all("pre")[:]]
@@ -118,7 +118,7 @@ def _formula(math: Any) -> str:
 
 
 def tex(node: Any, depth: int = 0) -> str:
-    """Return a MathML element as TeX; below `MAX_NESTING`, its plain text."""
+    """Return a MathML element as TeX, or as plain text if it is nested deeper than `MAX_NESTING`."""
     tag = node.tag
     if tag == "#text" or depth > MAX_NESTING:
         return " ".join((node.text or "").translate(OPERATORS).split())

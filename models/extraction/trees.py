@@ -12,13 +12,13 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.cpu.vectors import load, masked_above, peak
 
 LANES = 32  # rows side by side, two vectors
-MAX_LEAVES = 32  # of a tree, a bit each
+MAX_LEAVES = 32  # maximum leaves of a tree, one bit each
 EVERY = np.uint32(0xFFFFFFFF)
 
 
 class Trees(NamedTuple):
-    """Binary trees one after the other: node i sends a row left where row[feature[i]] <= threshold[i]. A child >= 0 is a node, below 0 the
-    leaf ~child. `roots` [trees]: the first node (or leaf) of each tree."""
+    """Binary trees in shared arrays: node i sends a row to its left child if row[feature[i]] <= threshold[i]. A child >= 0 is a node; a
+    child < 0 is the leaf ~child. `roots` [trees]: the root node (or only leaf) of each tree."""
 
     roots: NDArray[np.int32]
     feature: NDArray[np.int16]
@@ -29,7 +29,7 @@ class Trees(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The same trees with nodes sorted by feature and threshold; `starts` [features + 1]: first node of each feature; `tree`: each node's
+    """Trees (`Trees`) with nodes sorted by feature and threshold; `starts` [features + 1]: first node of each feature; `tree`: each node's
     tree; `stays`: bits of the tree's leaves, from the left, that a row above the threshold may still reach; `leaf` [trees, 32]: values."""
 
     starts: NDArray[np.int64]
@@ -40,12 +40,12 @@ class Splits(NamedTuple):
 
 
 def splits(trees: Trees) -> Splits:
-    """Return trees in the order in which `logits` goes through them."""
+    """Return the trees with their nodes sorted as `logits` needs them; raise ValueError if a tree has more than `MAX_LEAVES` leaves."""
     tree, stays = np.zeros(len(trees.feature), np.int64), np.zeros(len(trees.feature), np.uint32)
     leaf = np.zeros((len(trees.roots), MAX_LEAVES), np.float32)
 
     def leaves(node: int, number: int, first: int) -> int:
-        """Fill in the subtree of a node whose leftmost leaf is `first`; return the leaf after its last."""
+        """Fill in the subtree of a node, with leaves numbered from `first`; return the number after its last leaf."""
         if node < 0:
             if first == MAX_LEAVES:
                 raise ValueError(f"tree {number} has more than {MAX_LEAVES} leaves; train it with fewer (num_leaves)")
@@ -64,7 +64,7 @@ def splits(trees: Trees) -> Splits:
 
 @njit(cache=True)
 def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the sum of the trees' leaves for each row, [rows].
+    """Return, for each row, the sum over the trees of the value of the row's leaf [rows].
 
     Rows do not descend the trees. A node whose threshold is below the row's value excludes the leaves of its left subtree; the leftmost
     leaf that remains is the row's (QuickScorer, Lucchese et al. 2015). LANES rows share each instruction, without branches.

@@ -11,15 +11,15 @@ from puna.models.extraction.layout import Pages, Scan, alone, page_of
 from puna.models.extraction.tables import CELL_BYTES, MAX_COLUMNS, data_cells
 from puna.models.extraction.tags import OFFSET, PRIME, begins, find, has
 
-MAX_INDENT = 200  # most spaces written before the first visible character of a block in <pre>
-FIRST_MARK = 0xD8  # lowest first byte of the non-ASCII punctuation in `_mark`; to `_in_word` its bytes are letters
+MAX_INDENT = 200  # maximum spaces written before the first visible character of a block in <pre>
+FIRST_MARK = 0xD8  # lowest first byte of the non-ASCII punctuation in `_mark`; `_in_word` counts its bytes as letters
 # The value that an ASCII byte adds to a word's hash: a letter in lower case, 48 for any digit, 0 for a byte outside words.
 LETTERS = np.array([(c | 32 if chr(c).isalpha() else 48 * chr(c).isdigit()) if c < 128 else 0 for c in range(256)], np.uint8)
 
 
 @njit(cache=True, borrows=True)
 def boundary(page: Scan, gap: int) -> None:
-    """End the open block, if any, and set the gap before the next block to `gap`. If none is open, replace only the default gap, LINE."""
+    """End the open block, if any, and set the gap before the next block. If no block is open, replace only the default gap, LINE."""
     s = page.state
     if s[L.OPEN]:
         block = page.blocks[s[L.BLOCKS]]
@@ -200,7 +200,7 @@ def _add_hash(hashes: NDArray[np.uint64], place: int, word: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def formula(page: Scan, start: int, stop: int) -> None:
-    """Write a formula, unless it is skipped or directly follows another one: then both render the same formula."""
+    """Write the formula html[start:stop], unless it is skipped or directly follows another formula: both then show the same one."""
     s = page.state
     if s[L.SKIP] >= 0 or (s[L.OPEN] and s[L.FORMULA_AT] == s[L.OUT]):
         return
@@ -249,7 +249,7 @@ def texts_of(pages: Pages, keep: NDArray[np.bool_]) -> tuple[NDArray[np.uint8], 
 
 @njit(cache=True, borrows=True)
 def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], NDArray[np.int64]], out: NDArray[np.uint8], at: int) -> int:
-    """Write a page's text to `out` from `at` on; return where it ends. `places`: the blocks' cells and columns, from `data_cells`."""
+    """Write a page's text to `out` from `at` on; return its end. `places`: the blocks' cells and columns, from `data_cells`."""
     blocks, elements, (cells, columns) = page.blocks, page.elements, places
     before = -1  # bytes of the previous kept block
     cell = row = column = -1  # of that block
@@ -287,7 +287,7 @@ def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], 
 
 @njit(cache=True, borrows=True)
 def _item_mark(out: NDArray[np.uint8], at: int, marker: int) -> int:
-    """Write a list item's bullet (`marker` < 0) or number (> 0), or nothing (0); return where the mark ends."""
+    """Write a list item's bullet (`marker` < 0) or number (> 0), or nothing (0); return the end of the mark."""
     if marker < 0:
         for byte in b"\xe2\x80\xa2 ":
             out[at] = byte

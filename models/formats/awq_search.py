@@ -1,12 +1,12 @@
-"""Conversion of a dense model to AWQ's four bits (Lin et al. 2024). Before rounding, large inputs of a matrix are scaled down and their
-weights up: this keeps the model's function, and lowers the rounding error of these weights.
+"""Conversion of a dense model to AWQ's four bits (Lin et al. 2024). Before rounding, large inputs of a matrix are scaled down, and the
+weights that multiply them up: this keeps the model's function, and lowers the rounding error of these weights.
 
-An input's scale is s = (mean |x|)^a, normalised so that the largest and the least scale multiply to 1. The exponent a, one of 21 from 0
-(plain rounding) to 1, is chosen for the least squared error of the products on the calibration texts (the paper's equations 4 and 5).
+An input's scale is s = (mean |x|)^a, normalised so that its largest and smallest value multiply to 1. The exponent a, one of 21 from 0
+(plain rounding) to 1, minimises the squared error of the products on the calibration texts (the paper's equations 4 and 5).
 The preceding norm, or the rows of the preceding matrix, are divided by s. Then a group's range is clipped where that lowers the
 error. Matrices that read the same inputs share scales.
 
-Shapes: T tokens read, D inputs, N outputs, groups of `group` neighbouring inputs.
+Shapes: T calibration tokens, D inputs, N outputs, groups of `group` neighbouring inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
         return ((self.q - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T.contiguous()
 
     def tensors(self, base: str) -> dict[str, Tensor]:
-        """Return the packed tensors by their names in a checkpoint; `base` is the names' prefix."""
+        """Return the packed tensors by name in a checkpoint; `base`: the prefix of the names."""
         return {f"{base}qweight": pack(self.q.flatten(0, 1)), f"{base}qzeros": pack(self.zeros), f"{base}scales": self.scales}
 
 
@@ -57,7 +57,7 @@ def pack(numbers: Tensor) -> Tensor:
 
 
 def group_of(model: Transformer) -> int:
-    """Return the largest group size that divides the inputs of all layers' matrices; raise ValueError if there is none."""
+    """Return the largest group size that divides the inputs of all layers' matrices; raise ValueError if AWQ cannot hold the model."""
     config = model.config
     if model.head != "lm" or config.moe is not None or config.mla is not None or config.parallel_block:
         raise ValueError("four bits (awq) are for language models with plain attention and feed-forward blocks one after the other")
@@ -82,7 +82,7 @@ def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Pa
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the divisors [D] of the inputs of `weights` [N, D] with the least error. `heads`: (G, R); R heads of a group share them."""
+    """Return the divisors [D] of the inputs of `weights` [N, D] with the least error. `heads` (G, R): R heads of a group share divisors."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
@@ -97,7 +97,7 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
 
 
 def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
-    """Return the share [N, D / group] of each group's range with the least squared error of its products."""
+    """Return the share of each group's range to keep [N, D / group], with the least squared error of the group's products."""
     x_gTG = x_TD.unflatten(1, (-1, group)).transpose(0, 1)
     gram_gGG = x_gTG.transpose(1, 2) @ x_gTG
     best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))
@@ -119,7 +119,7 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
-    """Write the model in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16; change the model. `rows`: see `packed`."""
+    """Write the model in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16; change model. `rows`: see `pack_layers`."""
     group, matrices = group_of(model), pack_layers(model, rows)
     save(model.half(), folder, tokenizer)
     state = load_file(folder / WEIGHTS)

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class CheckpointError(ValueError):
-    """An error for a folder or GGUF file that is no valid checkpoint, or holds a model that this decoder cannot represent."""
+    """An error for a folder or GGUF file that is not a valid checkpoint, or holds a model that this decoder cannot represent."""
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
@@ -92,7 +92,7 @@ def load(
 def load_with_tokenizer(
     path: Path | str, head: Head | None = None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, Tokenizer]:
-    """Return the model of `load` and its tokenizer, from the folder or GGUF file; raise CheckpointError if either cannot be read."""
+    """Return the model (see `load`) and its tokenizer from a folder or GGUF file; raise CheckpointError if either cannot be read."""
     path = Path(path)
     try:
         tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
@@ -126,7 +126,7 @@ def check_files(folder: Path) -> None:
 
 
 def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
-    """Return a model that uses the tensors of `state` as its parameters, without a copy. `path`: named in errors."""
+    """Return a model whose parameters are the tensors of `state` (not copies); raise CheckpointError, naming `path`, if they do not fit."""
     own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
         model = Transformer(config, head or own_head)
@@ -150,7 +150,7 @@ def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Return the model's shape from the config.json in `folder`; raise CheckpointError if that is missing, damaged or unsupported."""
+    """Return the model's shape from the config.json in `folder`; raise CheckpointError if the file is missing, damaged or unsupported."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
@@ -181,7 +181,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token's id. A reward is read at the last token that is not padding, so its padding cannot be a stop token."""
+    """Return the padding token's id. A reward is read at the last token that is not padding, so a stop token cannot be a reward model's."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)

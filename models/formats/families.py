@@ -20,7 +20,7 @@ from puna.models.settings import problems
 
 MODEL_TYPES = get_args(ModelType)
 SUFFIX = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
-# Fields of which this decoder supports only some values: name -> these values, default last.
+# Fields of which this decoder supports only some values: name -> supported values, default last.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None), "mlp_bias": (False, None), "partial_rotary_factor": (1.0, None), "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], (), None),
@@ -32,12 +32,12 @@ AWQ_PARTS = ("qweight", "qzeros", "scales")
 
 
 def architecture(model_type: str, head: str) -> str:
-    """Return the name of transformers' class for a family with an `lm` or a `scalar` head."""
+    """Return the name of transformers' class for models of a family with this head (`lm` or `scalar`)."""
     return model_type.title().replace("_", "") + SUFFIX[head]
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the model's shape from a Hugging Face configuration. Raise ValueError for a type outside `MODEL_TYPES`, or for bad fields."""
+    """Return the model's shape from a Hugging Face configuration. Raise ValueError for an unsupported type or field, or a missing field."""
     check_numbers(raw)
     kind = raw.get("model_type") or "llama"
     if kind not in MODEL_TYPES:

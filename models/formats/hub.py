@@ -1,8 +1,8 @@
 """The decoder as transformers models, for TRL, PEFT, lm-eval and `generate`.
 
-Modules, weights and files are those of `Transformer`: checkpoints of the families in `families.py` (Llama and SmolLM2, Mistral, Qwen2,
-Qwen3, Mixtral, Qwen3-MoE) load, and a folder saved here has the same layout. `from_transformer` shares a model's weights without a copy.
-Without a cache, a padded batch is one forest of its real tokens, so padding costs nothing; with one (`generate`), the batch stays padded.
+Modules, weights and files are those of `Transformer`: checkpoints of all families in `families.py` load, and a folder saved here has its
+family's layout. `from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is computed as one forest of
+its real tokens, so that padding costs nothing. With a cache (`generate`), the batch stays padded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of models outside all families (`model_type` puna). For others, both constructors return the family's class."""
+    """The configuration of models outside all families (`model_type` puna). For other models, both methods return the family's class."""
 
     model_type = "puna"
 
@@ -50,7 +50,7 @@ for _kind in EXPERTS:  # transformers converts the weights of other packages' cl
 
 
 def shape_of(config: PreTrainedConfig) -> ModelConfig:
-    """Return the decoder's own configuration; raise ValueError for an unsupported one."""
+    """Return Puna's form of a transformers configuration; raise ValueError if the configuration is unsupported."""
     return parse_config(config.to_dict())
 
 
@@ -72,7 +72,7 @@ class PunaPreTrainedModel(PreTrainedModel):
     head: Head | None = None
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the folder through transformers, with the family's architecture name in config.json, so that other programs load it."""
+        """Write the folder through transformers, with the family's architecture name in config.json, which other programs need."""
         super().save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if self.head is not None and path.is_file():
@@ -136,7 +136,7 @@ class PunaModel(PunaPreTrainedModel):
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any,
     ) -> BaseModelOutputWithPast:  # fmt: skip
         """Return hidden states. `attention_mask` [B, T] marks real tokens. Without a mask and a cache, a new document begins wherever
-        `position_ids` do not count on. Requests for other outputs raise ValueError; other `kwargs` are ignored."""
+        `position_ids` do not increase by 1. Requests for other outputs raise ValueError; other `kwargs` are ignored."""
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name, getattr(self.config, name, False)):
                 # TRL asks for router logits if the balance of experts has a weight.
@@ -156,7 +156,7 @@ class PunaModel(PunaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
     def _forest(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Compute all rows' real tokens as one forest; hidden states of padding are zero."""
+        """Return hidden states [B, T, D], computed over all rows' real tokens as one forest; zeros for padding."""
         B, T, D = x_BTD.shape
         indices = torch.arange(T, device=x_BTD.device).expand(B, T)
         positions = indices if positions is None else positions.expand(B, T)
@@ -176,7 +176,7 @@ class PunaModel(PunaPreTrainedModel):
         return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
 
     def _cached(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
-        """Compute a padded batch that follows the tokens in the cache; add its keys and values to the cache."""
+        """Return hidden states [B, T, D] of a padded batch that follows the tokens in the cache; add its keys and values to the cache."""
         B, T, D = x_BTD.shape
         past = cache.get_seq_length()
         indices = torch.arange(past, past + T, device=x_BTD.device)
@@ -220,7 +220,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0, **kwargs: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return the logits [B, T, V], and with `labels` [B, T] (-100: ignored) transformers' shifted cross-entropy."""
+        """Return logits [B, T, V] of the positions `logits_to_keep` (0: all); with `labels` [B, T] (-100: ignored), also the loss."""
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = softcap(self.lm_head(outputs.last_hidden_state[:, positions]), self.model.shape.final_logit_softcapping)
@@ -249,7 +249,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return the scores [B, labels], read at the last token of the mask, or without a mask at the last token that is not padding."""
+        """Return the scores [B, labels], read at the last token that the mask marks or, without a mask, the last that is not padding."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

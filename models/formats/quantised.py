@@ -1,7 +1,7 @@
-"""A model with its layers' matrices in 8 or 4 bits; embeddings, the output layer and norms stay as they are.
+"""Quantisation of a model's layers' matrices to 8 or 4 bits; embeddings, the output layer and norms stay as they are.
 
-INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are in 8 bits, too, and each
-token's vector gets a scale of its own (`kernels/quantized_linear.py`). NF4 with quantised scales (QLoRA, Dettmers et al. 2023), through
+INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are also in 8 bits, and each
+token's input vector gets a scale (`kernels/quantized_linear.py`). NF4 with quantised scales (QLoRA, Dettmers et al. 2023), through
 bitsandbytes: the matrices are frozen, and PEFT adds adapters to them.
 """
 
@@ -25,7 +25,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class QuantisedLinear(nn.Module):
-    """A matrix as 8-bit numbers [N, D] with a scale for each row [N], and its bias; it is not trained."""
+    """A linear layer with its matrix in 8-bit numbers [N, D] and a scale per row [N]; the matrix is not trained."""
 
     def __init__(self, linear: Linear, kind: Kind) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def to_nf4(model: Transformer) -> Transformer:
 
 
 def _replace_linears(model: Transformer, layer: Callable[[Linear], nn.Module], setting: str, bits: str) -> Transformer:
-    """Replace each `Linear` of the model's layers by the result of `layer`, in place, one at a time."""
+    """Replace each `Linear` of the model's layers by `layer(linear)`, one by one, in place; raise ValueError for a mixture of experts."""
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(f"{setting}: the experts' matrices of a mixture cannot be kept in {bits}")
     for module in list(model.model.layers.modules()):
@@ -62,8 +62,8 @@ def _replace_linears(model: Transformer, layer: Callable[[Linear], nn.Module], s
 
 
 class Nf4Linear(nn.Linear):
-    """A matrix [N, D] in NF4, unpacked in fp32 for each product, and its bias; it is not trained. It is a `nn.Linear` by type only, so that
-    PEFT adds adapters to it: `weight` holds two numbers per byte."""
+    """A linear layer with its matrix [N, D] in NF4, which is unpacked to fp32 for each product and not trained. The class is an `nn.Linear`
+    by type only, so that PEFT adds adapters: `weight` holds two numbers per byte."""
 
     state: QuantState
 
@@ -86,7 +86,7 @@ class Nf4Linear(nn.Linear):
         return matrix
 
     def plain(self, weight: Tensor) -> Linear:
-        """Return a layer of `weight` [N, D] with this layer's bias."""
+        """Return an unquantised layer with the matrix `weight` [N, D] and this layer's bias."""
         with torch.device("meta"):
             layer = Linear(self.in_features, self.out_features)
         layer.weight, layer.bias = nn.Parameter(weight), self.bias
@@ -117,7 +117,7 @@ class _Product(torch.autograd.Function):
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of all weights in memory."""
+    """Return the bytes that the model's parameters take in memory, with the scales of NF4 matrices."""
     packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
     weights = {id(module.weight) for module in packed}
     plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in weights)

@@ -1,4 +1,4 @@
-"""The paged KV cache of generation, by layer; `generation/pages.py` assigns the pages to answers."""
+"""The paged KV cache of generation: its tensors, by layer. `generation/pages.py` assigns the pages to answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cache:
                 pages[target] = pages[source]
 
     def turn_back(self, kept: Kept, pages: Sequence[int]) -> None:
-        """Rotate the keys in these pages back by `kept.step` positions, the number of tokens dropped before them."""
+        """Rotate the keys in these pages back by `kept.step` positions: as many tokens before these keys were dropped."""
         mla = self.config.mla
         rotated = [keys for keys, _ in self.layers] if mla is None else [latents[..., mla.kv_lora_rank :] for latents in self.latents]
         kept.turn_back(rotated, pages, self.config)

@@ -1,4 +1,4 @@
-"""A dense model's generation on a CPU, in fp32 or with its layers' matrices in INT8: one compiled loop per layer, on the model's weights.
+"""The forward pass of a dense model's generation on a CPU, as one compiled loop per layer: in fp32, or with the layers' matrices in INT8.
 
 The model's own operators compute what the loops cannot: experts, latent attention, parallel blocks, other dtypes and devices, INT8 without
 AVX-512 VNNI.
@@ -42,7 +42,7 @@ Pass = Callable[[Tensor, Layers, PagedPlan, Sequence[int | None]], Tensor]
 
 
 class Loops:
-    """The layers and the final norm as compiled loops, with the rotary table."""
+    """A forward pass (`Pass`) through the layers and the final norm by compiled loops, with the rotary table."""
 
     def __init__(self, model: Transformer) -> None:
         self.config, self.layers = model.config, _dense_layers(model)
@@ -58,8 +58,8 @@ class Loops:
 
 
 def loops(model: Transformer) -> Pass | None:
-    """Return the model's forward pass by compiled loops, or None if they cannot compute it (see `fits`). An offloaded model (`offload.py`)
-    has its own pass."""
+    """Return the model's forward pass by compiled loops, or None if loops cannot compute the model (see `fits`). For an offloaded model,
+    return the pass that `offload.py` gave it."""
     own: Pass | None = getattr(model.model, "by_loops", None)
     if own is not None:
         return own
@@ -67,7 +67,7 @@ def loops(model: Transformer) -> Pass | None:
 
 
 def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor]) -> bool:
-    """True if compiled loops can compute these layers of a model with these parameters."""
+    """True if compiled loops can compute the layers `blocks` of a model with these `parameters`."""
     if not has_numba() or INTERPRETED or config.parallel_block:
         return False
     small = [module for module in blocks.modules() if isinstance(module, QuantisedLinear)]

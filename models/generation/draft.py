@@ -36,7 +36,7 @@ class DraftedEngine(Engine):
         if draft.head != "lm" or draft.config.vocab_size != model.config.vocab_size:
             raise ValueError(f"a draft needs a language-model head over the model's {model.config.vocab_size} tokens")
         self.draft = draft
-        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # per token: one number draws its guess, one accepts it
+        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # numbers per token: to draw a guess, to accept it
         self._odds: dict[Answer, list[Tensor]] = {}  # the draft's distribution for each guess of this step
         self._ready: Sequence[Answer] = ()
         self._wrong: dict[Answer, RowError] = {}  # answers of this step for which the draft failed to guess
@@ -47,7 +47,7 @@ class DraftedEngine(Engine):
         return self.model, self.draft
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
-        """Draw the guesses with the draft, one per answer and pass; then return the larger model's hidden states. Both read the prompts."""
+        """Draw the guesses with the draft, one per answer and pass; then return the larger model's hidden states. Both process prompts."""
         for answer in work:
             answer.drafted = min(answer.drafted, answer.computed)  # the last guesses may have been wrong
         starting = [answer for answer in work if answer.count > 1 or not answer.logprobs]
@@ -69,7 +69,7 @@ class DraftedEngine(Engine):
         return super()._compute(work)
 
     def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
-        """Run the draft on each answer's `due` tokens; return the hidden states [B, D] of each answer's last one."""
+        """Run the draft on each answer's `due` tokens; return the hidden state of each answer's last due token [B, D]."""
         work = [Stretch(answer.pages, answer.drafted, tokens) for answer, tokens in zip(answers, due, strict=True)]
         weight = self.draft.model.embed_tokens.weight
         with exact_passes(weight.dtype, weight.device, False):
@@ -82,7 +82,7 @@ class DraftedEngine(Engine):
         """Return the `Draw` of an answer's guess `number`, counted from 0 in this step."""
         params = answer.request.params
         if answer not in self._numbers:
-            seed = [params.seed, answer.number, *answer.request.words, 1]  # with other numbers than the answer's own draws
+            seed = [params.seed, answer.number, *answer.request.words, 1]  # for numbers independent of the answer's own draws
             self._numbers[answer] = np.random.default_rng(seed).random((params.max_tokens, 2))
         before = [*answer.own, *answer.guess[:number]] if params.shifts else ()
         return Draw(params, self._numbers[answer][len(answer.logprobs) + number, 0], answer.request.prompt, before)
@@ -92,7 +92,7 @@ class DraftedEngine(Engine):
         return super()._draw(ready)
 
     def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
-        """Draw tokens for the rows; a row with a guess accepts or replaces it."""
+        """Draw a token for each row of logits; in a row with a guess, accept or replace the guess."""
         rows: list[int] = []
         odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that accepts it, and its distribution
         row, errors = 0, dict[int, RowError]()
@@ -125,7 +125,7 @@ def accept_guesses(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: 
 
 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
-    """Return each row's distribution [S, V] in at least fp32, after penalties, biases, top-k, top-p and min-p, and failed rows' errors.
+    """Return each row's distribution after penalties, biases, top-k, top-p and min-p [S, V], in at least fp32; and errors by failed row.
 
     At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0.
     """

@@ -50,13 +50,13 @@ class _Watch(torch.autograd.Function):
 
 
 def watch(tensors: Sequence[Tensor]) -> Any:
-    """Return an autograd node by which `unchanged` detects in-place changes."""
+    """Return an autograd node through which `is_unchanged` detects in-place changes of the tensors."""
     with torch.inference_mode(False), torch.enable_grad():
         return _Watch.apply(torch.zeros((), requires_grad=True), tensors).grad_fn  # type: ignore[no-untyped-call]
 
 
 def is_unchanged(watched: Any) -> bool:
-    """True if no tensor was changed in place since `watch`. Changes through `Tensor.data` go unnoticed."""
+    """True if no tensor was changed in place since `watch` returned `watched`. Changes through `Tensor.data` go unnoticed."""
     try:
         watched.saved_tensors  # noqa: B018  # reading them is the check
     except RuntimeError:
@@ -68,8 +68,8 @@ class Completion(NamedTuple):
     """One answer: its tokens (a stop token included), their log-probs, and whether a stop token or text ended it.
 
     `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks, top-k,
-    top-p and min-p. A greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same at that temperature.
-    `replies`: others' turns between the model's (`turns.py`), each with the start and end of its tokens and its messages; log-probs are 0.
+    top-p and min-p. A greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same values at that temperature.
+    `replies`: turns of tools or users between the model's turns (`turns.py`): start, end and messages of each. Their log-probs are 0.
     """
 
     tokens: list[int]
@@ -111,8 +111,8 @@ class Engine:
     """A generation engine for one model.
 
     sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, but at least one per running answer.
-    memory: bytes of the KV cache. `generation_room` replaces None in these. exact: see above; it needs fp32 on a CPU. window: keep only the
-    first `sinks` and the last `window` tokens of each sequence (`sinks.py`); None: keep all.
+    memory: bytes of the KV cache. `generation_room` replaces a None in these three. exact: give log-probs bit-identical to training's, only
+    in fp32 on a CPU. window: keep only the first `sinks` and last `window` tokens of each sequence (`sinks.py`); None: keep all.
     """
 
     caches: list[Cache]
@@ -161,7 +161,7 @@ class Engine:
         return [[row[number] for number in sorted(row)] for row in completions.values()]
 
     def room(self, prompt: int, wanted: int) -> int:
-        """Return `wanted`, limited to the rest of the model's context; a window lifts this limit."""
+        """Return how many of `wanted` tokens fit into the model's context after `prompt` tokens; all if the engine has a window."""
         return wanted if self.kept is not None else min(wanted, max(0, self.model.config.max_position_embeddings - prompt))
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
@@ -208,7 +208,7 @@ class Engine:
         return failed
 
     def _raise(self, requests: Sequence[Request], own: set[Request]) -> None:
-        """Raise the failure of one of these requests; failures of other requests stay for `failed`."""
+        """Raise the first failure of these requests, if there is one; failures of other requests stay for `failed`."""
         failures = [one for one in self._failed if one[0] in own]
         self._failed = [one for one in self._failed if one[0] not in own]
         for request, error in failures[:1]:
@@ -233,11 +233,11 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one forward pass of the scheduled tokens and draw the next tokens; return their events, none if no request is left."""
+        """Run one forward pass of the scheduled tokens and draw the next tokens; return their events, or [] if no request is left."""
         return self._end(*self._begin())
 
     def _begin(self) -> tuple[list[Answer], Drawn | None]:
-        """Run the pass; return the answers whose next tokens are due, and the tokens drawn for them."""
+        """Run one forward pass; return the answers whose next tokens are due, and the tokens drawn for them (None if no answer is due)."""
         self._renew()
         device, dtype = self.model.place
         with exact_passes(dtype, device, self.exact):
@@ -292,8 +292,8 @@ class Engine:
         return events
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:
-        """Record the tokens drawn after an answer's last token and its guesses, up to the first wrong guess. The error of a failed row goes
-        into `errors`; later rows are ignored."""
+        """Record the tokens drawn after an answer's last token and its guesses, up to the first wrong guess; yield the tokens' events. Put
+        the error of a failed row into `errors`, and ignore the answer's later rows."""
         guess, answer.guess, answer.hidden = answer.guess, [], None
         rows = list(islice(drawn, len(guess) + 1))
         for right, (token, logprob, error) in enumerate(rows):
@@ -328,7 +328,7 @@ class Engine:
 
     @property
     def models(self) -> tuple[Transformer, ...]:
-        """Return the models that run, each with its own cache but the same page numbers; the first one draws the answers."""
+        """Return the models that run, each with its own cache but the same page numbers; the first model draws the answers."""
         return (self.model,)
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
@@ -356,12 +356,12 @@ class Engine:
             self.caches = [Cache(model, pages) for model in self.models]
             self.scheduler = Scheduler(PagePool(pages), sequences, step_tokens, len(self.models) > 1, self.kept)
         self.scheduler.restart()
-        self._watched = watch([p for p in self._parameters if not p.is_inference()])  # inference tensors count no changes
+        self._watched = watch([p for p in self._parameters if not p.is_inference()])  # inference tensors do not record changes
         self._loops, self._weights = [loops(model) for model in self.models], weights
 
 
 def request_of(tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-    """Return the request of a prompt; raise ValueError with the prompt's `index` if it is invalid."""
+    """Return the request for a prompt; raise ValueError, which names `index`, if the prompt or a stop cannot be used."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")

@@ -26,7 +26,7 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """A tokenizer's tokens, for masks of JSON schemas. size: of the model's vocabulary; ids that the tokenizer lacks are never allowed."""
+    """A factory of token masks for JSON schemas. `size`: the model's vocabulary size; ids that the tokenizer lacks are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer
@@ -37,7 +37,7 @@ class Grammar:
         self.tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
     def schema(self, schema: Mapping[str, Any] | None) -> Mask:
-        """Return the mask of a JSON schema; None: any JSON object. Raise ValueError if it is not a schema or cannot be enforced."""
+        """Return the mask of a JSON schema (None: any JSON object). Raise ValueError if the schema is invalid or cannot be enforced."""
         from llguidance import LLMatcher
 
         if schema is not None and not isinstance(schema, Mapping):
@@ -59,7 +59,7 @@ class Mask:
         self._reached: dict[tuple[int, ...], LLMatcher] = {}
 
     def __call__(self, answer: Sequence[int]) -> Tensor:
-        """Return [V] bool on the CPU, True for tokens that may follow."""
+        """Return a mask of the tokens that may follow `answer`, bool [V] on the CPU; raise ValueError if `answer` breaks the schema."""
         tokens = tuple(answer)
         state = self._reached.pop(tokens[:-1], None) if tokens else None
         if state is None or not state.consume_token(tokens[-1]):

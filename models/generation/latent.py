@@ -2,12 +2,12 @@
 
 Two ways to the same numbers, up to the order of sums:
 
-- spelled out: each step recomputes the keys and values of all its pages, by training's matrix product, for ordinary attention. A token's
-  bits equal those in training, so exact passes take this way. It is cheap where many queries look at few tokens.
+- spelled out (naive): each step recomputes the keys and values of all its pages, by training's matrix product, for ordinary attention. A
+  token's bits equal those in training, so exact passes take this way. This way is cheap if many queries see few tokens.
 - absorbed: the keys' matrix multiplies the queries, the values' matrix the softmax-weighted sums of latents: no key or value is spelled out
-  (the paper's 2.1.2). It is cheap where few queries look at many tokens, as in decoding.
+  (the paper's 2.1.2). This way is cheap if few queries see many tokens, as in decoding.
 
-Other passes take the way with fewer multiplications; if an adapter wraps the matrix, they spell out.
+Passes that are not exact take the way with fewer multiplications, or the first way if an adapter wraps the matrix.
 
 Shapes: N the step's tokens, H heads; widths L of latents, C of keys' unrotated part, R of their rotated part, V of values; P pages of S.
 """
@@ -38,7 +38,7 @@ def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device |
 
 
 class LatentPages(OverLatents):
-    """A step's attention over latents. `layers`: pages of each layer from `first` on. `places_N`: the tokens' places in them, int64."""
+    """A step's attention over latents. `layers`: pages of each layer from `first` on. `places_N`: the tokens' rows in the pages, int64."""
 
     def __init__(self, layers: Sequence[Tensor], plan: PagedPlan, places_N: Tensor, first: int = 0) -> None:
         self.layers, self.plan, self.places, self.first = layers, plan, places_N, first
@@ -92,7 +92,7 @@ class LatentPages(OverLatents):
         return torch.from_numpy(pages.astype(np.int64)).to(plan.device), moved
 
     def _absorbing(self, layer: LatentAttention) -> bool:
-        """True if absorbing multiplies less than spelling out; both see the same pairs of query and key."""
+        """True if the absorbed way takes fewer multiplications than spelling out, over the same pairs of query and key."""
         mla, (pairs, tokens) = layer.mla, self._sizes
         wider = 2 * mla.kv_lora_rank - mla.qk_nope_head_dim - mla.v_head_dim
         grow = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -100,7 +100,7 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """Return the number of pairs of query and key, and of tokens that would be spelled out."""
+        """Return the number of pairs of query and key, and the number of tokens whose keys and values would be spelled out."""
         return int(self.plan.position.sum(dtype=torch.int64)) + len(self.places), PAGE * len(self._at_hand[0])
 
 

@@ -2,7 +2,7 @@
 
 Sequences and the tree hold references to pages. Each whole page of tokens is a node below the page before it (a radix tree with pages as
 edges: SGLang, Zheng et al. 2024). When no page is free, pages held only by the tree are evicted, least recently used first. A page in use
-keeps its predecessor in use, and paths are released from the end, so leaves go before their parents. Shared pages are copied before writes.
+keeps its predecessor in use, and paths are released from the end, so leaves are evicted first. Shared pages are copied before writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PagePool:
 
     def __init__(self, count: int) -> None:
         self.references = [0] * count
-        self.free = list(range(count - 1, -1, -1))  # the page freed last is the warmest
+        self.free = list(range(count - 1, -1, -1))  # the page freed last, which may still be in the CPU's cache, is taken first
         self.tree: dict[Node, int] = {}  # the page of each node
         self.nodes: dict[int, Node] = {}  # the node of each page of the tree
         self.spare: dict[int, None] = {}  # pages that only the tree refers to, least recently used first
@@ -36,7 +36,7 @@ class PagePool:
         return len(self.free) + len(self.spare)
 
     def take(self) -> int:
-        """Return an unshared page; raise OutOfPages if all are in use."""
+        """Return a page with one reference, evicted from the tree if none is free; raise OutOfPages if all pages are in use."""
         if not self.free:
             if not self.spare:
                 raise OutOfPages
@@ -64,7 +64,7 @@ class PagePool:
                 self.spare[page] = None
 
     def writable(self, pages: list[int], index: int) -> tuple[int, int] | None:
-        """Replace `pages[index]` by an unshared page if others share it. Return the pages (from, to) that the caller must copy, or None."""
+        """Replace `pages[index]` by an unshared page if it is shared. Return the pages (from, to) that the caller must copy, or None."""
         page = pages[index]
         if self.references[page] == 1:
             return None
@@ -104,6 +104,6 @@ class PagePool:
 
 
 def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
-    """Yield the tree node of each whole page of `tokens`: (previous page, its tokens). `pages` may grow between two nodes."""
+    """Yield the tree node of each whole page of `tokens`: (previous page, this page's tokens). `pages` may grow between two nodes."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])

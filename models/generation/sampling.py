@@ -1,7 +1,7 @@
-"""The draw of a step's tokens.
+"""Sampling of a step's tokens from the model's logits.
 
 Log-probs are taken from the model's own distribution at the request's temperature (1 for a greedy draw), before penalties, biases,
-masks, top-k, top-p and min-p: `Transformer.token_logprobs` returns the same for the same token.
+masks, top-k, top-p and min-p: `Transformer.token_logprobs` returns the same values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from puna.kernels.operators import wide
 from puna.kernels.token_draw import LIKELIEST, invert, token_draw
 from puna.models.generation.sampling_params import SamplingParams
 
-NUCLEUS = 128  # number of likeliest tokens that `_kept` sorts first; flat distributions need more
+NUCLEUS = 128  # number of likeliest tokens that `_likeliest` sorts first; flat distributions need more
 DIVERGED = "the model's logits are not finite: its weights or its training have diverged"
 
 
 class RowError(ValueError):
-    """An error: a row's token cannot be drawn; `asked`: the request's own parameters are at fault, not the model."""
+    """An error for a row whose token cannot be drawn. `asked`: True if the request's parameters are at fault, False if the model is."""
 
     def __init__(self, message: str, asked: bool = True) -> None:
         super().__init__(message)
@@ -48,9 +48,9 @@ class Drawn(NamedTuple):
 
 
 def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
-    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`, or take it from `settled`.
+    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`, or take the token from `settled`.
 
-    A row fails by itself if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
+    Only the row itself fails if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
     """
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
@@ -90,7 +90,7 @@ def shift_rows(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int,
 
 
 def shift(z_V: Tensor, row: Draw) -> None:
-    """Apply penalties, biases and the mask of a row, in place. Raise RowError if a token is unknown or the mask fails."""
+    """Apply penalties, biases and the mask of a row, in place. Raise RowError for a bias of an unknown token, a failing or empty mask."""
     params = row.params
     if params.repetition_penalty != 1:
         context = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)

@@ -3,9 +3,9 @@
 A request's prompt is computed once, by its first answer; its other answers begin after the prompt, on the same pages. If too few pages
 are free, the youngest answer gives its pages back and waits. Later it is recomputed (Kwon et al. 2023), except for prefixes in the tree.
 
-Further tokens are guessed: tokens that followed the same tokens before (prompt lookup, Saxena 2023), or tokens drawn by a draft
-(`draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number, so the token
-drawn there does not depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. The
+Further tokens are speculated. A guess is a token that followed the same tokens before (prompt lookup, Saxena 2023), or a token drawn by a
+draft (`draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number, so the
+token drawn there does not depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. The
 probability of acceptance is the token's, as in speculative sampling (Leviathan et al. 2023).
 """
 
@@ -55,7 +55,7 @@ class Pace:
 
 
 class Lookup(Pace):
-    """Guesses by prompt lookup: the tokens that followed the same tokens earlier."""
+    """A pace whose guesses come from prompt lookup: the tokens that followed the same tokens earlier."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -63,7 +63,7 @@ class Lookup(Pace):
         self._read = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return up to `most` tokens that followed the latest earlier occurrence of the last 3 (else 2) tokens, repeated if too few."""
+        """Return up to `most` tokens that followed the latest earlier occurrence of the last 3 (else 2) tokens; repeat them if too few."""
         most = len(super().guess(tokens, most))
         if not most:
             return []
@@ -79,19 +79,19 @@ class Lookup(Pace):
 
 @dataclass(eq=False)
 class Answer:
-    """An unfinished answer: `tokens` are the prompt's and the answer's; the first `computed` of them are in `pages`."""
+    """An unfinished answer. `tokens`: the prompt's and the answer's; `pages` hold the first `computed` of them, without the `fallen`."""
 
     request: Request
     number: int
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    fallen: int = 0  # number of computed tokens dropped from the cache after its sinks
-    sliding: bool = False  # True while its later pages are copied for that
-    room: int = 0  # number of tokens for which its pages are known to be unshared
-    hidden: Hidden | None = None  # the hidden state of its last token, once computed
-    count: int = 0  # number of its next tokens that this step computes
-    guess: list[int] = field(default_factory=list)  # tokens that may follow them, computed with them
+    fallen: int = 0  # number of computed tokens that were dropped from the cache, after the sinks
+    sliding: bool = False  # True while pages are copied so that tokens can be dropped
+    room: int = 0  # number of tokens for which `pages` are known to be unshared
+    hidden: Hidden | None = None  # the hidden state of the last token, once computed
+    count: int = 0  # number of the next tokens that this step computes
+    guess: list[int] = field(default_factory=list)  # guesses of the tokens after these, computed in the same step
     pace: Pace | None = None  # the number of guesses
     drafted: int = 1 << 62  # number of computed tokens that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Answer:
 
     @property
     def place(self) -> int:
-        """Return the place of the next token in the cache."""
+        """Return the position in the cache of the next token to compute."""
         return self.computed - self.fallen
 
     @cached_property
@@ -112,7 +112,7 @@ class Answer:
         return np.random.default_rng([self.request.params.seed, self.number, *self.request.words])
 
     def uniform(self, number: int) -> float:
-        """Return the answer's own random number for a token. Numbers are drawn as the answer grows, since `max_tokens` may be large."""
+        """Return the random number in [0, 1) for token `number` of the answer; numbers are drawn as needed: `max_tokens` may be large."""
         while number >= len(self._uniforms):
             self._uniforms += self._random.random(UNIFORMS).tolist()
         return self._uniforms[number]
@@ -135,7 +135,7 @@ class Request:
 
 
 class Scheduler:
-    """Waiting requests, running answers, and their pages. `drafted`: a draft model guesses. `kept`: limits of a sequence's cache."""
+    """Waiting requests, running answers, and their pages. `drafted`: guesses come from a draft. `kept`: limits of a sequence's cache."""
 
     def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False, kept: Kept | None = None) -> None:
         self.pool, self.sequences, self.step_tokens, self.drafted, self.kept = pool, sequences, step_tokens, drafted, kept
@@ -185,7 +185,7 @@ class Scheduler:
         return work
 
     def fork(self) -> Iterator[Answer]:
-        """Yield as many new answers to computed prompts as fit, each with the prompt's last hidden state."""
+        """Yield new answers to computed prompts, as many as fit, each with the hidden state of the prompt's last token."""
         for request in list(self.waiting):
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:
@@ -214,7 +214,7 @@ class Scheduler:
                 request.trunk, answer.room = (list(answer.pages), hidden), 0
 
     def finish(self, answer: Answer) -> None:
-        """Release an answer's slot; its pages stay in the tree while memory lasts."""
+        """Release an ended answer's slot; the answer's pages stay in the tree until they are needed."""
         self.running.remove(answer)
         self._give_back(answer)
 
@@ -228,7 +228,7 @@ class Scheduler:
         self.pool.forget()
 
     def cancel(self, request: Request) -> None:
-        """End a request in any state."""
+        """End a request, whether its answers wait, run or are paused."""
         if request in self.waiting:
             self.waiting.remove(request)
         self._fell(request)
@@ -327,11 +327,11 @@ class Scheduler:
         return tokens if self.kept is None else min(tokens, self.kept.room)
 
     def _room_left(self, answer: Answer) -> int:
-        """Return the number of tokens that an answer may compute before its next pages are dropped."""
+        """Return the number of tokens that an answer may compute before the cache drops more of its pages."""
         return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
 
     def _slide(self, answer: Answer, kept: Kept) -> None:
-        """Once the cache is full, drop the first pages after the sinks; unshare the later ones and queue them to be rotated back."""
+        """Once the cache is full, drop the first pages after the sinks; unshare later pages and queue their keys for rotation."""
         if answer.place < kept.room:
             return
         first, end, answer.sliding = kept.sinks // PAGE, (kept.sinks + kept.step) // PAGE, True

@@ -1,6 +1,6 @@
 """Log-probs of given tokens, in passes between the engine's steps.
 
-Prompts with a common beginning share its computation: in sorted order, a prompt continues from the previous prompt's cached keys and
+Prompts with a common prefix share the prefix's computation: in sorted order, a prompt continues from the previous prompt's cached keys and
 values. Such a group is a lane; lanes that fit into `step_tokens` together run side by side in ragged passes.
 """
 
@@ -46,7 +46,7 @@ class Scoring:
         self._loops, self._passes = loops(engine.model), self._run()
 
     def step(self) -> bool:
-        """Compute one pass; return True when all prompts are scored."""
+        """Compute the next pass and return False; if all prompts are already scored, only return True."""
         weight = self.engine.model.model.embed_tokens.weight
         with torch.inference_mode(), exact_passes(weight.dtype, weight.device, self.engine.exact):
             return next(self._passes, True)
@@ -62,7 +62,7 @@ class Scoring:
         yield from self._run_lanes(beside, longest)
 
     def _lanes(self) -> list[Lane]:
-        """Return the lanes: in sorted order, a prompt joins the previous prompt's lane if it shares at least half of its tokens with it."""
+        """Return the lanes: in sorted order, a prompt joins the previous prompt's lane if the two share at least half of its tokens."""
         lanes: list[Lane] = []
         before: list[int] = []
         for number in sorted(range(len(self.prompts)), key=self.prompts.__getitem__):

@@ -1,8 +1,8 @@
 """Endless generation in bounded memory: a cache of the first tokens (attention sinks) and the last ones (StreamingLLM, Xiao et al. 2024).
 
 Positions count within the cache, as in the paper's 3.2, and keys are cached after rotation. So tokens are dropped in blocks, and the keys
-after a block are rotated back by its length, each key only a few times. The tokens that a token sees depend on its number alone, not on
-chunks, pauses or the batch.
+after a block are rotated back by its length, each key only a few times. Which tokens a token sees depends only on its index in
+the sequence, not on chunks, pauses or the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from puna.models.transformer import rotary_table
 class Kept:
     """The tokens of a sequence that a cache keeps: its first `sinks` tokens and at least its last `window`, both in whole pages.
 
-    At `room` tokens, `step` of them (a quarter of the window) are dropped. Raise ValueError unless `sinks` and `window` are whole pages.
+    At `room` tokens, `step` tokens (about a quarter of the window) are dropped. The constructor raises ValueError for invalid numbers.
     """
 
     sinks: int
@@ -31,11 +31,11 @@ class Kept:
 
     def __post_init__(self) -> None:
         if self.window < PAGE or self.sinks < 0 or self.window % PAGE or self.sinks % PAGE:
-            raise ValueError(f"sinks and window are whole pages of {PAGE} tokens, window one at least, not {self.sinks} and {self.window}")
+            raise ValueError(f"sinks and window must be whole pages of {PAGE} tokens, window > 0, not {self.sinks} and {self.window}")
 
     @property
     def step(self) -> int:
-        """Return the number of tokens that fall out at once."""
+        """Return the number of tokens that are dropped at once."""
         return max(PAGE, self.window // 4 // PAGE * PAGE)
 
     @property
@@ -44,11 +44,11 @@ class Kept:
         return self.sinks + self.window + self.step
 
     def fallen(self, computed: int) -> int:
-        """Return the number of a sequence's computed tokens that have fallen out."""
+        """Return how many of a sequence's `computed` tokens the cache has dropped."""
         return -(-max(0, computed - self.room) // self.step) * self.step
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if a model has its own sliding windows, or a context below `room`."""
+        """Raise ValueError if a model has its own sliding windows, or a context shorter than `room`."""
         if any(config.windows):
             raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
         if self.room > config.max_position_embeddings:
@@ -71,14 +71,14 @@ class Kept:
 
 
 def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
-    """Return the tokens that an engine keeps, None for all. `whole`: exact passes or a draft need every token. Raise ValueError if the
-    settings conflict or the model needs every token."""
+    """Return the limits of the tokens that an engine's cache keeps; None: it keeps all. `whole`: exact passes or a draft need every token.
+    Raise ValueError if the settings conflict or do not suit the model."""
     if window is None:
         if sinks:
             raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")
         return None
     if whole:
-        raise ValueError(f"window = {window}: a draft, or log-probs that are the trainer's (exact), need all tokens; leave one of them out")
+        raise ValueError(f"window = {window}: a draft, or log-probs equal to training's (exact), need all tokens; leave one of the two out")
     limits = Kept(sinks, window)
     limits.check(config)
     return limits

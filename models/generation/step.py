@@ -1,4 +1,4 @@
-"""One step of the model over ragged work: any number of tokens of any number of answers, over pages.
+"""One step of the model on ragged work (any number of tokens of any number of answers), with keys and values in pages.
 
 Shapes: N tokens of the step, D model width. Training uses the same decoder and weights, with another `attend`.
 """
@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 
 
 def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pass | None = None) -> Tensor:
-    """Run the model on `work`; return the hidden states [N, D] of its tokens, in order."""
+    """Run the model on `work`; return the hidden states [N, D] of the tokens of `work`, in order."""
     counts = np.array([len(one.tokens) for one in work])
     ids = torch.tensor([token for one in work for token in one.tokens])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)
@@ -64,7 +64,7 @@ def by_operators(
 
 
 def _places(plan: PagedPlan) -> tuple[Tensor, Tensor]:
-    """Return the position of each token of a plan and its place in the pages, [N] int64 each."""
+    """Return the position of each token of a plan, and the token's row in the pages, [N] int64 each."""
     position = plan.position.long()
     where = plan.tables[plan.sequence.long(), position // PAGE].long() * PAGE + position % PAGE
     return position.to(plan.device), where.to(plan.device)

@@ -14,14 +14,14 @@ from puna.models.generation.engine import Completion, Engine
 from puna.models.generation.sampling_params import SamplingParams
 
 Respond = Callable[[Sequence[tuple[list[int], Completion]]], Sequence[tuple[list[int], list[dict[str, Any]]] | None]]
-"""A function that returns, for each (prompt, answer), the reply's tokens up to the model's next turn, and its messages; None: no reply."""
+"""A function that returns, for each (prompt, answer), a reply's tokens (up to the model's next turn) and messages; None: no reply."""
 
 
 def converse(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, progress: Callable[[int, int], None] | None = None,
     turns: int = 1, respond: Respond = lambda answers: [None] * len(answers),
 ) -> list[list[Completion]]:  # fmt: skip
-    """Return answers of at most `turns` model turns, as lists per prompt; `params.max_tokens` limits a whole answer, replies included.
+    """Return a list of answers per prompt, of at most `turns` model turns each; `params.max_tokens` limits an answer with its replies.
 
     If a reply leaves no room for another token, the answer ends before that reply and is not `finished`."""
     answers = [(prompt, one) for prompt, some in zip(prompts, engine.generate(prompts, params, progress), strict=True) for one in some]

@@ -1,8 +1,8 @@
-"""vLLM as the second engine of generation: the same prompts, parameters and completions, computed by its `LLM`.
+"""vLLM as the second engine of generation: the same prompts, parameters and completions, computed by vLLM's `LLM`.
 
-Its tokens are another draw from the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
-temperature. vLLM returns log-probs raw (at temperature 1) or processed (also after penalties, biases, top-k, top-p and min-p). Another
-temperature than 0 or 1 together with any of these raises ValueError.
+vLLM's tokens are another draw from the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
+temperature. vLLM returns log-probs raw (at temperature 1) or processed (at the temperature, after penalties, biases, top-k, top-p, min-p).
+So a temperature other than 0 or 1 together with any of these settings raises ValueError.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from puna.models.transformer import Transformer
 class VllmEngine:
     """A vLLM engine for the model in a folder of Hugging Face's layout.
 
-    weights: `same`, or `fp8`: vLLM quantises them while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
-    Raise ImportError without the package vllm.
+    weights: `same`, or `fp8`: vLLM quantises the weights while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
+    The constructor raises ImportError if the package vllm is not installed.
     """
 
     def __init__(self, folder: Path | str, tokenizer: Tokenizer, weights: str = "same", memory: float = 0.9) -> None:
         import vllm
 
         if weights not in ("same", "fp8"):
-            raise ValueError(f"vLLM does not quantise a model to {weights} as it loads it: choose fp8 or same")
+            raise ValueError(f"vLLM does not quantise a model to {weights} while loading: choose fp8 or same")
         self.tokenizer, self._vllm = tokenizer, vllm
         self._settings: dict[str, Any] = {
             "model": str(folder), "tokenizer": str(folder), "quantization": None if weights == "same" else weights, "seed": 0,
@@ -74,7 +74,7 @@ class VllmEngine:
             mode = "raw_logprobs"
         elif params.cuts or params.shifts:
             raise ValueError(
-                f"vLLM does not tell log-probs of the whole vocabulary at temperature {params.temperature} with penalties, top_k, top_p or "
+                f"vLLM does not give log-probs of the whole vocabulary at temperature {params.temperature} with penalties, top_k, top_p or "
                 "min_p: set the temperature to 1, or leave the others out"
             )
         else:

@@ -1,7 +1,7 @@
 """Naive Bayes on character n-grams: the log-probability of a text in each of several hundred languages.
 
 N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored, on
-its first 600 letters, because more do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`.
+the first 600 letters, because more letters do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def grams() -> Grams:
 
 @njit(cache=True)
 def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Return uninitialised arrays for the letters of a text, up to `limit`, and for the bins of their n-grams."""
+    """Return uninitialised arrays for up to `limit` letters of a text, and for the hash buckets (bins) of the letters' n-grams."""
     return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
 
 
 @njit(cache=True, borrows=True)
 def bins(codes: Any, first: int, last: int, flags: Any, lower: Any, limit: int, letters: Any, out: Any) -> Any:
-    """Write the bins of the n-grams of the first `limit` letters of codes[first:last], in lower case, to `out`; return their number.
+    """Write to `out` the hash buckets of the n-grams of the first `limit` letters of codes[first:last], in lower case; return their number.
     A word has a blank before and after it. letters, out: see `room`."""
     letters[0] = BLANK
     size, inked, at = 1, 0, first
@@ -129,7 +129,7 @@ def advantages(
     codes: NDArray[np.uint32], bounds: NDArray[np.int64], texts: NDArray[np.int64], scripts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return float64[texts, labels]: a text's log-probability under a label of its script, minus the best label's; -inf for other labels.
-    It is divided by the square root of the number of n-grams, because naive Bayes overstates the evidence of long texts. `texts`: indices
+    The difference is divided by sqrt(number of n-grams), because naive Bayes overstates the evidence of long texts. `texts`: indices
     n of codes[bounds[n]:bounds[n + 1]]; `scripts`: indices into `CODES`."""
     model = grams()
     ranges = model.ranges[scripts]

@@ -80,7 +80,7 @@ def _lines(
     data: U8, offsets: I64, wanted: Any, limit: int, kinds: U8,
     begins: I64, ends: I64, letters: I64, capitals: I64, unsure: Any, bounds: I64,
 ) -> None:  # fmt: skip
-    """Write the spans and counts of the prose lines. `unsure` marks possible code; `bounds` is the range of each text's lines."""
+    """Write the spans and counts of the prose lines. `unsure` marks possible code; `bounds`: where each text's lines begin and end."""
     count = 0
     for d in range(len(wanted)):
         first, last = offsets[d], offsets[d + 1]
@@ -158,7 +158,7 @@ def _line(data: U8, at: int, last: int, kinds: U8) -> tuple[int, int, int, int, 
 
 @njit(cache=True, borrows=True)
 def _join_lines(data: U8, bounds: I64, begins: I64, ends: I64, letters: I64, capitals: I64, keep: Any, out: U8, totals: I64) -> None:
-    """Write the lines with `keep`, joined by blanks; totals[0]: bounds of the texts; totals[1], totals[2]: their letters and capitals."""
+    """Write the lines that `keep` marks, joined by blanks; write to `totals` the texts' bounds, letter counts and capital counts."""
     size = 0
     for d in range(len(bounds) - 1):
         line_start = size

@@ -1,4 +1,4 @@
-"""Facts about each language: its stop words, and threshold factors relative to English.
+"""Facts about languages: stop words, and threshold factors relative to English.
 
 Recipes state thresholds for English; for another language, a rule multiplies its threshold by the language's factor for the signal.
 Without a factor (null), the rule skips the language's documents. `languages.tsv` has one row per language and script, with its evidence.
@@ -53,7 +53,7 @@ class LanguageRow(BaseModel):
 
 
 def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
-    """Return the rows of a file of tab-separated columns; raise ValueError with file, line and column.
+    """Return the rows of a file of tab-separated columns; if it is invalid, raise ValueError with the file's name and the line or column.
 
     Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` means that the rule abstains. An empty or missing
     field keeps the value of the replaced row. Items of lists are separated by blanks.
@@ -112,7 +112,7 @@ def shipped_rows() -> dict[str, LanguageRow]:
 
 
 def with_rows(own: Iterable[LanguageRow]) -> dict[str, LanguageRow]:
-    """Return the shipped table with a user's rows on top. Missing fields come from the row that is replaced, or the script's row."""
+    """Return the shipped table with a user's rows added or replaced. A row's missing fields come from the shipped row (`row_of`)."""
     table = dict(shipped_rows())
     for row in own:
         before = row_of(table, row.language, row.script)
@@ -128,8 +128,8 @@ def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> Lang
 
 
 class Names(NamedTuple):
-    """Codes and groups of languages. `codes`: code of ISO 639 or of an identifier → the code used here; `groups`: language → its group of
-    confusable languages."""
+    """Codes and groups of languages. `codes`: code of ISO 639 or of a language identifier → Puna's code; `groups`: language → group of
+    languages that are easily confused."""
 
     codes: Mapping[str, str]
     groups: Mapping[str, str]

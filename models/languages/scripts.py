@@ -1,4 +1,4 @@
-"""The script of a text: the ISO 15924 code of most of its letters."""
+"""Identification of a text's script: the ISO 15924 code of most of its letters."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def is_zawgyi(codes: NDArray[np.uint32]) -> bool:
 
 
 def script(text: str) -> str:
-    """Return the ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty string for a text without letters."""
+    """Return the ISO 15924 code of a text's script, `Qaag` for Zawgyi; the empty string if no letter is of a known script."""
     codes = code_points(text)
     results = script_of(codes)
     return ZAWGYI if results == CODES[MYMR] and is_zawgyi(codes) else results

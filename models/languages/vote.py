@@ -34,16 +34,16 @@ SINITIC = ("zh", "yue")
 SORANI = "ckb"  # Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish
 SURE = 0.9
 ALONE_FROM, ENOUGH = 0.97, 300
-ABSORBING = frozenset(  # ISO 639; xx: CLD2's code for a script whose languages it does not know
+ABSORBING = frozenset(  # ISO 639; xx: CLD2's code for a script of which CLD2 knows no language
     re.findall(
         "[a-z]+",
         "aa ak ar az bh bi bs ceb da en es et fi gl gn hi hr ht id it kk ko ku ky ln mi mn ms my ne nn no pl pt qu ro rw sd so sr st sw "
         "syr tl to tr tt ur wo xh xx yo zh zu",
     )
 )
-"""Languages that CLD2 wrongly reports as sure for texts in others (the Declaration in 448 languages, NTREX-128's first half)."""
+"""Languages that CLD2 reports as sure for texts in other languages (on the Declaration in 448 languages, NTREX-128's first half)."""
 SCRIPT_FROM = 0.8
-SHOWN, PIECES = 700, 2  # characters of a text that are read, and the number of pieces they come from
+SHOWN, PIECES = 700, 2  # maximum characters read of a text, and the number of pieces of a longer text
 CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"  # characters written in one, seldom in the other
 
 
@@ -77,9 +77,9 @@ class Found(NamedTuple):
 
 class Voters(NamedTuple):
     """Languages of the three voters. `places`: index of each code in `languages`; `columns` int64: index of each label of the n-grams'
-    classifier; `by_language`: labels sorted by language, int64, and where each language begins; `cld2`, `lid` float64[n]: evidence for a
-    language that the voter does not name; `rare` float64[n]: cost of a language that neither knows; `group` int64[n]: equal for confusable
-    languages; `alone`: script number → the only language written in it."""
+    classifier; `by_language` int64: labels sorted by language, and each language's start; `cld2`, `lid` float64[n]: evidence for a language
+    that the voter does not name; `rare` float64[n]: cost of a language that neither CLD2 nor lid.176 knows; `group` int64[n]: equal for
+    confusable languages; `alone`: script number → the only language written in it."""
 
     languages: tuple[str, ...]
     places: dict[str, int]
@@ -134,7 +134,7 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text; a long one is sampled. `group`: group numbers of the voters' languages, if not the shipped groups."""
+    """Return the language of a text, by a sample if the text is long. `group`: group number of each language of `voters`; None: shipped."""
     return votes([text], group)[0]
 
 
@@ -231,7 +231,7 @@ def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
 
 
 def _cld2(text: str) -> tuple[bool, list[tuple[str, float]]]:
-    """Return whether CLD2 (Sites 2013) is sure, and its languages with their shares of the text."""
+    """Return CLD2's answer (Sites 2013): whether CLD2 is sure, and the languages with their shares of the text."""
     import pycld2
 
     reliable, _, details = pycld2.detect(REFUSED.sub(" ", text).encode(), isPlainText=True, bestEffort=True)

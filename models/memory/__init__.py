@@ -1,1 +1,1 @@
-"""Inference with models larger than the memory: plans, and layers loaded for each pass."""
+"""Inference with models larger than the memory: plans of what stays in memory, and layers loaded for each pass."""

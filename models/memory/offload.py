@@ -1,8 +1,8 @@
-"""A model larger than its memory: resident layers, and streamed layers whose weights are loaded for each pass.
+"""Inference of a model larger than memory: some layers are resident, the weights of the others (streamed layers) are loaded for each pass.
 
-Streamed layers are loaded in turn while the layers before them compute. A thread reads them from disk into one of a few buffers; for a GPU,
-a copy stream moves them from pinned memory into one of two slots. `planner.py` chooses how many layers are resident. All operations and
-their order are the same as for a model in memory, so answers are bit-identical.
+Streamed layers are loaded in turn while the layers before them compute. A thread reads weights from disk into one of a few buffers; for a
+GPU, a copy stream moves weights from pinned memory into one of two slots. `planner.py` chooses how many layers are resident. All operations
+and their order equal those of a model in memory, so answers are bit-identical.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYERS = "model.layers."
 
 
 class Source:
-    """A checkpoint's files with the offsets of their tensors, read on request. Raise CheckpointError if it is damaged or unsupported."""
+    """A checkpoint whose tensors are read on request. The constructor raises CheckpointError if files are damaged or unsupported."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         if not folder.is_dir():
@@ -56,7 +56,7 @@ class Source:
         self.layouts = [Layout.of(tensors) for tensors in own]
         first, layer = self.weights({name: torch.empty(one.shape, device="meta") for name, one in own[0].items()}), own[0]
         self.as_it_lies = first.keys() == layer.keys() and all(one.dtype == dtype for tensors in own for one in tensors.values())
-        # Bytes: a layer's weights in the compute dtype, all weights outside the layers, the most that is read for a layer.
+        # Bytes: a layer's weights in the compute dtype, all weights outside the layers, the maximum read for a layer.
         whole, one_layer = (sum(p.numel() for p in part.parameters()) for part in (self._empty, self._empty.model.layers[0]))
         self.layer_bytes = one_layer * dtype.itemsize
         self.rest_bytes = whole * dtype.itemsize - self.config.num_hidden_layers * self.layer_bytes
@@ -70,16 +70,16 @@ class Source:
         return model
 
     def weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's tensors by their names in a block; `tensors`: by their names in the files, without the layer's prefix."""
+        """Return a layer's tensors by their names in a `Block`. `tensors`: by their names in the files, without the layer's prefix."""
         state = from_disk({f"{LAYERS}0.{part}": tensor for part, tensor in tensors.items()}, self._one_layer)
         return {name.removeprefix(f"{LAYERS}0."): tensor for name, tensor in state.items()}
 
     def rest(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors outside the layers, read from disk."""
+        """Return the tensors outside the layers by name, read from disk."""
         return {name: self._read(Layout.of({name: one}), device)[name] for name, one in self._rest.items()}
 
     def layer(self, number: int, device: torch.device) -> dict[str, Tensor]:
-        """Return a layer's weights by their names in a block, in newly allocated memory."""
+        """Return a layer's weights by their names in a `Block`, read from disk into new memory."""
         return self.weights(self._read(self.layouts[number], device))
 
     def _read(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -92,13 +92,13 @@ class Shelf(Protocol):
     """The store that streamed layers are loaded from."""
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Return a layer's weights by their names in a block; they are valid until `give`."""
+        """Return a layer's weights by their names in a `Block`; the weights are valid until `give` is called."""
 
     def give(self) -> None: ...
 
 
 class Disk:
-    """Layers on disk that a thread reads ahead. `buffers`: number of buffers. `pinned`: pin their memory, for copies to a GPU."""
+    """Layers on disk that a thread reads ahead. `buffers`: number of buffers. `pinned`: pin the buffers, for copies to a GPU."""
 
     def __init__(self, source: Source, numbers: Sequence[int], buffers: int = 2, pinned: bool = False) -> None:
         self.source, self._held = source, list[Buffer]()
@@ -106,7 +106,7 @@ class Disk:
 
     @property
     def counts(self) -> Counts:
-        """Return the counts of reading: bytes, seconds, and seconds that computing waited."""
+        """Return the reader's counts: bytes, seconds of reading, and seconds for which computation waited."""
         return self._loader.counts
 
     def take(self, number: int) -> dict[str, Tensor]:
@@ -142,12 +142,12 @@ class Shell:
         self._places = {name: parts[id(p)] for name, p in self.block.named_parameters()}
 
     def put(self, weights: dict[str, Tensor]) -> None:
-        """Attach these weights to the block, without a copy."""
+        """Attach weights, by name, to the block without a copy."""
         for name, (module, part) in self._places.items():
             module._parameters[part] = nn.Parameter(weights[name], requires_grad=False)
 
     def copy(self, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Copy these weights into the block's own memory, which the first call allocates."""
+        """Copy weights, by name, into the block's own memory, which the first call allocates in `dtype` on `device`."""
         if next(self.block.parameters()).is_meta:
             self.put({name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in weights.items()})
         for name, (module, part) in self._places.items():
@@ -165,7 +165,7 @@ Compute = Callable[[int, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor |
 
 
 def in_turn(shelf: Shelf, source: Source) -> Compute:
-    """Return a function that computes layers on a CPU, with the weights in their read buffers or converted to the compute dtype."""
+    """Return a function that computes a layer on a CPU, with the weights in the read buffer or, if necessary, converted copies."""
     shell = Shell(source.config)
 
     def compute(number: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
@@ -208,7 +208,7 @@ class Copies:
         slot.used.record(current)
         following = self._next[number]
         if all(slot.number != following for slot in self._slots):
-            self._slots.sort(key=lambda other: other is slot)  # the other one first
+            self._slots.sort(key=lambda other: other is slot)  # the other slot first
             self._fetch(following)
         return output
 
@@ -259,7 +259,7 @@ def spread(streamed: int, layers: int) -> list[int]:
 
 
 def offload_layers(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
-    """Return the model with all but `streamed` of its layers on the device, and the shelf of streamed layers, None if there are none."""
+    """Return the model with all but `streamed` of its layers on the device, and the shelf of streamed layers (None without any)."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)

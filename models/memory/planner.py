@@ -1,8 +1,8 @@
-"""Choice of the fastest plan for a model larger than the memory: layers, answers, tokens per step (FlexGen, Sheng et al. 2023).
+"""Choice of the fastest plan for a model larger than memory: streamed layers, batch size, tokens per step (FlexGen, Sheng et al. 2023).
 
-In a pass, loading the streamed layers overlaps with computing all layers: it takes the longer of both times, plus a quarter of the shorter.
+A pass overlaps loading the streamed layers with computing all layers. It takes the longer of the two times plus a quarter of the shorter.
 Loading does not depend on the number of tokens. Computing a layer takes the longer of reading its weights from memory and multiplying.
-Answers and weights compete for memory, so each split is rated by its tokens per second. Rates are measured on the model's first layer.
+Answers and weights compete for memory, so each division of memory is rated by its tokens per second. Rates are measured on this machine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ EXPOSED = 0.25  # share of the shorter of loading and computing that does not ov
 
 @dataclass(frozen=True)
 class Rates:
-    """The machine's rates with this model, per second. `bringing`: bytes of streamed layers loaded; `bandwidth`: bytes of weights read for
-    one token; `flops`: operations for many tokens."""
+    """The machine's rates with this model, per second. `bringing`: bytes of streamed layers loaded; `bandwidth`: bytes of weights read in a
+    pass over one token; `flops`: floating-point operations in a pass over many tokens."""
 
     bringing: float
     bandwidth: float
@@ -44,7 +44,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes in bytes. `rest`: weights outside the layers; `brought`: read per streamed layer; `beside`: buffers for streaming."""
+    """A model's sizes in bytes. `rest`: weights outside the layers; `brought`: read per streamed layer; `beside`: streaming buffers."""
 
     config: ModelConfig
     element: int
@@ -52,12 +52,12 @@ class Shape:
     rest: int
     brought: int
     beside: int
-    token: int  # keys and values of a token, with the draft's
+    token: int  # keys and values of a token, the draft model's included
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
-        """Return the shape of a model. Streaming needs two buffers on a CPU, and a converted layer if the files store it differently; two
-        layers on a GPU."""
+        """Return a model's sizes. Streaming needs two read buffers on a CPU, plus one layer if loading converts the weights; on a GPU, two
+        layers."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
@@ -66,11 +66,11 @@ class Shape:
         return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, source.read_bytes, beside, token)
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of a prompt with its answer, `tokens` in all: its pages, and one page more."""
+        """Return the KV cache's bytes for a prompt with its answer, `tokens` tokens in total: whole pages, plus one more page."""
         return (-(-tokens // PAGE) + 1) * PAGE * self.token
 
     def scratch(self, step_tokens: int, answers: int) -> int:
-        """Return the temporary bytes of a step: one layer's activations of `step_tokens` tokens, and four fp32 copies of the logits."""
+        """Return a step's temporary bytes: one layer's activations of `step_tokens` tokens, four fp32 copies of `answers` logit rows."""
         config = self.config
         heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
         inner = config.intermediate_size
@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and its speed: `streamed` of `layers` layers are loaded per pass; `pages`: bytes of the KV cache; `memory`: bytes in all."""
+    """A plan and its expected speed: each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: total bytes."""
 
     streamed: int
     layers: int
@@ -95,7 +95,7 @@ class Plan:
     bound: str
 
     def line(self, level: Level) -> str:
-        """Return the plan in one line."""
+        """Return the plan in one line, for the log. `level`: where streamed layers are stored."""
         where = f"{self.layers - self.streamed} of {self.layers} layers stay in memory, {self.streamed} come from {level} for each pass"
         return (
             f"{where if self.streamed else f'all {self.layers} layers fit into memory'}; {self.sequences} answers at once, "
@@ -106,7 +106,7 @@ class Plan:
 
 def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None = None) -> Plan:
     """Return the plan with the fewest concurrent answers among those that fit and reach at least 99 % of the best plan's tokens per second.
-    `step_tokens`: maximum tokens of a pass (None: chosen here). Raise ValueError, with the memory needed, if nothing fits."""
+    `step_tokens`: maximum tokens of a pass (None: chosen here). Raise ValueError, which names the memory needed, if no plan fits."""
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
@@ -144,7 +144,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 
 
 def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
-    """Return the seconds and the bottleneck of a pass over `tokens` tokens, each after `context` others; `drawn` of them get logits."""
+    """Return a pass's seconds and bottleneck. Each of the `tokens` tokens has `context` tokens before it; `drawn` tokens get logits."""
     config = shape.config
     bringing = streamed * shape.brought / rates.bringing
     head = config.vocab_size * config.hidden_size
@@ -158,7 +158,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
-    """Return this machine's rates, measured on the model's first layer. It takes a few seconds."""
+    """Return this machine's rates, in a few seconds: the disk's from the first `PROBE_LAYERS` layers, others from the first layer."""
     shell = Shell(source.config)
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]
@@ -174,7 +174,7 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
 
 
 def _disk_rate(source: Source) -> float:
-    """Return the disk's rate for layers, in bytes per second: the median of several reads, because other programs use the disk."""
+    """Return the disk's bytes per second: the median over reads of the first layers, because other programs may use the disk, too."""
     buffer, rates = Buffer(source.read_bytes), []
     for layout in source.layouts[:PROBE_LAYERS]:
         before = time.perf_counter()
@@ -197,7 +197,7 @@ def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.de
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest call, including the device's work."""
+    """Return the seconds of the fastest of three calls of `function`, the work on the device included."""
 
     def call() -> None:
         function()

@@ -1,4 +1,4 @@
-"""Measured rates of this CPU at a model's shapes. Matrix products get the time of a training step that attention and SwiGLU leave."""
+"""Measured rates of this CPU at a model's shapes. Matrix products are rated by a training step's time without attention and SwiGLU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from puna.models.forest import Forest
 from puna.models.machine import Clock, Machine, best_seconds
 
 PROBE_PARAMETERS = 100_000_000
-"""The largest model that `measure` builds; for a larger one, it times the products of one linear layer."""
+"""Maximum parameters of the model of at most two layers that `measure` builds; above, the products of one linear layer are timed."""
 
 
 @cache
 def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter) -> Machine:
     """Return this CPU's fp32 rates at a model's shapes, for documents of `context` tokens (at most 1024), on torch's threads.
 
-    Each rate is the best of several tries. Attention and SwiGLU are timed alone, then forward and backward of the model with two of its
-    layers: the remaining time goes to the matrix products. On one thread, `clock` may be `time.process_time`, which other programs disturb
-    less.
+    Each rate is the best of several tries. Attention and SwiGLU are timed alone, then forward and backward of the model with at most two
+    layers; the rest of that time is the matrix products' time. On one thread, `clock` may be `time.process_time`, which other programs
+    disturb less.
     """
     generator = torch.Generator().manual_seed(0)
     context = min(context, 1024)
@@ -52,7 +52,7 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
 
 
 def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
-    """Return the rate of the matrix products in a training step, given all other rates."""
+    """Return the matrix products' operations per second in a training step. `machine` has the other rates, which are subtracted as time."""
     from puna.models.transformer import Transformer
 
     layers = min(2, config.num_hidden_layers)

@@ -1,7 +1,7 @@
 """Reading of a checkpoint's tensors from disk, layer by layer and ahead of use, into buffers.
 
-Reads bypass the page cache if the file system allows (O_DIRECT): this is several times faster than the page faults of a memory map, and
-takes no memory beyond the buffers. Cached pages are copied (RWF_NOWAIT). Without O_DIRECT, pages are dropped from the cache after reading.
+Reads bypass the page cache if the file system has O_DIRECT: this is several times faster than the page faults of a memory map, and takes no
+memory beyond the buffers. Pages already cached are copied (RWF_NOWAIT). Without O_DIRECT, pages are dropped from the cache after reading.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 from puna.models.formats.checkpoint import Entry
 
 ALIGN = 4096  # alignment of direct reads, in bytes
-CHUNK = 16 << 20  # bytes of one read
+CHUNK = 16 << 20  # maximum bytes of one read
 GAP = 1 << 20  # two tensors are read together if at most this many bytes lie between them
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a buffer, in bytes."""
+    """A tensor's place in a buffer; `start`: its byte offset there."""
 
     name: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A range of a file that is read into a buffer at `start`: `size` bytes, of which the file must hold `needed`."""
+    """A range of a file, read into a buffer at `start`: `size` bytes from `offset`. The file must hold the first `needed` of them."""
 
     path: Path
     offset: int
@@ -49,7 +49,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The extents that are read into one buffer, and the places of the tensors in it."""
+    """The file ranges that are read into one buffer, and the tensors' places in that buffer."""
 
     extents: tuple[Extent, ...]
     places: tuple[Place, ...]
@@ -61,7 +61,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, Entry]) -> Layout:
-        """Return a layout for these tensors in which neighbouring tensors are read together."""
+        """Return a layout for these tensors. Tensors of one file that are at most `GAP` bytes apart are read as one range."""
         extents: list[Extent] = []
         places = []
         for name, one in sorted(tensors.items(), key=lambda item: (item[1].path, item[1].begin)):
@@ -77,7 +77,7 @@ class Layout:
 
 
 class Buffer:
-    """Memory that begins at a multiple of ALIGN."""
+    """A buffer whose memory begins at a multiple of ALIGN, as direct reads require."""
 
     def __init__(self, size: int, pinned: bool = False) -> None:
         whole = torch.empty(size + ALIGN, dtype=torch.uint8, pin_memory=pinned)
@@ -118,7 +118,7 @@ class Reader:
         return os.open(path, os.O_RDONLY)
 
     def fill(self, layout: Layout, buffer: Buffer) -> int:
-        """Read a layout into the buffer; return the bytes read. Raise OSError if a file has become shorter."""
+        """Read a layout's file ranges into the buffer; return the number of bytes read. Raise OSError if a file has become shorter."""
         total = 0
         for path, offset, size, needed, start in layout.extents:
             done = 0
@@ -135,7 +135,7 @@ class Reader:
         return total
 
     def _at_hand(self, path: Path, some: memoryview, offset: int) -> int:
-        """Copy from the page cache into `some`; return the number of bytes; it is a multiple of ALIGN if direct reads must continue."""
+        """Copy the bytes at `offset` that the page cache holds into `some`; return their number: all, or a multiple of ALIGN (0: none)."""
         if path not in self._cached:
             return 0
         try:
@@ -160,12 +160,12 @@ class Counts:
 
     @property
     def hidden(self) -> float:
-        """Return the share of the reading time in which computation did not wait."""
+        """Return the share of the reading time in which computation did not wait; 0 if nothing was read."""
         return 1.0 - min(self.waiting / self.reading, 1.0) if self.reading else 0.0
 
 
 class Loader:
-    """A thread that reads layouts in a cycle, ahead of their use. It starts at the first `take` and ends with this object."""
+    """A thread that reads layouts in a cycle, ahead of their use. It starts at the first `take` and ends when this object is deleted."""
 
     def __init__(self, reader: Reader, layouts: Mapping[int, Layout], buffers: int = 2, pinned: bool = False) -> None:
         self.layouts, self.counts = dict(layouts), Counts()
@@ -179,7 +179,7 @@ class Loader:
         self.close = weakref.finalize(self, self._free.put, None)
 
     def take(self, number: int) -> Buffer:
-        """Return a layout's buffer once it is read; drop unused buffers that were read earlier. Raise OSError if reading failed."""
+        """Return the buffer of layout `number` once read; release buffers that were read before it. Raise OSError if reading failed."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
         before = time.perf_counter()
@@ -204,7 +204,7 @@ def _load(
     reader: Reader, layouts: dict[int, Layout], free: queue.SimpleQueue[Buffer | None],
     ready: queue.SimpleQueue[tuple[int, Buffer] | OSError], counts: Counts,
 ) -> None:  # fmt: skip
-    """Read layouts in a cycle, in the loader's thread. It holds no reference to the loader, so that it stops when the loader is deleted."""
+    """Read layouts in a cycle until `free` yields None or a read fails. `Loader` is not referenced here, so that it can be deleted."""
     while True:
         for number, layout in layouts.items():
             buffer = free.get()

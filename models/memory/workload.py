@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """The work to plan for: tokens of a prompt and an answer, maximum concurrent answers, tokens of the longest prompt with its answer."""
+    """The work to plan for: tokens per prompt and per answer, number of answers, tokens of the longest prompt with its answer (0: none)."""
 
     prompt: int = 512
     answer: int = 256

@@ -1,1 +1,1 @@
-"""Text to ids and back: tokenizers, vocabularies, chat templates."""
+"""Tokenizers, vocabularies and chat templates: text to token ids and back."""

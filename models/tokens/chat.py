@@ -1,8 +1,8 @@
-"""Conversations as token ids with their loss mask, by the model's own chat template.
+"""Conversations as token ids with a loss mask, rendered by the model's own chat template.
 
-Each answer is rendered as in serving. P is the conversation before the answer, with the generation prompt; F is the conversation up to
-the answer. F must begin with P. The text of F after P, up to the first stop token, is the answer; only the answer and this token are
-trained. An answer that cannot be separated this way raises ChatError with its turn and the reason.
+Each answer is rendered as in serving. P is the conversation before the answer, with the generation prompt; F is the conversation up to and
+including the answer. F must begin with P. The text of F after P, up to the first stop token, is the answer; only the answer and this token
+are trained. An answer that cannot be separated in this way raises ChatError with its turn and the reason.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PROBE: tuple[Message, ...] = (
 )
 """A conversation that every chat template should render."""
 MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-"""Variables of the template, tried in turn until the conversation begins with the prompt."""
+"""Sets of template variables, tried in turn until the rendered conversation begins with the rendered prompt."""
 
 
 class ChatError(ValueError):
-    """An error: the template cannot render a conversation, or an answer cannot be separated. `turn` counts from 0."""
+    """An error: the template cannot render a conversation, or an answer cannot be separated from its prompt. `turn`: 0-based."""
 
     def __init__(self, turn: int, reason: str) -> None:
         super().__init__(f"turn {turn}: {reason}")
@@ -43,14 +43,14 @@ class Row:
     trained: list[bool] = field(default_factory=list)
 
     def extend(self, ids: Sequence[int], trained: bool) -> None:
-        """Append tokens that are all trained, or all not."""
+        """Append tokens that all have the flag `trained`."""
         self.ids += ids
         self.trained += [trained] * len(ids)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """A rendered answer: `prompt`, `body` and the `stop` token after it; `content`: the range of the body that comes from the message."""
+    """A rendered answer. `prompt`: the text before it; `stop`: id of its stop token; `content`: the range of `body` from the message."""
 
     prompt: str
     body: str
@@ -59,7 +59,7 @@ class _Answer:
 
 
 class ChatFormat(Vocabulary):
-    """A vocabulary with a chat template. `_stops`: stop tokens that the model's configuration names."""
+    """A vocabulary with a chat template, if any. `_stops`: ids of the stop tokens that the model's configuration names."""
 
     template: Template | None
     _stops: tuple[int, ...]
@@ -72,8 +72,8 @@ class ChatFormat(Vocabulary):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end an answer: the stop tokens of the configuration, and, if the template writes none of these
-        after an answer, the special token that it writes there."""
+        """Return the ids of the tokens that end an answer: the configuration's stop tokens and, if the template writes none of them after
+        an answer, the first special token that the template writes there."""
         if self.template is None:
             return self._stops
         for dialogue in (PROBE[:2], PROBE):
@@ -88,10 +88,10 @@ class ChatFormat(Vocabulary):
         return self._stops if special is None else (*self._stops, special[2])
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Tools = None) -> list[int]:
-        """Return the ids of a conversation, up to where the model's answer begins, as transformers' `apply_chat_template` does.
+        """Return the ids of a conversation, as transformers' `apply_chat_template` does.
 
-        A message is a mapping with `role` and `content`. Special tokens in its text are read as text. Raise ChatError if the template
-        refuses the conversation.
+        A message is a mapping with `role` and `content`. Special tokens in its text are read as text. `add_generation_prompt`: end where
+        the model's answer begins. Raise ChatError if the template refuses the conversation.
         """
         (plain, guarded), mark = self.guard(([dict(message) for message in messages], tools))
         return self.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
@@ -101,9 +101,9 @@ class ChatFormat(Vocabulary):
     ) -> tuple[list[int], list[int], list[bool]]:
         """Return the prompt ids (up to where the answer begins), the answer ids, and a mask of the template's tokens in the answer.
 
-        A string is one user message, or the assistant's. Special tokens that a message writes out are read as text. The answer ends in its
-        stop token unless it was truncated (`finished=False`). The mask holds one flag per *answer* token, True for tokens that only the
-        template writes: headers, the stop token. Raise ChatError if the answer cannot be separated.
+        A string as `prompt` is one user message; as `answer`, the assistant's. Special tokens that a message writes out are read as text.
+        The answer ends in its stop token unless it was truncated (`finished=False`). The mask has one flag per *answer* token, True for
+        tokens that only the template writes: headers, the stop token. Raise ChatError if the answer cannot be separated from the prompt.
         """
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
@@ -115,8 +115,8 @@ class ChatFormat(Vocabulary):
         return prompt_ids, ids, [i in self.special or b <= begin or a >= end for i, (a, b) in zip(ids, spans, strict=True)]
 
     def reply(self, messages: Sequence[Message], tools: Tools = None) -> tuple[int, list[int]]:
-        """Return (stop token of an answer, the ids after it). The ids render `messages`, up to where the next answer begins; special
-        tokens in their text are read as text. Raise ChatError if the template refuses the messages after an answer."""
+        """Return the id of an answer's stop token, and the ids of `messages` after it, up to where the next answer begins. Special tokens
+        in messages are read as text. Raise ChatError if the template refuses messages after an answer, or writes no stop token."""
         (turns, guarded), mark = self.guard(([*PROBE[:2], *(dict(message) for message in messages)], tools))
         behind = self._render(turns, True, guarded, {}).partition(PROBE[1]["content"])[2]
         stop = self.find_special(behind, self.stop_ids)
@@ -127,8 +127,8 @@ class ChatFormat(Vocabulary):
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[Row]:
         """Return rows that train every answer of a conversation once: ids and loss mask, rendered together.
 
-        There are several rows if later turns change how the template renders earlier answers. Raise ChatError with the turn and the
-        reason if an answer cannot be separated, or a turn writes out a special token.
+        There are several rows if later turns change how the template renders earlier turns. Raise ChatError with the turn and the reason
+        if there is no answer or one cannot be separated, or if a turn is invalid (it writes out a special token, for instance).
         """
         self._check(messages, tools)
         rows: list[Row] = []
@@ -149,7 +149,7 @@ class ChatFormat(Vocabulary):
         return rows
 
     def _continue(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
-        """Extend the row to the next prompt (ids `prompt`) if that begins with the row, as ids or as text; return whether it does."""
+        """True if the next prompt begins with the row, as ids (`prompt`) or text (`next_prompt`); the row then gets the remaining ids."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
         elif stop in self.special and next_prompt.startswith(text):
@@ -159,8 +159,8 @@ class ChatFormat(Vocabulary):
         return True
 
     def _encode_turn(self, prompt: str, answer: str, mark: str | None, turn: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        """Return the ids of prompt and answer, and the answer's character spans; the answer is encoded separately if a token would cross
-        their border."""
+        """Return the ids of prompt and answer, and the character spans of the answer's ids. If a token would span both, the answer is
+        encoded separately; raise ChatError if this changes the text."""
         prompt_ids, _ = self.encode_markup(prompt, mark)
         ids, spans = self.encode_markup(prompt + answer, mark)
         if ids[: len(prompt_ids)] == prompt_ids:
@@ -168,11 +168,11 @@ class ChatFormat(Vocabulary):
             return prompt_ids, ids[len(prompt_ids) :], [(a - size, b - size) for a, b in spans[len(prompt_ids) :]]
         answer_ids, spans = self.encode_behind(answer, mark=mark)
         if self.decode(prompt_ids + answer_ids) != self.decode(ids):
-            raise ChatError(turn, "prompt and answer share a token, and encoded apart they give another text")
+            raise ChatError(turn, "a token spans prompt and answer, and encoded separately they give another text")
         return prompt_ids, answer_ids, spans
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
-        """Return the answer of a turn as text. Raise ChatError if it cannot be separated."""
+        """Return the rendered answer of turn number `turn`. Raise ChatError if the answer cannot be separated from its prompt."""
         for mode in MODES:
             prompt = self._render(messages[:turn], True, tools, mode)
             whole = self._render(messages[: turn + 1], False, tools, mode)
@@ -194,8 +194,8 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return (`size`, `size`, id) of the stop token that begins the next turn: some templates write it only there. Raise ChatError
-        without one."""
+        """Return (`size`, `size`, id) for the stop token at the start of the next turn: some templates write the token only there. Raise
+        ChatError if there is none."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
@@ -241,7 +241,7 @@ class ChatFormat(Vocabulary):
         squeezed = _without_spaces(body)
         for name, part in _parts(messages[turn]):
             if _without_spaces(part) not in squeezed:
-                raise ChatError(turn, f"the template does not write its {name}, or writes it otherwise")
+                raise ChatError(turn, f"the template does not write its {name}, or writes it differently")
         before = _without_spaces(prompt)
         for earlier in range(turn - 1, -1, -1):
             if messages[earlier].get("role") == "assistant":
@@ -252,7 +252,7 @@ class ChatFormat(Vocabulary):
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """Yield the parts of an answer that must be written, by name: reasoning, content, names of called functions."""
+    """Yield (name, text) of each part of an answer that the template must write: reasoning, content, names of called functions."""
     reasoning = next((message[key] for key in REASONING if message.get(key)), None)
     if isinstance(reasoning, str):
         yield "reasoning", reasoning
@@ -264,7 +264,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _content(message: Message, body: str) -> tuple[int, int]:
-    """Return the range of the body that comes from the message: from its first part to its last; tool calls extend it to the end."""
+    """Return [start, stop) of the body's characters that come from the message; tool calls extend this range to the body's end."""
     spans = []
     for name, part in _parts(message):
         # Most templates trim the content.
@@ -283,5 +283,5 @@ def _without_spaces(text: str) -> str:
 
 
 def _spellings(content: str) -> Iterator[str]:
-    """Return a turn's text in the forms that a template may write: as it is, or as JSON."""
+    """Return the spellings of a turn's text that a template may write: the text itself, and the text in a JSON string."""
     return itertools.chain((content,), (json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True)))

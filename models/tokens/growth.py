@@ -1,4 +1,4 @@
-"""Growth of a vocabulary: further merges for a byte-pair tokenizer, and a model's rows for the new tokens."""
+"""Growth of a vocabulary: further merges for a byte-pair tokenizer, and embedding and output rows for the new tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SIGN = 0x10000
 
 
 def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
-    """Return the tokenizer with up to `count` further tokens, numbered from `vocab_size` on. Raise TokenizerError unless byte-level BPE.
+    """Return the tokenizer with up to `count` further tokens after its own. Raise TokenizerError if it is not a byte-level BPE tokenizer.
 
-    New tokens merge the token pairs that are most frequent within words of the texts. The old merges come first, so a text's ids are the
-    old ones, some of them merged.
+    New tokens merge the token pairs that are most frequent, and occur at least twice, within words of the texts. Old merges come first, so
+    the new ids of a text are its old ids, some of them merged.
     """
     content = json.loads(tokenizer.backend.to_str())
     model, first = content["model"], tokenizer.vocab_size
@@ -50,10 +50,10 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
 
 
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:
-    """Return the model with rows for the tokens that `new` adds to `old`; raise ValueError unless `new` begins with `old`'s tokens.
+    """Return the model with rows for the tokens that `new` adds to `old`. Raise ValueError if `old`'s tokens or merges changed in `new`.
 
-    A new row is the mean of the rows of the old tokens that encode the token's text; of all rows if it has no text (Hewitt 2021). Old rows,
-    and so the logits of old tokens, do not change.
+    A new row is the mean of the old rows of the tokens that encode the new token's text; of all old rows if no token does (Hewitt 2021).
+    Old rows, and so the logits of old tokens, do not change.
     """
     import torch
 
@@ -65,7 +65,7 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
             raise ValueError(f"token {id_} is {old.token(id_)!r} in the model's and {new.token(id_)!r} in the other")
     merges, others = (json.loads(each.backend.to_str())["model"].get("merges") or [] for each in (old, new))
     if others[: len(merges)] != merges:
-        raise ValueError("the other's merges do not begin with the model's")
+        raise ValueError("the other tokenizer's merges do not begin with the merges of the model's tokenizer")
     if new.vocab_size == first:
         return model
     parts = [_old_ids(new.token_bytes(id_), old) or list(range(first)) for id_ in range(first, new.vocab_size)]
@@ -79,7 +79,7 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
 
 
 def _old_ids(piece: bytes | None, old: Tokenizer) -> list[int]:
-    """Return the old token ids of a new token's bytes; none for a special token or a token with part of a character."""
+    """Return the old token ids that encode `piece`, a new token's bytes; none for a special token (None) or part of a character."""
     try:
         return old.encode((piece or b"").decode())
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Chat templates: the Jinja program that travels with a model and writes its conversations as text.
+"""Chat templates: Jinja programs that come with models and render conversations as text.
 
 The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson`
-without HTML escapes, and the tag `generation`. Only the date is fixed, so that a conversation gives the same tokens on every day.
+without HTML escapes, and the tag `generation`. Only the date is fixed, so that a conversation gives the same tokens on any day.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from puna.models.bounded_process import LimitError, Process
 Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions
 Message = Mapping[str, Any]  # one turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)
 
-TODAY = datetime(2024, 7, 26)  # the date of `strftime_now`: the fallback of Llama 3.1's template
+TODAY = datetime(2024, 7, 26)  # the date of `strftime_now`: the default date in Llama 3.1's template
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys under which data sets keep an answer's reasoning
 
 
@@ -58,7 +58,7 @@ class TemplateLimitError(TemplateError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """The block `{% generation %}…{% endgeneration %}`, which writes the text between its tags."""
+    """The block tag `{% generation %}…{% endgeneration %}`, which renders its content unchanged."""
 
     tags = {"generation"}
 
@@ -68,7 +68,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that begin with an underscore, which would lead out of the sandbox."""
+    """Jinja's namespace, except that it refuses names that begin with an underscore: they would lead out of the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
@@ -94,7 +94,7 @@ class _Dict:
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}: names that begin with _ are closed")
+        raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}: names that begin with _ are forbidden")
 
 
 def _raise(message: str) -> None:
@@ -118,11 +118,11 @@ def _environment() -> jinja2.Environment:
 
 
 class Template:
-    """A chat template; `source` is its text, or the texts by name if a model has several. Puna's own templates are rendered here. Any
-    other is untrusted: it is compiled and rendered in a separate process with limits on time and memory."""
+    """A chat template. `source`: its text, or the texts by name if a model has several. Puna's own templates run in this process. Any other
+    template is untrusted: it is compiled and rendered in a separate process with limits on time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
-        """`special`: the special tokens that the template may name (`bos_token`, …). Raise TemplateError if it does not compile."""
+        """`special`: special tokens that the template may name (`bos_token`, …). Raise TemplateError if the template does not compile."""
         self.source = source
         self._given = (source if isinstance(source, str) else dict(source), dict(special))
         self._key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).digest()
@@ -134,7 +134,7 @@ class Template:
         """Return the conversation as text; with `add_generation_prompt` up to where the model's answer begins.
 
         `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`. Arguments of tool calls may be
-        objects or JSON text. Raise TemplateLimitError if an untrusted template takes too much time or memory.
+        objects or JSON text. Raise TemplateError if the template refuses the conversation, TemplateLimitError if it exceeds a limit.
         """
         variables = {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}
         if self._programs is not None:
@@ -170,7 +170,7 @@ def serve() -> None:
 
 
 class _Programs:
-    """Compiled templates by name."""
+    """A model's compiled chat templates, by name."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
         self._special = dict(special)
@@ -203,7 +203,7 @@ class _Programs:
 
 
 def _prepare(message: Message) -> dict[str, Any]:
-    """Return a message without null keys, with the reasoning under each name that templates read."""
+    """Return a message without null values, with its reasoning under both keys that templates read: `thinking`, `reasoning_content`."""
     prepared = {key: value for key, value in message.items() if value is not None}
     reasoning = next((prepared[key] for key in REASONING if key in prepared), None)
     return prepared if reasoning is None else {"thinking": reasoning, **prepared, "reasoning_content": reasoning}

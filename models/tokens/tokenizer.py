@@ -1,4 +1,4 @@
-"""The tokenizer that travels with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
+"""The tokenizer that comes with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
 
 Text never becomes a special token: ``<|eot_id|>`` in a document, prompt or answer is encoded as its characters. `render` refuses a training
 conversation whose text holds a special token. Tokenizers trained here are byte-level BPE with Llama 3's special tokens and chat format.
@@ -31,22 +31,22 @@ PAD = "<|finetune_right_pad_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
-TEMPLATES = OWN  # chat templates by name, for models that bring none
+TEMPLATES = OWN  # chat templates by name, for models that come without one
 
 
 class Tokenizer(ChatFormat):
-    """Text to token ids and back, and conversations by the model's chat template.
+    """A tokenizer: text to token ids and back, and conversations rendered by the model's chat template.
 
-    `bos` and `eos` are the ids of the tokens that begin and end a document, None if the model has none; `pad` fills up a
-    batch and is always masked; `generation` holds generation_config.json's sampling fields, by transformers' names.
+    `bos` and `eos` are the ids of the tokens that begin and end a document, None if the model has none. `pad` is the id that pads a batch
+    and is always masked. `generation`: fields of generation_config.json, by transformers' names.
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer, named: Mapping[str, str], template: str | Mapping[str, str] | None = None,
         stops: Sequence[int] = (), generation: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`named`: special tokens by their names (`bos_token`, …). `stops`: tokens that end an answer, besides `eos_token`. Raise
-        TokenizerError if the vocabulary lacks a special token, TemplateError if the template does not compile."""
+        """`named`: special tokens by their names (`bos_token`, …). `stops`: ids of tokens that end an answer, besides `eos_token`'s. Raise
+        TokenizerError if the vocabulary lacks a named special token, TemplateError if the template does not compile."""
         super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.id_of(token) is None]:
@@ -58,8 +58,8 @@ class Tokenizer(ChatFormat):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Return a tokenizer of `vocab_size` tokens (6 special ones, 256 bytes, and merges learned from the texts). It depends on how often
-        each word occurs, not on the order of the texts or the number of threads. Texts with too few words give fewer tokens."""
+        """Return a tokenizer of `vocab_size` tokens: 6 special ones, 256 bytes, and merges learned from the texts. The merges depend on how
+        often each word occurs, not on the texts' order or the number of threads. Texts with too few words give fewer tokens."""
         if vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
@@ -110,16 +110,16 @@ class Tokenizer(ChatFormat):
         return Tokenizer(self.backend, self.named, source, self._stops, self.generation)
 
     def with_backend(self, backend: tokenizers.Tokenizer) -> Tokenizer:
-        """Return a tokenizer with the vocabulary `backend`, and the same special tokens and chat template."""
+        """Return a tokenizer with the vocabulary `backend`, and this tokenizer's special tokens and chat template."""
         return Tokenizer(backend, self.named, None if self.template is None else self.template.source, self._stops, self.generation)
 
     def document(self, text: str) -> list[int]:
-        """Return the ids of a document: begin, text, end; a begin or end token that the model lacks is left out."""
+        """Return the ids of a document: `bos`, the text's ids, `eos`; a begin or end token that the model lacks is left out."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text), *self.end]
 
     @property
     def end(self) -> list[int]:
-        """Return a list with the token that ends a document; it is empty if the model has none."""
+        """Return a list with `eos`, the token that ends a document; the list is empty if the model has none."""
         return [] if self.eos is None else [self.eos]
 
     @property
@@ -131,27 +131,27 @@ class Tokenizer(ChatFormat):
 
     @property
     def lead(self) -> list[int]:
-        """Return the tokens before a text to be continued or scored: `bos`, or `eos` if there is none, or nothing."""
+        """Return a list with the token that precedes a text to be continued or scored: `bos`, else `eos`; empty if there is neither."""
         id_ = self.eos if self.bos is None else self.bos
         return [] if id_ is None else [id_]
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Return the model's defaults for `SamplingParams` (temperature, top_p, top_k, …); none unless its `do_sample` is true."""
+        """Return the model's defaults for `SamplingParams` (temperature, …); empty unless generation_config.json sets `do_sample`."""
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
 
 
 class TextStream:
-    """A decoder of a stream of tokens. It returns text once the text is certain: whole characters that cannot belong to a stop text."""
+    """A decoder of a stream of tokens. It returns text once the text is final: whole characters that cannot belong to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
-        self._read = 0  # leading tokens that serve as context: a token decoded alone may lose its leading blank
+        self._read = 0  # leading tokens that serve as context: a token decoded alone may lose its leading space
         self._held, self._given = "", 0  # decoded text not yet returned; number of returned characters of the current text
 
     def add(self, token: int, last: bool = False) -> str:
-        """Return the text that `token` makes certain; with `last`, all that is left before a stop text."""
+        """Return the text that is final once `token` is added. `last`: return all remaining text, up to a stop string."""
         self._tokens.append(token)
         before, now = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._tokens[: self._read], self._tokens))
         text = self._held + now[len(before) :]
@@ -172,5 +172,5 @@ class TextStream:
 
 
 def _stop_overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` begin `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -15,7 +15,7 @@ from puna.models.tokens.vocabulary import with_tokens
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a name; a chat template may use them."""
-TOKENS = 1 << 22  # maximum number of tokens, and the bound of their ids
+TOKENS = 1 << 22  # upper bound on the number of tokens and on their ids
 ADDED = 1 << 16  # maximum number of tokens that are added to a vocabulary
 LONGEST = 1 << 12  # maximum characters of a token
 REPEATS = 16  # maximum copies of the text in a post-processor
@@ -27,7 +27,7 @@ class TokenizerError(ValueError):
 
 
 class TokenizerFiles(NamedTuple):
-    """The vocabulary; special tokens by name; the chat template, or several by name; ids that end an answer; sampling fields."""
+    """The content of a tokenizer's files. `named`: special tokens by name; `template`: one or several by name; `stops`: token ids."""
 
     backend: tokenizers.Tokenizer
     named: dict[str, str]
@@ -37,7 +37,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_files(folder: Path) -> TokenizerFiles:
-    """Return the tokenizer in a folder. Raise FileNotFoundError if it has none, TokenizerError if it is invalid."""
+    """Return a folder's tokenizer. Raise FileNotFoundError if it has no tokenizer.json, TokenizerError if a file is invalid."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
@@ -46,7 +46,7 @@ def read_files(folder: Path) -> TokenizerFiles:
         check_content(content, len(_added_tokens(config)))
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
-        raise TokenizerError(f"{path} is no tokenizer: {error}") from error
+        raise TokenizerError(f"{path} is not a valid tokenizer: {error}") from error
     others = _json(folder / "special_tokens_map.json")
     special = {name: text for name in NAMED if (text := _text(config.get(name) or others.get(name)))}
     stops = _stop_ids(folder)
@@ -56,21 +56,21 @@ def read_files(folder: Path) -> TokenizerFiles:
 
 
 def check_content(content: Mapping[str, Any], more: int) -> None:
-    """Raise ValueError if a tokenizer.json has too many or too long tokens, or too costly steps. `more`: tokens that other files add."""
+    """Raise ValueError if a tokenizer.json has too many or too long tokens, or too costly steps. `more`: tokens added by other files."""
     model, added_tokens = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
     ids = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
     ids = {**ids, **{token["content"]: token["id"] for token in added_tokens}}
     if len(added_tokens) + more > ADDED:
-        raise ValueError(f"{len(added_tokens) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are read")
+        raise ValueError(f"{len(added_tokens) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are allowed")
     if (top := max(ids.values(), default=0)) >= TOKENS:
-        raise ValueError(f"it has a token with the id {top:,}: ids below {TOKENS:,} are read")
+        raise ValueError(f"it has a token with the id {top:,}: ids must be below {TOKENS:,}")
     searched = model.get("type") in ("Unigram", "WordPiece")
     limit = WORD if searched else LONGEST
     if (longest := max(*map(len, ids), model.get("max_input_chars_per_word") or 0, 0)) > limit:
         raise ValueError(f"it has a token or a word of {longest:,} characters: at most {limit:,} are read")
     if (why := unknown(content.get("decoder"))) is not None:
-        raise ValueError(f"its decoder has {why}, which is not known to take time in proportion to a text")
+        raise ValueError(f"its decoder has {why}, which is not known to run in linear time")
     if json.dumps(content.get("post_processor")).count('"Sequence"') > REPEATS:
         raise ValueError(f"its post_processor repeats a text more than {REPEATS} times")
     if (trial := Trial.of(content)) is not None:
@@ -87,7 +87,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Return a token's text from a string or an object with `content`; None if it has none."""
+    """Return the text of a token that is given as a string or as an object with `content`; None if it has no text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
@@ -101,7 +101,7 @@ def _token_texts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _added_tokens(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
-    """Return the tokens that the configuration adds to the vocabulary, in the order of their ids."""
+    """Return the tokens that tokenizer_config.json adds to the vocabulary, in the order of their ids."""
     decoder = config.get("added_tokens_decoder") or {}
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
     return [
@@ -123,11 +123,11 @@ NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_ve
 SAMPLING = {
     "temperature": (0.0, 10.0), "top_p": (1e-9, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 10.0),
 }  # fmt: skip
-"""Sampling fields of generation_config.json and their bounds."""
+"""Sampling fields of generation_config.json, each with its minimum and maximum."""
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """Return generation_config.json without `NOT_SAMPLING` and nulls; raise TokenizerError if a field in `SAMPLING` is out of range."""
+    """Return generation_config.json without `NOT_SAMPLING` and nulls. Raise TokenizerError for a `SAMPLING` field out of range."""
     path = folder / "generation_config.json"
     fields = {name: value for name, value in _json(path).items() if value is not None and name not in NOT_SAMPLING}
     for name, (low, high) in SAMPLING.items():
@@ -139,7 +139,7 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name; template files take precedence over the configuration's."""
+    """Return the chat template, or several by name, or None. Template files take precedence over tokenizer_config.json."""
     template = config.get("chat_template")
     templates = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
     if isinstance(template, str):

@@ -1,7 +1,7 @@
 """Safety of untrusted tokenizers: known steps run directly; others are first tried on each text, with limits on time and memory.
 
 A backtracking regular expression may take time that is polynomial or exponential in a text's length, and replacements may multiply the
-text; the pattern does not show this in general. So a separate process first runs a tokenizer's steps on each text, without the vocabulary.
+text. A pattern does not show this in general, so a separate process first runs a tokenizer's steps on each text, without the vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAIN = {
     "ByteFallback", "BPEDecoder", "WordPiece",
 }  # fmt: skip
 """Steps that take linear time, apart from their patterns."""
-MEMORY = 1 << 30  # bytes of memory that a trial may take
+MEMORY = 1 << 30  # maximum bytes of memory of a trial
 GROWTH, LITERAL = 64, 256  # maximum growth of a text by known steps, and maximum characters of a literal pattern
 
 
@@ -53,7 +53,7 @@ def steps_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def unknown(steps: object) -> str | None:
-    """Return a description of the first step (normalizer, pre-tokenizer, decoder) that may take superlinear time; None if there is none."""
+    """Return a description of the first step (normalizer, pre-tokenizer, decoder) not known to take linear time; None if all are."""
     growth = 1
     for step in _steps(steps):
         kind, pattern = step.get("type"), step.get("pattern")
@@ -71,7 +71,7 @@ def unknown(steps: object) -> str | None:
 
 
 def _steps(part: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps below a part of `tokenizer.json`, those of sequences one by one."""
+    """Yield all steps in a part of `tokenizer.json`; a sequence is yielded itself, then its steps one by one."""
     if isinstance(part, list):
         for one in part:
             yield from _steps(one)
@@ -92,12 +92,12 @@ class Trial:
 
     @staticmethod
     def of(steps: Mapping[str, Any]) -> Trial | None:
-        """Return the trial of these steps (`normalizer`, `pre_tokenizer`, `added_tokens`); None if all are known to be safe."""
+        """Return the trial of a tokenizer's `normalizer`, `pre_tokenizer` and `added_tokens`; None if its steps are known to be safe."""
         why = unknown([steps.get("normalizer"), steps.get("pre_tokenizer")])
         return None if why is None else Trial({name: steps.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}, why)
 
     def check(self, text: str = "", markup: bool = False) -> None:
-        """Raise ValueError if the steps take too much time or memory on a text. `markup`: special tokens in it are read as such."""
+        """Raise ValueError if the steps fail on a text, or take too much time or memory. `markup`: read its special tokens as such."""
         try:
             answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
         except LimitError as error:
@@ -122,7 +122,7 @@ def serve() -> None:
             ready[key].encode(text, add_special_tokens=False)
         except MemoryError:
             raise
-        except BaseException as error:  # noqa: BLE001  panics of its regular expressions are no Exception
+        except BaseException as error:  # noqa: BLE001  a panic in the library's regular expressions is no Exception
             return {"error": f"{type(error).__name__}: {error}"[:300], "known": key in ready}
         return {"known": True}
 

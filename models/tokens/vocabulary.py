@@ -1,6 +1,6 @@
 """Text to token ids and back: a Hugging Face fast tokenizer, and which of its tokens are special.
 
-`encode` never gives a special token. Only `encode_markup` reads special tokens, from text that a chat template wrote.
+`encode` never returns a special token. Only `encode_markup` reads special tokens, in text that a chat template rendered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONG = 1 << 14
 
 
 class Vocabulary:
-    """The tokens of a model. `special`: ids of its special tokens."""
+    """A model's tokens, with encoding and decoding of text. `special`: the ids of the special tokens."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
@@ -43,7 +43,7 @@ class Vocabulary:
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     def id_of(self, token: str | None) -> int | None:
-        """Return the id of a token by its text; None if there is none."""
+        """Return the id of the token with this text; None if there is no such token, or `token` is None."""
         id_: int | None = None if token is None else self.backend.token_to_id(token)
         return id_
 
@@ -51,7 +51,7 @@ class Vocabulary:
         return str(self.backend.id_to_token(id_))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, nothing added before or after. Raise ValueError if the tokenizer's patterns take too long on it."""
+        """Return the ids of a text, with no token added. Raise ValueError if an untrusted tokenizer takes too long on the text."""
         ids: list[int] = self._encoding(text).ids
         return ids
 
@@ -80,7 +80,7 @@ class Vocabulary:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, id_: int) -> bytes | None:
-        """Return the bytes that a token decodes to after other text, None for a special token."""
+        """Return the bytes that a token decodes to after other text; None for a special token."""
         if id_ in self.special:
             return None
         before, piece = self.encode("a"), self.token(id_)
@@ -100,7 +100,7 @@ class Vocabulary:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Return a pattern of any special token with the blanks that it absorbs; the matching group is the token."""
+        """Return a pattern that matches any special token with the whitespace that it absorbs; the group that matches is the token."""
         parts = []
         for text, (_, token) in sorted(self._special_tokens.items(), key=lambda item: -len(item[0])):
             before, behind = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
@@ -109,13 +109,13 @@ class Vocabulary:
 
     @cached_property
     def _by_context(self) -> bool:
-        """True if the start of a text is encoded differently from its middle, as with SentencePiece's blank."""
+        """True if the start of a text is encoded differently from its middle, as with SentencePiece's dummy prefix."""
         alone, behind = self.encode("a"), self.encode("\na")
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids of a rendered conversation, special tokens read as such, and each id's character span [start, stop). `mark`: the
-        string that `guard` put into special tokens of a message's content; they are read as text."""
+        """Return the ids of a rendered conversation, with special tokens read as such, and each id's character span [start, stop). `mark`:
+        the character that `guard` put into special tokens in messages, which are therefore read as text."""
         if mark is None or mark not in text:
             encoding = self._encoding(text, markup=True)
             return encoding.ids, encoding.offsets
@@ -132,7 +132,7 @@ class Vocabulary:
         return ids, spans
 
     def _append(self, piece: str, start: int, mark: str, ids: list[int], spans: list[Span]) -> None:
-        """Add the ids of a piece of text between special tokens, without the guard's marks."""
+        """Append the ids and spans of a piece of text between special tokens, without `mark`. `start`: the piece's offset."""
         indices = [index for index, character in enumerate(piece) if character != mark]
         if not indices:
             return
@@ -147,7 +147,7 @@ class Vocabulary:
         return encoding.ids, encoding.offsets
 
     def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return the ids and character spans of a text that follows another one."""
+        """Return the ids and character spans of a text that follows other text."""
         if self._by_context:
             lead = self.encode("\n")
             ids, spans = self._encode("\n" + text)
@@ -166,7 +166,7 @@ class Vocabulary:
         return ids[len(lead_ids) :], [(max(a - size, 0), max(b - size, 0)) for a, b in spans[len(lead_ids) :]]
 
     def find_special(self, text: str, among: Iterable[int]) -> tuple[int, int, int] | None:
-        """Return the first of these tokens in a rendered text: (start, stop, id)."""
+        """Return (start, stop, id) of the first special token in a rendered text whose id is in `among`; None if there is none."""
         candidates = set(among)
         for match in self._special_pattern.finditer(text):
             for token in match.groups():
@@ -180,7 +180,7 @@ class Vocabulary:
         return self._special_pattern.sub("", text)
 
     def special_in(self, value: Any) -> str | None:
-        """Return the first special token that is written out in a string, or in the strings of a list or mapping."""
+        """Return the first special token that is written out in a string, or in any string of a list or mapping; None without one."""
         if isinstance(value, str):
             match = self._special_pattern.search(value)
             return None if match is None else match.group().strip()
@@ -188,7 +188,7 @@ class Vocabulary:
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
     def guard(self, value: Any) -> tuple[Any, str | None]:
-        """Return `value` with a mark inside every special token that its strings write out, and the mark, None if not needed."""
+        """Return `value` with a mark inside each special token that its strings write out, and the mark (None: it was not needed)."""
         if self.special_in(value) is None:
             return value, None
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -206,7 +206,7 @@ class Vocabulary:
 
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Add these special tokens and further tokens where the tokenizer lacks them, as transformers does; return the tokenizer."""
+    """Add the `special` and the `added` tokens that the tokenizer lacks, in place, as transformers does; return the tokenizer."""
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in present])
     backend.add_special_tokens(

@@ -1,4 +1,4 @@
-"""Averages of weights: of models, and of checkpoints on disk."""
+"""Averages of models' weights: of models in memory, and of model folders on disk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WEIGHTS = "model.safetensors"
 
 
 def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the weighted mean. The terms are added in the order of their values, so that the order of the models does not matter."""
+    """Return the fp64 sum of `tensors` times `shares`. Terms are added in ascending order, so the order of the models does not matter."""
     terms = torch.stack([tensor.double() * share for tensor, share in zip(tensors, shares, strict=True)])
     return terms.sort(0).values.sum(0)
 
 
 def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """Return the average of models or state dicts with the same names and shapes. `weights` need not add up to 1; None: all equal.
-    The fp64 mean does not depend on the states' order; it is returned in the widest dtype of the averaged tensors."""
+    """Return the average of models or state dicts with equal tensor names and shapes. `weights` need not add up to 1; None: all equal.
+    The fp64 mean does not depend on the order of the states. Each tensor is returned in the widest of its dtypes."""
     tables = [_table(state) for state in states]
     shares = _shares(len(tables), weights)
     for number, table in enumerate(tables[1:], 2):
@@ -43,7 +43,7 @@ def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence
     first, target = Path(folders[0]), Path(target)
     for folder, shape in zip(folders, shapes, strict=True):
         if shape != shapes[0]:
-            raise ValueError(f"{folder}/config.json differs from {folders[0]}/config.json: models of one shape only")
+            raise ValueError(f"{folder}/config.json differs from {folders[0]}/config.json: models must have one configuration")
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(Path(f) / WEIGHTS, framework="pt")) for f in folders]
         names = list(files[0].keys())

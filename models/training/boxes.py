@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's tensors, from one file or several, by boxes: (start, stop) along each dimension of the whole tensor."""
+"""Reading of boxes of a checkpoint's tensors, from one file or several. A box is (start, stop) along each dimension of a whole tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TENSORS = "state.safetensors"
-"""The file of a checkpoint that one process wrote: all tensors, whole."""
+"""Name of the tensor file in a checkpoint that one process wrote; it holds all tensors, whole."""
 WHOLE = "rollout."
 """Prefix of the tensors that every rank reads whole: the numbers of a rollout in progress."""
 Box = tuple[tuple[int, int], ...]
@@ -25,7 +25,7 @@ Index = dict[str, dict[str, Any]]
 
 
 def names(path: Path, index: Index | None) -> set[str]:
-    """Return the names of the tensors of a checkpoint."""
+    """Return the names of a checkpoint's tensors. `index`: see `read`."""
     from safetensors import safe_open
 
     if index is not None:
@@ -35,8 +35,8 @@ def names(path: Path, index: Index | None) -> set[str]:
 
 
 def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
-    """Return boxes of a checkpoint's tensors. `wanted`: name → (whole shape, box); None: all tensors, whole. `index`: each file's
-    boxes; None: one file has all tensors whole. Only boxes that overlap wanted ones are read. Raise ValueError if any are missing."""
+    """Return boxes of a checkpoint's tensors; those under `WHOLE` are whole. `wanted`: name → (whole shape, box); None: all, whole.
+    `index`: each file's boxes; None: one file holds whole tensors. Raise ValueError if a shape differs or a part is missing."""
     import torch
     from safetensors import safe_open
 
@@ -75,8 +75,8 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
 
 
 def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
-    """Return an fp32 copy of a piece of a weight on a device. Of a weight mapped from a file, only the piece's pages are read: the disk's
-    read-ahead is turned off."""
+    """Return an fp32 copy, on `device`, of the piece `slices` of a weight. If the weight is mapped from a file, only the piece's pages are
+    read: read-ahead is off during the copy."""
     import torch
 
     piece, advise = weight.detach()[slices], getattr(ctypes.CDLL(None), "madvise", None)
@@ -104,7 +104,7 @@ def _piece(index: Index | None, file: str, name: str, stored: list[int]) -> tupl
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a sha256 over the names, types, shapes and bytes of tensors."""
+    """Return a sha256 over the names, dtypes, shapes and bytes of tensors."""
     import torch
 
     digest = hashlib.sha256()

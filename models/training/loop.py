@@ -43,16 +43,16 @@ def train(
 ) -> TrainLog:  # fmt: skip
     """Optimise `model` in place; return the rows of the table `training_log`, one per step.
 
-    batches: gives the batch of a step, counted from 1, or a list of micro-batches; the same step always has the same batch. Only
+    batches: returns a step's batch, or list of micro-batches, from the step's number (1-based); a step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    After training in bf16 the model has its fp32 weights again. With several processes it has whole weights after training, in
-    `on_step` of `watched` steps, and, if batches are `sampled` from it, before each step. state: state of the optimisers to continue from
+    After training in bf16 the model has its fp32 weights again. With several processes the model has whole weights after training, during
+    `on_step` of `watched` steps and, if `sampled`, while `batches` samples from the model. state: optimiser state to start from
     (`Trainer.adopt`), or the folder of an earlier training; None: a fresh start. mesh: the ranks of the layout; None: all processes.
     device: where this rank's pieces of weights are; None: the model's device.
 
-    checkpoint_dir: folder of the state, saved every `checkpoint_every` steps, by time, before Ctrl-C or SIGTERM ends the training
-    (`Saver`), and at the end. A run that finds a state continues after it and calls `on_step` for new steps only; raise ValueError if the
-    state has another configuration, seed or initial weights. Raise TrainingDiverged after `max_skipped` skipped steps in a row.
+    checkpoint_dir: folder of the training's state, saved every `checkpoint_every` steps (0: never), by time, before Ctrl-C or SIGTERM ends
+    the training (`Saver`), and at the end. A run that finds a state continues from it and calls `on_step` only for new steps. Raise
+    ValueError if the state's configuration, seed or initial weights differ, TrainingDiverged after `max_skipped` skipped steps in a row.
     """
     identity = {"config": config.identity(), "seed": seed, "rate_scales": dict(rate_scales or {})}
     was_training = model.training
@@ -81,7 +81,7 @@ def train(
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
             _average(average, trainer.weights, config, row)
-            if on_step is not None:  # before the step is saved: so after a crash no saved step lacks its call
+            if on_step is not None:  # before the step is saved, so that after a crash no saved step lacks its call
                 with trainer.whole_weights(watched(step)):
                     on_step(row)
             saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
@@ -92,18 +92,18 @@ def train(
 
 
 def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
-    """Return the log and the progress of a training for its checkpoint: `done` of `of` steps or rollouts, `seconds` of work."""
+    """Return a checkpoint's log and progress: `done` of `of` steps or rollouts (`unit`), and the seconds that they took."""
     return {"unit": unit, "done": len(log), "of": of, "seconds": sum(row["seconds"] for row in log), "log": log}
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a sha256 over the names, types, shapes and bytes of all parameters."""
+    """Return a sha256 over the names, dtypes, shapes and bytes of all parameters."""
     return tensors_digest(dict(model.named_parameters()))
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names, shapes and bits of tensors, the same in every layout: each rank reads only its own pieces. It is
-    the sum, modulo 2^64, of each element's bits plus one, times factors drawn for the tensor's name and the element's indices."""
+    """Return a hash of the names, shapes and bits of tensors, equal in every layout; each rank reads only its own pieces. The hash is the
+    sum over elements, modulo 2^64, of (bits + 1) times a random factor for each index; the tensor's name seeds the factors."""
     total = np.zeros(1, np.int64)
     for name, tensor in tensors.items():
         piece = parallel.piece_of(name, tensor)
@@ -119,7 +119,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
-    """Load `state` into the optimisers, if it is given. Return the fingerprints of weights and state."""
+    """Load `state`, if given, into the optimisers. Return the fingerprints of the initial weights and, if given, of the state."""
     prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen)}
     if state is None:
         return prints
@@ -157,7 +157,7 @@ def _resume(folder: Path | None, trainer: Trainer, average: dict[str, Tensor], i
 
 
 def _average(average: dict[str, Tensor], weights: dict[str, nn.Parameter], config: TrainConfig, row: Row) -> None:
-    """Include the weights after a step in the running average, if the schedule averages this step."""
+    """Include the weights after the step of `row` in the running average, if the schedule averages this step."""
     steps, step = config.averaged_steps(), int(row["step"])
     if step in steps:
         _include(average, weights, 1.0 / sum(one <= step for one in steps))
@@ -166,7 +166,7 @@ def _average(average: dict[str, Tensor], weights: dict[str, nn.Parameter], confi
 
 
 def _include(average: dict[str, Tensor], weights: dict[str, nn.Parameter], share: float) -> None:
-    """Move the average by `share` towards these weights; the first call sets it."""
+    """Move the average by `share` towards these weights; the first call copies the weights."""
     for name, parameter in weights.items():
         value = parameter.detach()
         if name not in average:
@@ -176,7 +176,7 @@ def _include(average: dict[str, Tensor], weights: dict[str, nn.Parameter], share
 
 
 def check_skips(log: TrainLog, allowed: int) -> None:
-    """Raise TrainingDiverged when the last `allowed` rows were all skipped."""
+    """Raise TrainingDiverged if the last `allowed` steps were all skipped."""
     recent = log[-allowed:]
     if len(recent) == allowed and all(row["skipped"] for row in recent):
         last = recent[-1]

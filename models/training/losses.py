@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 Margin = Annotated[float, Field(ge=0, description="Margin between the rewards of two answers")]
-Weight = Annotated[float, Field(ge=0, description="Weight of these answers; raise it where they are rare")]
+Weight = Annotated[float, Field(ge=0, description="Weight of the answers with this label; raise it if they are rare")]
 Flips = Annotated[float, Field(ge=0, lt=0.5, description="Assumed share of pairs with swapped labels")]
 LengthWeight = Annotated[float, Field(ge=0, description="Reward, in nats, that each further token is assumed to earn by length alone")]
 
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """M preference pairs; all tensors are [M] float32, in nats or tokens.
+    """The log-probabilities of M preference pairs; all tensors are [M] float32, in nats or tokens.
 
-    chosen, rejected       summed log-probabilities of the two answers under the policy
-    reference_chosen, reference_rejected    the same under the reference; zeros for a loss without a reference
-    chosen_tokens, rejected_tokens          number of tokens in these sums, at least 1
+    chosen, rejected                        summed log-probabilities of the chosen and the rejected answers under the policy
+    reference_chosen, reference_rejected    the same sums under the reference model; zeros for a loss without a reference
+    chosen_tokens, rejected_tokens          number of tokens in the sums, at least 1
     """
 
     chosen: Tensor
@@ -53,7 +53,7 @@ class PairLogprobs:
 
 @dataclass(frozen=True)
 class PairLosses:
-    """Losses [M] of pairs, and the implicit rewards [M] of their answers, for the metrics accuracy and margin."""
+    """Losses [M] of pairs, and implicit rewards [M] of the chosen and the rejected answers, for the metrics accuracy and margin."""
 
     losses: Tensor
     chosen_reward: Tensor
@@ -64,11 +64,11 @@ class PairLosses:
 class PreferenceLoss:
     """A preference loss from the registry, by name.
 
-    function for pairs: (log-probabilities of pairs, beta, own parameters) -> `PairLosses`; for answers: (log-ratios of policy over
-                     reference [A], desirable [A] bool, the estimated KL, beta, own parameters) -> losses [A]. Differentiable.
-                     Its keyword-only parameters are the loss's own, checked by their annotations.
+    function         a differentiable function. Of pairs: (`PairLogprobs`, beta, own parameters) -> `PairLosses`; of answers: (log-ratios of
+                     policy over reference [A], desirable [A] bool, the estimated KL divergence, beta, own parameters) -> losses [A].
+                     Keyword-only parameters are the loss's own, checked by their annotations.
     of               pairs of a better and a worse answer, or single answers labelled good or bad
-    needs_reference  False: no pass of the reference model
+    needs_reference  False if the loss needs no log-probabilities of the reference model
     """
 
     name: str
@@ -84,7 +84,7 @@ LOSSES: Registry[PreferenceLoss] = Registry("preference loss", "puna.losses")
 
 
 def preference_loss(name: str, *, of: Literal["pairs", "answers"] = "pairs", needs_reference: bool = True) -> Callable[[F], F]:
-    """Return a decorator that registers a function as the loss `name`, see `PreferenceLoss`; ValueError if the name is taken."""
+    """Return a decorator that registers a function as the loss `name` (see `PreferenceLoss`) and raises ValueError if that is taken."""
 
     def register(function: F) -> F:
         LOSSES.register(name, PreferenceLoss(name, function, of, needs_reference))
@@ -125,7 +125,7 @@ def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, l
 def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) -> PairLosses:
     """Return ``(-(1 - e) log sigmoid(x) + e log sigmoid(-x)) / (1 - 2 e)``, e the label_smoothing (robust DPO, Chowdhury et al. 2024).
 
-    If the share e of the labels is flipped, the expected loss is DPO's on the right labels.
+    If a share e of the labels is flipped, the expected loss is DPO's loss on the correct labels.
     """
     return _log_ratio_losses(lambda logits: _smooth(logits, label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing), pairs, beta)
 
@@ -201,7 +201,7 @@ def kto(
     """Return ``weight * (1 - sigmoid(beta * (ratio - kl)))`` of good answers, ``weight * (1 - sigmoid(beta * (kl - ratio)))`` of bad ones.
 
     KTO (Ethayarajh et al. 2024, equation 8). ratios [A] float: log of policy over reference of an answer; desirable [A] bool;
-    kl: the mean log-ratio of answers to other prompts, at least 0; it passes no gradient -> losses [A].
+    kl: the mean log-ratio of answers to other prompts, at least 0, without a gradient. Returns losses [A].
     """
     import torch
 
@@ -211,7 +211,7 @@ def kto(
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` for x < 0, without loss of digits near 0 and far from it (Mächler 2012); finite at 0."""
+    """Return ``log(1 - exp(x))`` for x < 0, precise both near 0 and far below 0 (Mächler 2012); finite at 0."""
     import torch
 
     x = x.clamp(max=-1e-7)

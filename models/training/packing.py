@@ -17,13 +17,13 @@ BatchT = TypeVar("BatchT")
 
 
 def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return a permutation [count] int64: the order in which an epoch (from 0) visits the examples."""
+    """Return a permutation [count] int64: the order in which an epoch (0-based) visits the examples."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
-    """Return the indices of the examples of a step (from 1): the next `batch_size` of endless epochs. Every example comes exactly
-    once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats one."""
+    """Return the indices of the examples of a step (1-based): the next `batch_size` in an endless sequence of epochs. Every example comes
+    exactly once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats an example."""
     ramp = Ramp((batch_size,)) if isinstance(batch_size, int) else batch_size
     if count < 1 or step < 1:
         raise ValueError(f"step and count must be positive: {step}, {count}")
@@ -39,8 +39,8 @@ def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> li
 def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
     """Return rows of at most `micro_batch_tokens` tokens, as lists of indices of examples.
 
-    Best-fit decreasing: the longest example first, into the fullest row that has room, found by bisection. It gives at most 11/9 of the
-    fewest possible rows, plus one. Raise ValueError for an example longer than a row.
+    Best-fit decreasing: the longest example first, into the fullest row that has room, found by bisection. There are at most 11/9 of the
+    fewest possible rows, plus one. Raise ValueError if an example is longer than a row.
     """
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
@@ -85,8 +85,8 @@ def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterato
 class Sampler(Generic[ExampleT, BatchT]):
     """A function from a step to its micro-batches, for the training loop.
 
-    A step takes `batch_size` examples (a `Ramp`: more in later steps), packs them into rows of at most
-    `micro_batch_tokens` tokens by `length` of an example, and calls `collate` on the examples of each row.
+    A step takes `batch_size` examples (a `Ramp`: more in later steps), and packs them into rows of at most `micro_batch_tokens` tokens.
+    `length` returns an example's tokens. `collate` makes a micro-batch of a row's examples.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Sampler(Generic[ExampleT, BatchT]):
         self.length, self.micro_batch_tokens, self.seed = length, micro_batch_tokens, seed
 
     def steps(self, epochs: float) -> int:
-        """Return the number of steps in `epochs` epochs, rounded up."""
+        """Return the number of steps in `epochs` epochs, rounded up; at least 1."""
         total = epochs * len(self.examples)
         if isinstance(self.batch_size, int):
             return max(1, int(np.ceil(total / self.batch_size)))
         ramp, step = self.batch_size, 1
-        last = ramp.starts[-1] - 1  # steps before the ramp is at its top
+        last = ramp.starts[-1] - 1  # number of steps before the ramp reaches its top
         while step <= last and ramp.before(step + 1) < total:
             step += 1
         if step <= last:

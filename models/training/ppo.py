@@ -1,7 +1,7 @@
 """The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
-Rollout k draws prompts, samples and minibatches from (seed, k), so weights, moments and a few numbers after it are the whole state. Within
-a rollout, scored waves of answers are saved, and after an update the input of all the rollout's updates. A resumed run is bit-identical.
+Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. Within
+a rollout, scored waves of answers are saved; between its updates, the input of all of them is saved. A resumed run is bit-identical.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from puna.models.training.trainer import between_layers
 from puna.models.transformer import Transformer
 
 Estimate = tuple[Tensor, Tensor, Tensor]
-"""Values, advantages and returns, [N] each."""
+"""Values, advantages and returns of N answer tokens, [N] each."""
 Estimator = Callable[[Sampled, dict[str, float], Mapping[str, Trainer]], Estimate]
 Parts = dict[str, tuple[nn.Module, Ppo | Value, float | None, Mapping[str, float] | None]]
 """The models that are trained, each with its objective, its learning rate, and factors of that rate by parameter."""
@@ -66,11 +66,11 @@ def train_ppo(
     """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), unequal_prompts (share of prompts whose answers differ in reward), kl (nats per
-    answer to the reference; without a KL penalty only in about `WATCHED` rollouts, the first and the last included), gold (mean score of
-    the verifiers, if a reward model gives the reward), clip_fraction,
-    approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens, finished. If another engine answers: mismatch,
-    the KL divergence of its tokens from the policy's in nats per token, and importance, the tokens' mean weight in the loss.
+    score (raw mean), unequal_prompts (share of prompts whose answers differ in reward), kl (from the reference, in nats per answer;
+    without a KL penalty only in about `WATCHED` rollouts, the first and the last included), gold (mean score of the verifiers, if a
+    reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens,
+    finished. If another engine answers: mismatch, the KL divergence of the engine from the policy in nats per token, and importance, the
+    tokens' mean weight in the loss.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
     `rate_scales`: factors of the policy's learning rate by parameter name.
@@ -103,11 +103,11 @@ def train_grpo(
     rollouts: Rollouts[GrpoSettings], checkpoint_dir: Path | None = None, on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise the policy in place, without a critic: each answer is compared with the others to its prompt. Otherwise as `train_ppo`.
+    """Optimise the policy in place, without a critic: the answers to a prompt are compared with each other. For the rest, see `train_ppo`.
 
-    The reward is the score, less `unfinished_penalty` if the answer was truncated, less the KL penalty of the whole answer
-    (as in RLOO); all tokens of an answer have its advantage (`group_advantages`), or their own (`step_advantages`). Groups whose
-    advantages are all 0 count in the mean but are not computed, unless there is an entropy bonus.
+    The reward is the score, less `unfinished_penalty` if the answer was truncated, less the KL penalty of the whole answer (as in RLOO).
+    All tokens of an answer have the answer's advantage (`group_advantages`), or each step's tokens have the step's (`step_advantages`).
+    Groups whose advantages are all 0 count in the mean but are not computed, unless there is an entropy bonus.
     """
     config = rollouts.config
     objective = Ppo(
@@ -184,7 +184,7 @@ def _train(
             log.append(_finish(state.begun, rollout))
             check_skips(log, 2)
             state.begun = None
-            saver.stepped(now=True)  # waits until the state before is on disk
+            saver.stepped(now=True)  # waits until the previous state is on disk
             source.forget(rollout - 1)
             if on_step is not None:
                 on_step(log[-1])
@@ -201,7 +201,7 @@ COLUMNS = (*BY_ANSWER, "mask", *BY_TOKEN)
 
 @dataclass
 class Begun:
-    """A sampled rollout: the input of its updates, the first columns of its row, and the rows of its updates by trainer."""
+    """A rollout in training: its updates' input, the first columns of its row in the training log, and its updates' rows by trainer."""
 
     groups: list[Group]
     row: Row
@@ -221,7 +221,7 @@ class Begun:
 
 @dataclass
 class State:
-    """The state of a training besides weights and moments: numbers, log, the rollout in training, and the next rollout if it is sampled."""
+    """The state of a training besides weights and moments. `begun`: the rollout in training; `sampled`: the next rollout, once sampled."""
 
     numbers: dict[str, float]
     log: TrainLog
@@ -230,7 +230,7 @@ class State:
 
 
 def _begin(state: State, trainers: dict[str, Trainer], estimate: Estimator, rollouts: Rollouts[Any], started: float) -> Begun:
-    """Take `state.sampled`, keep its rows, return its updates' input; `estimate` may set `state.numbers`. `started`: its start time."""
+    """Return `state.sampled`, which is cleared, as a rollout to train; store the answers' rows. `started`: when the rollout began."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
     values, weights, returns = estimate(sampled, numbers, trainers)
@@ -244,7 +244,7 @@ def _begin(state: State, trainers: dict[str, Trainer], estimate: Estimator, roll
 
 
 def _rows(sampled: Sampled, advantages: Tensor) -> list[Row | dict[str, Any]]:
-    """Return a row for each answer; log-probs and advantage are means over the policy's tokens."""
+    """Return a row per sampled answer; log-probs and advantage are means over the answer's tokens that the policy wrote."""
     means = {"advantage": advantages, "logprob": sampled.logprobs}
     means |= {} if sampled.kl is None else {"reference_logprob": sampled.reference}
     counts = sum_segments(sampled.mask.float(), sampled.lengths)
@@ -257,7 +257,7 @@ def _rows(sampled: Sampled, advantages: Tensor) -> list[Row | dict[str, Any]]:
 
 
 def _groups(asked: list[list[int]], answers: list[list[list[int]]], numbers: dict[str, Tensor]) -> list[Group]:
-    """Return a `Group` per prompt, from values by answer and by token."""
+    """Return a `Group` per prompt. `numbers`: name → values by answer (`BY_ANSWER`) or by token."""
     sizes, counts = [sum(map(len, row)) for row in answers], [len(row) for row in answers]
     parts = {name: value.split(counts if name in BY_ANSWER else sizes) for name, value in numbers.items()}
     return [Group(asked[g], answers[g], **{name: part[g] for name, part in parts.items()}) for g in range(len(asked))]
@@ -274,7 +274,7 @@ def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout
 
 
 def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutSettings, seed: int, rollout: int, update: int) -> None:
-    """Run one update of each trainer (counted from 0 in the rollout); append their rows to `rollout_state`."""
+    """Run a rollout's update number `update` (0-based) in each trainer; append the trainers' rows to `rollout_state`."""
     start = time.perf_counter()
     epoch, index = divmod(update, config.minibatches)
     order = np.random.default_rng([seed, rollout, epoch]).permutation(len(rollout_state.groups))
@@ -296,7 +296,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
 
 
 def _finish(begun: Begun, rollout: int) -> Row:
-    """Return the row of a rollout; losses and metrics are means over its updates."""
+    """Return a rollout's row of the training log; losses and metrics are means over the rollout's updates."""
     mean = {who: {name: sum(row[name] for row in some) / len(some) for name in some[0]} for who, some in begun.rows.items()}
     rows = [row for some in begun.rows.values() for row in some]
     policy, critic = mean["policy"], mean.get("critic")
@@ -331,7 +331,7 @@ def _collate(groups: Sequence[Group], left_out: tuple[int, int]) -> PpoBatch:
 
 
 def _saving(folder: Path, trainers: dict[str, Trainer], identity: dict[str, Any], config: RolloutSettings, state: State) -> Job | None:
-    """Return a job that writes the state. If moments are in files, which are not copied, write it at once and return None."""
+    """Return a job that writes a copy of the state. If moments are in files, which are not copied, write the state now and return None."""
     ranks, done = trainers["policy"], 0
     tensors = {f"{who}.{name}": value for who, u in trainers.items() for name, value in u.tensors().items()}
     record = {**identity, "precision": ranks.precision, "numbers": state.numbers, **progress("rollout", config.rollouts, state.log)}

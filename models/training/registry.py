@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Entries by name. `what`: an entry in words, for messages; `group`: the entry points of packages that register their own."""
+    """Entries by name. `what`: the kind of entry, for messages; `group`: the entry-point group of plugins that register entries."""
 
     def __init__(self, what: str, group: str) -> None:
         super().__init__()
         self.what, self.group = what, group
 
     def register(self, name: str, entry: T) -> None:
-        """Add an entry; raise ValueError if the name is taken by another. A module that is imported again replaces its entries."""
+        """Add an entry; raise ValueError if another entry has the name. A module that is imported again replaces its entries."""
         if name in self and _address(self[name]) != _address(entry):
             raise ValueError(f"there is a {self.what} {name!r} already, in {_address(self[name])[0]}")
         self[name] = entry
 
     def named(self, name: str) -> T:
-        """Return an entry; if it is not registered, import other packages' plugins first. Raise ValueError if there is none."""
+        """Return the entry `name`; if it is missing, import the plugins first. Raise ValueError if it stays missing or a plugin fails."""
         for offer in () if name in self else entry_points(group=self.group):
             try:
                 offer.load()
@@ -44,7 +44,7 @@ class Registry(dict[str, T]):
 
 
 def own_parameters(function: Callable[..., Any], given: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the keyword-only parameters of a function: the given values, checked by its annotations, and the defaults of the others."""
+    """Return a function's keyword-only parameters: the given values, and the others' defaults. Raise ValueError if a value is invalid."""
     model = _declared(function)
     try:
         return dict(model.model_validate(given))
@@ -60,7 +60,7 @@ def parameters_help(entries: Mapping[str, Callable[..., Any]]) -> str:
 
 @cache
 def _declared(function: Callable[..., Any]) -> type[Settings]:
-    """Return a class with the keyword-only parameters of a function as its fields."""
+    """Return a settings class whose fields are a function's keyword-only parameters."""
     fields: dict[str, Any] = {
         p.name: (p.annotation, p.default) for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
     }

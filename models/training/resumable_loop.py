@@ -1,4 +1,4 @@
-"""Iterations and rows that are computed one after another and saved at intervals, so that the next attempt continues them."""
+"""Loops over iterations or items that save their state at intervals, so that the next attempt of a run continues from there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from puna.models.training.state import Saver, check_identity, load_arrays, save_state
 
 SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
-"""Seconds between two saves, and minimum seconds of work that is saved at its end."""
+"""Seconds between two saves, and minimum seconds of work after which the end is saved, too."""
 ROWS = "rows.f32"
 Item = TypeVar("Item")
 Arrays = Mapping[str, NDArray[Any]]
@@ -28,8 +28,8 @@ def iterate(
 ) -> None:  # fmt: skip
     """Call `step` until it returns True, at most `most` times.
 
-    `arrays` returns the arrays that hold the state of `step`, and `take` restores them. state: folder in which `Saver` saves them, also at
-    the end if the work took `REPEATED_SECONDS`. identity: values that must be equal in the attempt that continues.
+    `arrays` returns the arrays that hold the state of `step`, and `take` restores this state. state: folder in which `Saver` saves the
+    arrays, also at the end if the work took `REPEATED_SECONDS`. identity: values that must be equal in an attempt that continues from it.
     """
     done, ended, seconds = 0, False, 0.0
     own = dict(identity or {})
@@ -55,8 +55,8 @@ def iterate(
 def rows_of(
     compute: Callable[[Item], NDArray[np.float32]], items: Sequence[Item], folder: Path | None = None, unit: str = "row"
 ) -> NDArray[np.float32]:
-    """Return the rows [n, D] of all items, in order; `compute` returns the rows of one, float32[k, D]. folder: where `Saver` appends the
-    rows to one file, whose checksum a checkpoint holds. unit: name of an item."""
+    """Return the rows [n, D] of all items, in order; `compute` returns the rows of one item, float32[k, D]. folder: where `Saver` appends
+    the rows to one file, whose checksum a checkpoint holds. unit: name of an item in the checkpoint's record."""
     rows, done, width, size, seconds, digest = bytearray(), 0, 0, 0, 0.0, hashlib.sha256()
     if folder is not None and (saved := load_arrays(folder)) is not None:
         record = saved[1]

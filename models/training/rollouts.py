@@ -1,6 +1,6 @@
-"""The answers of a rollout: prompts drawn, answered by the policy, scored, and compared with the reference.
+"""The answers of a rollout: prompts are drawn, answered by the policy, scored, and compared with the reference.
 
-Rollout k draws its prompts and its samples from (seed, k), whatever was drawn before it.
+Rollout k draws its prompts and its samples from (seed, k), whatever earlier rollouts drew.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from puna.models.transformer import Transformer
 Config = TypeVar("Config", bound=RolloutSettings)
 Scores = Sequence[Sequence[Any]]
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
-"""Function that returns each answer's reward; or by name: the reward as `score`, its parts, and the `steps` as (end, reward)."""
+"""Function that returns the answers' rewards, or a mapping: the rewards as `score`, their parts by name, `steps` as (end, reward)."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
-"""Function that stores the rows of a rollout's answers; None: an earlier attempt of the run has stored them."""
+"""Function that stores a rollout's rows, one per answer; rows None: an earlier attempt of the run has stored the rows."""
 Remember = Callable[[str, Callable[[], Any]], Any]
-"""Function that returns the JSON value of a name, and computes it with the given function the first time."""
+"""Function that returns the JSON value stored under a name; the first time, it computes the value with the given function."""
 WAVE_FLOPS = 3e11
-"""FLOPs of the answers that a CPU samples between two saves: some seconds of a core."""
+"""FLOPs of the answers that a CPU samples between two saves: a few seconds of a core's time."""
 MISMATCH = 0.1
-"""Divergence of another engine's log-probs from the policy's, nats per token, beyond which its answers are refused."""
+"""Largest mean difference, in nats per token, between another engine's log-probs and the policy's; beyond it, answers are refused."""
 WATCHED = 8
-"""Number of rollouts of a run, besides the last, whose KL divergence is measured although the reward does not need it."""
+"""Approximate number of a run's rollouts, besides the last, whose KL divergence is measured although the reward does not need it."""
 
 
 @dataclass(frozen=True)
 class Sampled:
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
-    `mask`: True at the policy's own tokens; `logprobs` and those of the `reference` are 0 elsewhere. `kl`: nats per answer to the
-    reference; if it is None, `reference` is the policy's log-probs. `score`, `unequal`: the mean score, and the share of prompts whose
-    answers differ in reward, of all sampled prompts, among which `resample` chose. `version`: number of rollouts on which the answering
-    weights had been trained. `parts`: parts of the scores, [A] each, by name, and `steps`: for each answer, (end in tokens, reward) of its
-    steps. `importance`: the tokens' weights in the loss; `mismatch`: the mean of log q - log p over tokens, with q another engine's and p
-    the policy's probability. With Puna's engine they are 1 and None.
+    `mask`: True at the policy's own tokens; elsewhere `logprobs` (policy) and `reference` (reference model) are 0. `kl`: KL divergence
+    from the reference, nats per answer; if None, `reference` repeats the policy's log-probs. `score`, `unequal`: mean score, and share of
+    prompts whose answers differ in reward, over all sampled prompts, among which `resample` chose. `version`: number of rollouts on which
+    the answering weights had been trained. `parts`: parts of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each
+    answer's steps. `importance`: the tokens' weights in the loss (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens,
+    with q another engine's and p the policy's probability (Puna's engine: None).
     """
 
     asked: list[list[int]]
@@ -99,7 +99,7 @@ class Sampled:
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers, their scores, whether rewards differ (a truncated answer earns less), and the scores' parts by name."""
+    """A prompt with its answers and their scores. `unequal`: True if rewards differ (a truncated answer earns less); `parts`: by name."""
 
     prompt: list[int]
     completions: Sequence[Completion]
@@ -112,12 +112,12 @@ class Drawn(NamedTuple):
 class Rollouts(Generic[Config]):
     """The models, prompts and settings by which a training's answers are sampled and scored.
 
-    `prompts` are token ids up to the assistant's header, `stop` the ids that end an answer. `scorer` gives each answer's reward:
-    `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that sample; None: as configured. Each rank answers some of the
-    prompts, and all ranks score all answers; in exact passes the answers equal one process's answers. `keep` gets the rows of the answers.
+    `prompts` are token ids up to and including the assistant's header, `stop` the ids that end an answer. `scorer` returns each answer's
+    reward: `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that train and that sample; None: as the settings say. A rank
+    answers some prompts, and all ranks score all answers; in exact passes the answers equal one process's. `keep` stores the answers' rows.
     `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
-    policy's device. `between`: the scorer of the rollouts that `watched_rollouts` leaves out; None: `scorer`. `other`: gives another engine
-    that holds a model's weights, whose answers are weighed by `importance_weights`; None: Puna's engine.
+    policy's device. `between`: the scorer of rollouts that are not in `watched_rollouts`; None: `scorer`. `other`: returns another engine
+    for a model's weights, whose tokens get `importance_weights`; None: Puna's engine.
     """
 
     policy: Transformer | Parallel
@@ -135,9 +135,9 @@ class Rollouts(Generic[Config]):
     other: Callable[[Transformer], AnswerEngine] | None = None
 
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
-        """Return the answers of a rollout, counted from 1. `remember` keeps the waves in which they are sampled and scored.
+        """Return the answers of rollout number `rollout` (1-based). `remember` stores each wave of sampled and scored answers.
 
-        Raise ValueError if Puna's log-probs of the first prompt's answers differ from the policy's, or another engine's differ too much.
+        Raise ValueError if the engine's log-probs differ from the policy's: Puna's on the first prompt, another engine's by too much.
         """
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
@@ -166,8 +166,8 @@ class Rollouts(Generic[Config]):
 
     @torch.no_grad()
     def _check(self, rollout: int, sampled: Sampled) -> None:
-        """Raise ValueError if log-probs differ from those of a training pass, where such passes are exact; with adapters or a model
-        cut over ranks, they may differ by 1e-4."""
+        """Raise ValueError if log-probs differ from those of an exact training pass, if such passes are possible. With adapters or tensor
+        parallelism, log-probs may differ by 1e-4."""
         held, targets = alone(self.policy), Targets.from_answers(sampled.asked[:1], sampled.answers[:1])
         if not can_be_exact(*self._place):
             return
@@ -178,13 +178,13 @@ class Rollouts(Generic[Config]):
         if not difference <= (0.0 if whole else 1e-4):
             raise ValueError(
                 f"rollout {rollout}: log-probs of answers differ by up to {difference:.2g} nats from those of the policy's weights: "
-                "the answers are of other weights"
+                "the answers come from other weights"
             )
 
     def _weighed(self, rollout: int, sampled: Sampled) -> Sampled:
-        """Return another engine's answers with the policy's log-probs and the weights of their tokens.
+        """Return another engine's answers with the policy's log-probs and the importance weights of the answers' tokens.
 
-        The log-probs are computed as in training, so that the ratios of a rollout's first update are 1."""
+        Log-probs are computed as in training, so that the ratios of a rollout's first update are 1. Raise ValueError beyond `MISMATCH`."""
         mask, drawn = sampled.mask, sampled.logprobs
         with exact_passes(*self._place, can_be_exact(*self._place)):
             own = torch.where(mask, self._asked_logprobs(self.policy, sampled.asked, sampled.answers), 0.0)
@@ -192,7 +192,7 @@ class Rollouts(Generic[Config]):
         if not abs(mismatch) <= MISMATCH:
             raise ValueError(
                 f"rollout {rollout}: the engine's log-probs of its answers lie {mismatch:.2g} nats a token from the policy's, more than "
-                f"{MISMATCH}: it answers with other weights, or cannot tell log-probs"
+                f"{MISMATCH}: it answers with other weights, or reports wrong log-probs"
             )
         each = iter(own.split(sampled.lengths.tolist()))
         completions = [[one._replace(logprobs=next(each).tolist()) for one in some] for some in sampled.completions]
@@ -200,7 +200,7 @@ class Rollouts(Generic[Config]):
         return replace(sampled, completions=completions, importance=importance, mismatch=mismatch)
 
     def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
-        """Return a rollout's prompts with answers. While too few have unequal rewards, sample more prompts, up to `resample` times."""
+        """Return a rollout's prompts with answers. While too few prompts have unequal rewards, draw more, up to `resample` times."""
         config, candidates, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
         exact = can_be_exact(*self._place)
@@ -212,7 +212,7 @@ class Rollouts(Generic[Config]):
             for wave in range(0, len(places), size):
                 prompts = [list(self.prompts[i]) for i in places[wave : wave + size]]
                 seeds = [self.seed, rollout, again, wave]
-                # No trailing zeros: a rollout of one wave has the seeds that it had before there were waves.
+                # No trailing zeros: a rollout of one wave has the seeds of earlier versions, which had no waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
                 candidates += self._answered(prompts, remember(f"{again}-{wave}", partial(self._sample, engine, scorer, prompts, own)))
             if sum(one.unequal for one in candidates) >= config.prompts:
@@ -225,7 +225,7 @@ class Rollouts(Generic[Config]):
         return weight.dtype, weight.device
 
     def _wave(self) -> int:
-        """Return the number of prompts answered together; on a GPU all of a rollout."""
+        """Return the number of prompts that are answered together; on a GPU, all prompts of a draw."""
         held = alone(self.policy)
         if held.device.type != "cpu":
             return self.config.prompts
@@ -233,7 +233,7 @@ class Rollouts(Generic[Config]):
         return max(1, int(WAVE_FLOPS / flops))
 
     def _sample(self, engine: AnswerEngine, scorer: Scorer, asked: Sequence[list[int]], seeds: Sequence[int]) -> list[Any]:
-        """Sample and score answers. Return (answers, scores) for each prompt: an answer is the fields of a `Completion`."""
+        """Return a pair (answers, scores by name) for each prompt, sampled and scored. An answer is the fields of a `Completion`."""
         config = self.config
         seed = int(np.random.default_rng(seeds).integers(2**31))
         params = SamplingParams(
@@ -261,7 +261,7 @@ class Rollouts(Generic[Config]):
 
     @torch.no_grad()
     def _asked_logprobs(self, model: Transformer | Parallel, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:
-        """Return a model's [N] log-probs of all answer tokens, fp32 on the CPU."""
+        """Return the log-probs [N] of all answer tokens under a model, in fp32 on the CPU."""
         return torch.cat(by_group(model, self._logprobs, asked, answers, self.config.compute.micro_batch_tokens))
 
     def _logprobs(self, model: Transformer, t: Targets) -> Tensor:
@@ -269,10 +269,10 @@ class Rollouts(Generic[Config]):
 
 
 class Source:
-    """A source of rollouts: the training ranks sample on request, or separate ranks do so while others train.
+    """A source of rollouts: the training ranks sample on request, or separate ranks sample while others train.
 
-    held: this rank's policy. folder: the training's state folder; it keeps waves of answers until their rollout ends. identity: values
-    that identify the training. `follow` is called after each wave.
+    held: this rank's policy. folder: the training's state folder, where waves of answers are stored until their rollout ends. identity:
+    values that identify the training. `follow` is called after each wave.
     """
 
     def __init__(self, rollouts: Rollouts[Any], held: Parallel, groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class Source:
         self._sampled: Sampled | None = None
 
     def ask(self, rollout: int, version: int) -> None:
-        """Request a rollout, sampled with the policy's current weights, which were trained on `version` rollouts."""
+        """Request rollout number `rollout`, sampled with the policy's current weights, which were trained on `version` rollouts."""
         if self.groups.apart:
             self.groups.ask(self.held, {"rollout": rollout, "version": version})
         else:
@@ -303,7 +303,7 @@ class Source:
             shutil.rmtree(self._of(rollout), ignore_errors=True)
 
     def serve(self, compute: ComputeSettings) -> list[dict[str, float]]:
-        """Sample what the ranks that train ask for, and return their log."""
+        """Sample the rollouts that the training ranks request; once these end, return their training log."""
         held, self.follow, precision = self.held, self.groups.give, compute.precision_on(self.held.device.type)
         if held.mesh.size("tensor") > 1 and precision != "fp32":
             raise ValueError(f"generate_tensor {held.mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")
@@ -327,7 +327,7 @@ class Source:
 
 
 def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
-    """Return a scorer that gives a reward model's rewards."""
+    """Return a scorer that computes answers' rewards with a reward model."""
 
     @torch.no_grad()
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
@@ -339,7 +339,7 @@ def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int =
 
 
 def watched_rollouts(rollouts: int) -> frozenset[int]:
-    """Return the rollouts, counted from 1, whose KL divergence is always measured: evenly spaced, with the first and the last."""
+    """Return the numbers (1-based) of the rollouts whose KL divergence is always measured: evenly spaced, with the first and the last."""
     return frozenset({*range(1, rollouts + 1, max(1, round(rollouts / WATCHED))), rollouts})
 
 
@@ -347,7 +347,7 @@ def by_group(
     model: Transformer | Parallel, compute: Callable[[Any, Targets], Tensor], prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]], micro_batch_tokens: int, by_answer: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Return `compute` on all prompts with their answers, packed in rows: one CPU tensor per prompt, in order."""
+    """Return `compute`'s values for prompts with answers, packed in rows: a CPU tensor per prompt, by token (`by_answer`: by answer)."""
     held = alone(model)
     tokens = [sum(len(answer) for answer in row) for row in answers]
     results: dict[int, Tensor] = {}

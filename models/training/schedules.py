@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step, so that a resumed run needs no scheduler state."""
+"""Learning rates and batch sizes as pure functions of the step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Ramp:
             raise ValueError(f"a ramp's values must not fall: {self.values}")
 
     def at(self, step: int) -> int:
-        """Return the size in a step, counted from 1."""
+        """Return the size in step number `step` (1-based)."""
         return self.values[bisect_right(self.starts, step) - 1]
 
     def before(self, step: int) -> int:
-        """Return the sum of the sizes in all steps before this one."""
+        """Return the sum of the sizes in all steps before step number `step` (1-based)."""
         ends = (*self.starts[1:], step)
         spans = (max(0, min(end, step) - start) for start, end in zip(self.starts, ends, strict=True))
         return sum(value * span for value, span in zip(self.values, spans, strict=True))

@@ -25,7 +25,7 @@ Credit = Literal["answer", "steps"]
 
 
 class OptimizerSettings(Settings):
-    """The optimizer, and its limits: a step is skipped if its loss or gradient norm is not finite, or is a spike."""
+    """Settings of the optimizer and of skipped steps: a step is skipped if its loss or gradient norm is not finite, or is a spike."""
 
     name: str = Field(
         "adamw", description="; ".join(f"{name}: {kind.description}" for name, kind in OPTIMIZERS.items()) + ". AdamW updates weights that "
@@ -37,7 +37,7 @@ class OptimizerSettings(Settings):
     weight_decay: float = Field(0.1, ge=0, le=1, description="Decoupled weight decay of matrices; none on norms, biases and embeddings")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, lt=1, description="Added to the root of AdamW's second moment")
+    epsilon: float = Field(1e-8, gt=0, lt=1, description="Number added to the square root of AdamW's second moment")
     embedding_scale: float = Field(
         1.0, gt=0, le=100, description="Factor on the learning rate of the token embeddings; a step changes few of their rows"
     )
@@ -68,19 +68,19 @@ class OptimizerSettings(Settings):
         return own_parameters(OPTIMIZERS[self.name].__init__, self.parameters, f"optimizer {self.name}")
 
     def reached(self) -> list[Callable[..., Any]]:
-        """Return the classes of the optimizers in use: the chosen one and AdamW."""
+        """Return the classes of the optimizers in use: the chosen optimizer's and AdamW's."""
         return [OPTIMIZERS[name] for name in sorted({self.name, "adamw"})]
 
     @property
     def state_bytes(self) -> int:
-        """Return the least number of bytes of optimizer state per parameter in the device's memory."""
+        """Return the minimum bytes of optimizer state per parameter in the device's memory."""
         return OPTIMIZERS[self.name].state_bytes if self.state_in == "memory" else 0
 
 
 class ScheduleSettings(Settings):
     """Learning-rate schedule of a run, and the averaging of its final weights. Numbers of steps below 1 are shares of all steps."""
 
-    learning_rate: float | None = Field(None, gt=0, le=1, description="Learning rate at the peak; null: the optimizer's own")
+    learning_rate: float | None = Field(None, gt=0, le=1, description="Learning rate at the peak; null: the optimizer's default")
     warmup_steps: Steps = Field(0.05, ge=0, description="Steps in which the rate rises from 0; below 1: share of all steps")
     shape: Schedule = Field(
         "cosine", description="After the warm-up: half a cosine, a linear decay, constant, or constant with a decay at the end (wsd)"
@@ -90,7 +90,7 @@ class ScheduleSettings(Settings):
     anneal_steps: Steps = Field(
         0, ge=0, description="Last steps, in which the rate falls linearly to 0 (Llama 3, section 3.4.3); below 1: share of all steps"
     )
-    average: int = Field(0, ge=0, description="Number of steps of the annealing whose weights are averaged; 0: no average")
+    average: int = Field(0, ge=0, description="Number of annealing steps whose resulting weights are averaged; 0: no average")
     ema: float = Field(
         0.0, ge=0, lt=1, description="Decay per step of the weights' moving average, which becomes the model; 0: none; not with average"
     )
@@ -125,7 +125,7 @@ class ScheduleSettings(Settings):
 
 
 def _resolve(value: Steps, steps: int, most: int) -> int:
-    """Return `value` if it is at least 1; below 1, return this share of `steps`, rounded, at most `most`."""
+    """Return `value` if it is at least 1; else return the share `value` of `steps`, rounded, but at most `most`."""
     return min(round(value * steps), most) if value < 1 else int(value)
 
 
@@ -254,7 +254,7 @@ class LoraSettings(Settings):
         if self.dora and self.initialization == "pissa":
             raise ValueError("dora and initialization pissa do not go together: choose one")
         if self.quantization != "none" and (self.dora or self.initialization == "pissa"):
-            raise ValueError("dora and initialization pissa need the matrices themselves: set quantization to none")
+            raise ValueError("dora and initialization pissa need unquantized matrices: set quantization to none")
         return self
 
     def unmet(self, where: str) -> list[str]:
@@ -277,9 +277,9 @@ class RolloutSettings(Settings):
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
     clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
-    kl_coefficient: float = Field(0.05, ge=0, description="Penalty on the KL divergence to the reference, per nat and token")
+    kl_coefficient: float = Field(0.05, ge=0, description="Reward subtracted per nat of KL divergence from the reference")
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of all log-probabilities")
-    max_tokens: int = Field(64, ge=1, description="Most tokens of an answer, its end token included")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, its stop token included")
     unfinished_penalty: float = Field(1.0, ge=0, description="Penalty subtracted from the reward of a truncated answer")
     generate: int = Field(
         0, ge=0, le=1024, description="Number of last ranks that only sample answers, while the other ranks train; 0: all do both",
@@ -290,8 +290,8 @@ class RolloutSettings(Settings):
         "parallelism; 1: each process has both models whole", json_schema_extra=NO_RESULT,
     )  # fmt: skip
     max_stale: int = Field(
-        0, ge=0, le=1, description="1: sample a rollout before the previous rollout's updates (with `generate`, during them), with weights "
-        "that are one rollout older; its probability ratios refer to these weights. 0: sample it after these updates"
+        0, ge=0, le=1, description="1: sample a rollout before (with `generate`, during) the previous rollout's updates, with weights that "
+        "are one rollout older, to which the probability ratios refer. 0: sample a rollout after the previous rollout's updates"
     )  # fmt: skip
 
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that samples answers: Puna's own, or vLLM if it is installed")
@@ -304,7 +304,7 @@ class RolloutSettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.engine == "vllm" and (self.generate or self.compute.layout.processes > 1):
-            raise ValueError("engine vllm: no test proves it beside several processes: set generate to 0 and leave compute.layout out")
+            raise ValueError("engine vllm: no test covers it with several processes: set generate to 0 and leave compute.layout out")
         if self.minibatches > self.prompts:
             raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
         if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
@@ -341,7 +341,7 @@ class PpoSettings(RolloutSettings):
     value_clip: float = Field(0.2, gt=0, description="Clip range of the critic's values around the values at sampling")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda")
-    normalize_rewards: bool = Field(True, description="Shift and scale rewards by the mean and deviation of the first rollout's")
+    normalize_rewards: bool = Field(True, description="Shift and scale rewards by the mean and deviation of the first rollout's scores")
 
 
 class GrpoSettings(RolloutSettings):
@@ -351,11 +351,11 @@ class GrpoSettings(RolloutSettings):
     epochs: int = Field(1, ge=1, description="Passes over a rollout")
     baseline: Baseline = Field(
         "grpo", description="An answer's advantage. grpo: its reward minus the group's mean, divided by the group's standard deviation; "
-        "mean (Dr. GRPO): the same, not divided; rloo: its reward minus the mean of the other answers"
+        "mean (Dr. GRPO): its reward minus the group's mean; rloo: its reward minus the mean reward of the other answers"
     )  # fmt: skip
     credit: Credit = Field(
-        "answer", description="Advantage of a token. answer: from its answer's reward; steps: the sum over its own and later steps and its "
-        "answer (process supervision, Shao et al. 2024); the verifier must reward steps, as chain does"
+        "answer", description="Advantage of a token. answer: from its answer's reward; steps: the sum over the token's own and later steps "
+        "(process supervision, Shao et al. 2024), the answer's reward included; the verifier must reward steps, as chain does"
     )  # fmt: skip
     surrogate: Surrogate = Field(
         "clipped", description="A token's loss. clipped: PPO's, without a gradient once the ratio leaves its range; cispo (MiniMax 2025): "
@@ -373,12 +373,12 @@ class GrpoSettings(RolloutSettings):
         None, gt=0, description="Clip range of the probability ratio above 1, if it differs (DAPO: 0.28); null: clip"
     )
     turns: int = Field(
-        1, ge=1, le=64, description="Most turns of the policy in an answer. Between turns, tools reply, and the prompt's verifier if it is "
-        "an environment. Only the policy's tokens are trained; max_tokens limits all turns and replies together"
+        1, ge=1, le=64, description="Most turns of the policy in an answer. Between turns, a tool replies, or the prompt's verifier if "
+        "it is an environment. Only the policy's tokens are trained; max_tokens limits all turns and replies together"
     )  # fmt: skip
     resample: int = Field(
         0, ge=0, le=20, description="Most extra draws of prompts in a rollout, until enough prompts have answers with different rewards; "
-        "only these prompts are trained (DAPO's dynamic sampling); 0: none"
+        "these prompts are trained first (DAPO's dynamic sampling); 0: none"
     )  # fmt: skip
 
     @model_validator(mode="after")

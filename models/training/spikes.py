@@ -14,8 +14,8 @@ def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) 
     """Return the loss and gradient norm above which the next step is a spike.
 
     A limit is the median over the last `window` steps that were not skipped, plus `limit` standard deviations. The deviation is estimated
-    from the median absolute deviation, which an accepted spike hardly widens; it is at least 1 % of the median. Until there are `window`
-    such steps, or if `window` is 0, no finite value is a spike.
+    from the median absolute deviation, which an accepted spike hardly widens, and is at least 1 % of the median. Before there are `window`
+    steps that were not skipped, or if `window` is 0, no finite value is a spike.
     """
     recent: list[Mapping[str, float]] = []
     for row in reversed(log if window else ()):

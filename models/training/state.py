@@ -1,4 +1,4 @@
-"""Checkpoints of a training on disk, one folder each, complete or absent; and handling of signals, which saves the state before the end."""
+"""Checkpoints of a training on disk, one folder each, complete or absent; signal handling that saves the state before the process ends."""
 
 from __future__ import annotations
 
@@ -93,16 +93,16 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Errors that reading a damaged checkpoint may raise."""
 
 SAVE_SHARE = 0.02
-"""Largest share of a training's time that periodic saving may take (0 to 1)."""
+"""Maximum share of a training's time that periodic saving may take (0 to 1)."""
 
 
 class Saver:
-    """Saver of a training's state: when a step asks for it, periodically, and before a signal ends the training.
+    """A saver of a training's state: when a step asks for a save, periodically, and before a signal ends the training.
 
     seconds: time between periodic saves; longer if saving would take more than `SAVE_SHARE` of the time. write: writes the state, or
-    returns a job that writes a copy of it while the training goes on; None: nothing is saved. One job runs at a time: the next save, or
-    the end, waits for the job and raises its error. agree: takes this rank's wish (to save, to end); returns true if any rank of the
-    training has it.
+    returns a job that writes a copy of the state while the training goes on; None: nothing is saved. One job runs at a time: the next
+    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the training passes True (to save,
+    or to end).
     """
 
     def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
@@ -139,7 +139,7 @@ class Saver:
             self.end_if_asked()
 
     def end_if_asked(self) -> None:
-        """Save the state and end the training if a signal is waiting on any rank; raise SystemExit if only other ranks have one."""
+        """Save the state and end the training if a signal is waiting on any rank; raise SystemExit if it waits only on other ranks."""
         if self._agree(self._stop.asked):
             self._save()
             self.wait()
@@ -160,14 +160,14 @@ class Saver:
         self._cost = self._since - start
 
     def wait(self) -> None:
-        """Wait until the last state is on disk; raise the error of its job."""
+        """Wait until the last saved state is on disk; raise the error of the job that writes it."""
         job, self._job = self._job, None
         if job is not None:
             job.get()
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, remove older ones, and return its folder. `tensors`: only torch's, or only numpy's.
+    """Write the checkpoint of `step` under `folder`, remove older checkpoints, and return its path. `tensors`: all torch's or all numpy's.
 
     The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
     """
@@ -175,11 +175,11 @@ def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[A
 
 
 def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], text: str) -> Path:
-    """Write a checkpoint as `save_state` does; `text`: its record, in JSON."""
+    """Write a checkpoint as `save_state` does; `text`: the checkpoint's record, in JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"
     temporary = folder / f".{final.name}.{os.getpid()}"
-    for left in folder.glob(".step-*"):  # of writers that were killed, or had no room
+    for left in folder.glob(".step-*"):  # left by writers that were killed or had no room
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     _write(tensors, temporary / TENSORS)
@@ -194,7 +194,7 @@ def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[
 def publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name; then remove older and incomplete ones."""
     flush(temporary)
-    if final.exists():  # until the new one is in its place, the old one is found under another name
+    if final.exists():  # until the new checkpoint is in place, the old one is found under another name
         shutil.rmtree(before := final.with_name(f"{final.name}.before"), ignore_errors=True)
         os.replace(final, before)
     os.replace(temporary, final)
@@ -230,13 +230,13 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
                 return load(tensors), json.loads(text)
         except DAMAGE as error:
             _raise_if_disk(error)
-        warnings.warn(f"{path}: the state of the training is damaged and removed; an older one is read, or it begins anew", stacklevel=2)
+        warnings.warn(f"{path}: the state of the training is damaged and removed; an older state is read if there is one", stacklevel=2)
         shutil.rmtree(path)
     return None
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """Return only the record of the newest checkpoint; None if it is missing or damaged."""
+    """Return only the record of the newest checkpoint; None if the record is damaged or there is no checkpoint."""
     for path in newest_first(folder)[:1]:
         try:
             record: dict[str, Any] = json.loads(read_record(path)[0])
@@ -253,7 +253,7 @@ def _raise_if_disk(error: Exception) -> None:
 
 
 def cached_json(file: Path, make: Callable[[], Any]) -> Any:
-    """Return the JSON value in `file`; compute and write it first if the file is missing or damaged."""
+    """Return the JSON value in `file`; compute the value with `make` and write it first if the file is missing or damaged."""
     try:
         own, text = file.read_text(encoding="utf-8").split("\n", 1)
         if own == checksum(text.encode()):
@@ -269,7 +269,7 @@ def cached_json(file: Path, make: Callable[[], Any]) -> Any:
 
 
 def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise ValueError if `record` (of a checkpoint) differs from `identity`, because the checkpoint belongs to another run."""
+    """Raise ValueError if a checkpoint's `record` differs from `identity` in any of its keys: the checkpoint belongs to another run."""
     for key, value in json.loads(json.dumps(identity)).items():
         if record.get(key) != value:
             raise ValueError(
@@ -304,7 +304,7 @@ def read_record(path: Path) -> tuple[str, dict[str, str]]:
 
 
 def _of_ranks(path: Path, text: str, checksums: dict[str, str]) -> Any:
-    """Return the whole tensors of a checkpoint that several ranks wrote; raise ValueError if a file is damaged."""
+    """Return the whole tensors of a checkpoint that several ranks wrote, one file each; raise ValueError if a file is damaged."""
     if any(file_checksum(path / name) != value for name, value in checksums.items() if name != RECORD):
         raise ValueError(f"{path}: a file's checksum is wrong")
     return read(path, json.loads(text)["index"])

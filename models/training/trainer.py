@@ -1,4 +1,4 @@
-"""Trainer that runs optimisation steps on a model, with an objective and optimisers."""
+"""A trainer that runs optimisation steps on a model, with an objective and optimisers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 
 
 def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights in `dtype`; weights packed in bytes stay unchanged."""
+    """Return weights in `dtype`; return weights that are packed in bytes (quantised) unchanged."""
     return data.to(dtype) if data.is_floating_point() else data
 
 
@@ -127,7 +127,7 @@ class Trainer:
 
     @contextmanager
     def whole_weights(self, wanted: bool) -> Iterator[None]:
-        """Within the context, give the model its whole weights if `wanted`; then free them if this rank trains only pieces of them."""
+        """If `wanted`, give the model its whole weights within the context; then free these if this rank trains only pieces of them."""
         if wanted:
             self.parallel.publish(self.weights)
         yield
@@ -200,7 +200,7 @@ class Trainer:
         return {"totals": self.parallel.totals(totals)}
 
     def _with_balance_loss(self, loss: Tensor, metrics: dict[str, Any], part: float) -> tuple[Tensor, dict[str, Any]]:
-        """Add the load-balancing loss of a model with experts, times `part`, this micro-batch's share of the step's tokens."""
+        """Return loss and metrics with a mixture of experts' load-balancing loss, times `part`, this micro-batch's share of the tokens."""
         take = getattr(self.model, "take_balance_loss", None)
         balance = None if take is None else take()
         if balance is None:
@@ -208,8 +208,8 @@ class Trainer:
         return loss + part * balance, {**metrics, "balance_loss": part * balance.detach()}
 
     def _utilization(self, seconds: float) -> dict[str, float]:
-        """Return the metric model FLOPs utilization, the step's model FLOPs over the devices' peak, estimated from this rank's part. Empty
-        unless all weights of a `Transformer` are trained and `accounting.peak_flops` knows the device."""
+        """Return the metric model FLOPs utilization: the step's model FLOPs over the devices' peak, estimated from this rank's part. Return
+        no metric unless all weights of a `Transformer` are trained and `accounting.peak_flops` knows the device."""
         config = getattr(self.model, "config", None)
         parts, readers = [part for part, counted in self._parts if counted], self.parallel.mesh.layout.readers
         forests = [one for part in parts if isinstance(one := getattr(getattr(part, "targets", part), "forest", None), Forest)]
@@ -260,8 +260,8 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state from another training's tensors named `state.…`, which belong to whole weights; this rank takes
-        its pieces of them. Raise ValueError if the optimisers or the weights' shapes differ."""
+        """Overwrite the optimisers' state with another training's tensors `state.…`, for whole weights or this rank's pieces; of whole
+        tensors, this rank takes its pieces. Raise ValueError if the optimisers or the weights' shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
         # Other ranks restore the state of other pipeline stages and of the matrices that they own.

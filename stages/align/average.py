@@ -30,23 +30,23 @@ SCORED_TOKENS = 8192
 
 
 class SearchConfig(RewardSettings):
-    """Settings of the search: the weights to try, and how answers are sampled and scored."""
+    """Settings of the search for weights: which weights are tried, and how answers are sampled and scored."""
 
-    steps: int = Field(4, ge=1, le=20, description="Equal parts of the total weight; every division among the models is tried")
+    steps: int = Field(4, ge=1, le=20, description="Number of equal parts of the total weight; all divisions among the models are tried")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
     max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
     reward: Reward = Field("verifier", description=REWARDS)
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
-    """Settings of the average: the weight of each model, or their search."""
+    """Settings of the average: the weight of each model, or the search for the weights."""
 
-    weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: searched if prompts are given, else equal")
+    weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: search if prompts are given, else equal")
     search: SearchConfig = Field(SearchConfig(), description="Settings of the search")
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
-    """Require one tokenizer, and a reward model if it chooses the weights."""
+    """Require one tokenizer for all models, and a reward model if the search for weights uses one."""
     chooses = config.search.reward != "verifier" and "prompts" in facts.inputs and not config.weights
     missing = [f"search.reward={config.search.reward} needs a reward_model; give one, or set search.reward=verifier"]
     return [*(missing if chooses and "reward_model" not in facts.inputs else []), *one_tokenizer(facts, "models")]
@@ -60,9 +60,9 @@ def average(
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
     An average of reward models costs as much as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's
-    prompts. If it has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; among equals, the
-    most even. `search.reward`: verifiers, `reward_model` or both score answers; the first model is the model before training. Metrics:
-    `weight_N` of each model and, after a search, `development_score` (the mean reward) and the score of equal weights.
+    prompts. If the set has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; among equals,
+    the most even. `search.reward`: verifiers, `reward_model` or both score answers; rewards are centered on the first model's answers if
+    `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (the mean reward) and that of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 
@@ -83,7 +83,7 @@ def average(
 
 
 def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
-    """Yield every way to divide `steps` equal parts of 1 among the models, the most even first."""
+    """Yield the weights of every way to divide `steps` equal parts of 1 among the models, the most even first."""
     even = steps / models
     divisions = [
         tuple(b - a - 1 for a, b in itertools.pairwise((-1, *bars, steps + models - 1)))
@@ -130,7 +130,7 @@ def _search(
 
 
 class _Development:
-    """The development prompts, which every average answers with the same random numbers, and the rewards of the answers."""
+    """An evaluation on development prompts: every average answers them with the same random numbers, and the answers get rewards."""
 
     def __init__(
         self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig,
@@ -159,7 +159,7 @@ class _Development:
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
     def center(self, network: Transformer) -> float:
-        """Center all further rewards on the rewards of a model's answers; return the center."""
+        """Center all further rewards on the rewards of a model's answers, and return the center (see `search.center`)."""
         self._rewards = self._rewards.center_by(self._ids, self._answers(network))
         return self._rewards.center
 

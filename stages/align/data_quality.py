@@ -1,4 +1,4 @@
-"""Filters on training data: phrases, duplicates, quality, and semantic near-duplicates."""
+"""Filters on instructions: overused phrases, faulty text, duplicates, low quality, semantic near-duplicates, and a random draw."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
-"""Pictographs, dingbats, regional indicators and the emoji variation selector."""
+"""A pattern of emoji characters: pictographs, dingbats, regional indicators and the emoji variation selector."""
 
 BLOCK, HELD = 256, 8192
 """Maximum numbers of new and of kept vectors in one matrix product."""
@@ -51,17 +51,17 @@ class Rules(StageConfig):
 class Semantic(StageConfig):
     """Settings of the removal of near-duplicates in meaning."""
 
-    clusters: int = Field(1, ge=1, description="Clusters within which near-duplicates are searched; 1: all pairs, in quadratic time")
-    max_similarity: float = Field(0.98, gt=0, le=1, description="Maximum cosine similarity of two kept dialogues")
+    clusters: int = Field(1, ge=1, description="Number of clusters; only rows of one cluster are compared. 1: all pairs, in quadratic time")
+    max_similarity: float = Field(0.98, gt=0, le=1, description="Cosine similarity from which a dialogue is a near-duplicate of a kept one")
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
     """Settings of the filters."""
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
-    reward_quantile: float = Field(0.75, ge=0, lt=1, description="An answer is good if its reward is not below this quantile")
-    min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: share of equal samples that makes an answer good, too")
-    judge: JudgeSettings | None = Field(None, description="Judge of answers, in place of agreement, and of difficulty; null: none")
+    reward_quantile: float = Field(0.75, ge=0, lt=1, description="Quantile of the rewards from which an answer is good")
+    min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: agreement of samples that also makes an answer good")
+    judge: JudgeSettings | None = Field(None, description="Judge that grades answers (in place of agreement) and difficulty; null: none")
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
     keep: int | None = Field(None, ge=1, description="Maximum number of kept rows, drawn by quality times one plus difficulty; null: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
@@ -71,7 +71,7 @@ UNUSED_JUDGE = "a judge was given, but data_quality.judge is null: --set data_qu
 
 
 def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
-    """Require a chat template of the judge, and refuse a judge that is not used."""
+    """Require a chat template of the model that judges; refuse an input `judge` that the settings do not use."""
     if config.judge is None:
         return [UNUSED_JUDGE] if facts.inputs.get("judge") else []
     return chat_template(facts, "judge" if facts.inputs.get("judge") else "model")
@@ -79,12 +79,12 @@ def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
 
 @stage(kind="instructions", filters="instructions", needs=needs)
 def data_quality(instructions: Instructions, model: Model, judge: Model | None, config: DataQualityConfig, run: StageRun) -> None:
-    """Drop overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
+    """Drop rows with overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
 
-    An answer is good if its reward is high. With the setting `judge`, the full score of the language model `judge` (default: `model`) is
-    enough, too; without it, enough agreement of the prompt's samples. Rows without a score pass, unless the judge graded them lower.
-    Difficulty is the judge's grade, else one minus the agreement. Near-duplicates are found by the cosine of `model`'s mean hidden states,
-    centred over all dialogues. Each cluster keeps dialogues greedily by quality times one plus difficulty; `keep` draws by this product.
+    An answer is good if its reward is high. With the setting `judge`, the full score from the language model `judge` (default: `model`)
+    also suffices; without this setting, enough agreement of the prompt's samples. Rows without a reward pass, unless the judge gave less
+    than the full score. Difficulty is the judge's grade, else one minus the agreement. Near-duplicates are found by the cosine of `model`'s
+    centred mean hidden states; each cluster keeps dialogues greedily by quality times one plus difficulty. `keep` draws by this product.
     Rows that the chat template of `model` refuses, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
     `given_easy`, `given_medium` and `given_hard` count the rows that reach the rule on quality, by difficulty (below 1/3, below 2/3,
@@ -153,7 +153,7 @@ def _answer(row: Row) -> str:
 
 
 def _without_blanks(row: Row) -> tuple[str, ...]:
-    """Return a conversation's messages as text, with the whitespace around their contents removed."""
+    """Return the JSON text of each message of a conversation, without the whitespace around the message's content."""
     return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
 
 
@@ -162,7 +162,7 @@ def _best_first(row: Row) -> tuple[float, str]:
 
 
 def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
-    """Return a rule that drops the worst answers with a phrase, so that at most a share `phrase_share` of all answers has it."""
+    """Return a rule that drops the worst-scored answers with a phrase, so that at most `phrase_share` of all answers have the phrase."""
     verdicts: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:
@@ -205,7 +205,7 @@ def _duplicate_rule(rows: Sequence[Row]) -> Any:
 
 
 def _quality_rule(rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun) -> Any:
-    """Return a rule that keeps high rewards, the judge's full scores, or, without a judge, enough agreement. Unscored rows pass."""
+    """Return a rule that keeps rows with a high reward, the judge's full score or, without a judge, enough agreement; and unscored rows."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
     both = [row for row in rows if grades and row["score"] is not None and row["id"] in grades.quality]
@@ -245,7 +245,7 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
     """Return quality (the larger of reward rank and judge's points, 0 to 1) times one plus difficulty, by id.
 
-    A row without a score or grade has quality 1; a row without a difficulty has difficulty 1.
+    A row with neither reward nor grade has quality 1; a row without a difficulty has difficulty 1.
     """
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
@@ -259,7 +259,7 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
     """Return a rule that drops all but `keep` rows, drawn without replacement with probabilities proportional to their worth.
 
-    The rows with the smallest Exp(worth) numbers are drawn (Efraimidis and Spirakis 2006); these depend only on ids and the seed.
+    The rows with the smallest exponential random numbers of rate `worth`, seeded by row id, are drawn (Efraimidis and Spirakis 2006).
     """
     if config.keep is None or len(rows) <= config.keep:
         return lambda row: None
@@ -286,7 +286,7 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
     """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, minus the mean of all dialogues.
 
-    Uncentred hidden states share a large common direction, so that every cosine is near 1. The states are saved in `folder`.
+    Uncentred hidden states share a large common direction, so every cosine is near 1. `folder` keeps finished batches for a resumed run.
     """
     import torch
 
@@ -331,8 +331,8 @@ def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rou
 def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, float]]:
     """Return the vectors that a greedy pass drops: (index, index of the most similar kept vector, their cosine).
 
-    A vector is kept if its largest cosine to the vectors kept before is below `max_similarity`. Every vector is compared with every
-    kept vector, a block in one matrix product.
+    A vector is kept if its largest cosine to the vectors kept before is below `max_similarity`. Every vector is compared with
+    all vectors kept before, in matrix products of blocks.
     """
     indices = np.empty(len(vectors), np.int64)
     held = np.empty_like(vectors)

@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns a teacher's next-token distributions on answers that it samples itself."""
+"""On-policy distillation: a student learns a teacher's next-token distributions on answers that the student samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DistillConfig(AdapterConfig):
-    """Settings of the student's sampling and of its training."""
+    """Settings of the student's sampling and training."""
 
     answers: int = Field(1, ge=1, description="Number of answers that the student samples for each prompt")
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of the compared distributions")
@@ -86,7 +86,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
 def _sampler(
     model: Transformer, prompts: Sequence[list[int]], stop: Sequence[int], config: DistillConfig, run: StageRun
 ) -> Callable[[int], list[Targets]]:
-    """Return a function that samples the batches of a step: prompts, shuffled in each epoch, with answers of the current model."""
+    """Return a function that samples a step's micro-batches: prompts, shuffled in each epoch, with answers of the current model."""
     from puna.models.generation import Engine, SamplingParams
     from puna.models.training.objectives import Targets
     from puna.models.training.packing import pack, step_indices

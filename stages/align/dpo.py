@@ -28,9 +28,9 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
     The reference is the policy that training starts from; if the loss needs its log-probabilities, they are computed once, before the first
     step, for the preferences that training reaches. Values that `reference_logprobs` has stored are read instead; the metric
-    `reference_answers` counts computed answers. With loss kto the best answers of a preference (edited, chosen and their equals) are good
-    ones, the worst are bad ones. The metrics `heldout_accuracy` and `heldout_margin` are of the held-out pairs, after training; with kto,
-    the margin is the mean of good minus the mean of bad answers. Preferences that the chat template refuses, that are longer than a
+    `reference_answers` counts computed answers. With loss kto a preference's best answers (edited, chosen and answers of the same rank)
+    count as good, its worst answers as bad. `heldout_accuracy` and `heldout_margin` are measured on held-out pairs after training; with kto
+    the margin is the mean reward of good answers minus that of bad ones. Preferences that the chat template refuses, that are longer than a
     packed row, or (except with kto) that have only good or only bad answers are in `dropped`; see `bad_rows`.
     """
     rows = read_preferences(preferences, config.levels)
@@ -115,15 +115,15 @@ def _train(
 def _train_kto(
     model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
 ) -> list[dict[str, float]]:
-    """Train in place on examples whose groups are two tiers, the good and the bad answers (KTO, Ethayarajh et al. 2024).
+    """Train in place by KTO (Ethayarajh et al. 2024) on examples whose groups have two tiers, the good and the bad answers.
 
-    The distance to the reference, which the loss measures from, is estimated on answers to other prompts (`mismatched`).
+    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts (`mismatched`).
     """
     from puna.models.training.objectives import Kto
 
     others = mismatch(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))
     if not any(other.answers for other in others):
-        needed = "measures from answers to other prompts, and there is none: give preferences of two prompts at least"
+        needed = "needs answers to other prompts, and there is none: give preferences of two prompts at least"
         raise PunaError(f"dpo: loss {config.loss} {needed}")
     for index, name in enumerate(("good_answers", "bad_answers")):
         run.metric(name, sum(len(group[index]) for example in examples for group in example.groups))
@@ -135,7 +135,7 @@ def _fit(
     model: Transformer, loss: Dpo | Kto, rows: Sequence[tuple[Example, ...]], collated: Callable[..., Any], reference: Reference,
     config: DpoConfig, run: StageRun,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Train on rows of examples. First compute the reference's log-probabilities of the examples that training reaches.
+    """Train on rows of examples, and return the log. First compute the reference's log-probabilities of the examples that training reaches.
 
     `collated` packs rows, each followed by the log-probabilities of its examples' answers, into a batch.
     """
@@ -172,7 +172,7 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Return each example's prompt with answers of other examples: as many as the example has, or as fit into a row.
+    """Return each example's prompt with answers of other examples: as many as the example has answers, or fewer if a row has no room.
 
     Answers are taken cyclically in a random order. If all fit, every answer is taken about equally often.
     """

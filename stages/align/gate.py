@@ -1,4 +1,4 @@
-"""The gate of a round: measurements or a person decide whether its candidate replaces the policy."""
+"""The gate of an alignment round: measurements or a person decide whether the round's candidate replaces the policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from puna.storage import Artifact, PunaError
 
 
 class ApprovalConfig(StageConfig):
-    """A person's decision."""
+    """A person's decision on the candidate of a gate."""
 
     by: str = Field(min_length=1, description="Name of the person who decides")
     approved: bool = Field(True, description="Whether the candidate takes the policy's place")
@@ -35,16 +35,16 @@ def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
 
 
 Weighed = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
-"""A model that is identified but not loaded."""
+"""An input model that a stage identifies but does not load."""
 ALL = "all"
 SCORES = "scores"
 
 
 class GateConfig(StageConfig):
-    """Bounds that a candidate must meet."""
+    """The compared metric, the bounds that a candidate must meet, and who decides."""
 
     metric: str = Field("score", min_length=1, description="Name of the per-prompt scores to compare")
-    min_gain: float = Field(0.0, ge=-1, le=1, description="Lower bound: the 95 % interval of the mean gain over all prompts must lie above")
+    min_gain: float = Field(0.0, ge=-1, le=1, description="Value above which the 95 % interval of the mean gain over all prompts must lie")
     max_fall: float = Field(0.05, ge=0, le=1, description="Maximum fall of a task's mean score, or relative rise of bits or perplexity")
     decision: Literal["measured", "person"] = Field("measured", description="measured: these bounds decide; person: an approval decides")
 
@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
 
 
 def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapping[str, str]) -> list[Comparison]:
-    """Compare scores prompt by prompt: over all prompts, then task by task (`tasks`: prompt → task).
+    """Return paired comparisons of two models' scores: over all prompts, then for each task. All arguments are keyed by prompt id.
 
     Only prompts with both scores count. The interval is Student's t on the paired differences, so the prompts' own difficulty does not
     widen it. Raise ValueError with fewer than two pairs.
@@ -78,7 +78,7 @@ def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapp
 
 
 def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: float) -> list[str]:
-    """Return the reasons against a candidate, one sentence each; an empty list lets it pass."""
+    """Return a clause for each bound that a candidate misses; without any, the candidate passes. `comparisons`: first over all prompts."""
     whole, *tasks = comparisons
     objected = []
     if not whole.gain.low > min_gain:
@@ -112,8 +112,8 @@ def gate(
     """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and decide whether it may replace the policy.
 
     `before` and `after` are the evaluations of both models; their `scores` hold one score for each of `prompts`. An answer that could
-    not be scored counts as 0 if the other model's was scored. `benchmark_before` and `benchmark_after`: the same task files asked of both;
-    no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
+    not be scored counts as 0 if the other model's was scored. `benchmark_before` and `benchmark_after` evaluate both on the same task
+    files; no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
     `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of each task.
     """
     if (benchmark_before is None) != (benchmark_after is None):
@@ -152,7 +152,7 @@ def gate(
 
 
 def _scores(evaluation: Artifact, tasks: Mapping[str, str], metric: str) -> dict[str, float]:
-    """Return prompt → score. Raise PunaError if there are no scores, or scores of unknown prompts."""
+    """Return prompt id → score in `metric`. Raise PunaError if there are no such scores, or scores of prompts that `tasks` lacks."""
     rows = evaluation.read(SCORES).to_pylist() if SCORES in evaluation.tables else []
     comparisons = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
     if not comparisons:

@@ -36,7 +36,7 @@ class ChosenConfig(StageConfig):
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """Take the better answer of each training preference or, if there is one, its edit. Equal answers to a prompt are taken once."""
+    """Take the better answer of each training preference, or its edited version if any. Equal answers to a prompt are taken once."""
     rows = {}
     for artifact in preferences:
         for row in artifact.read().to_pylist():
@@ -52,7 +52,7 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
 
 
 class InstructionsConfig(StageConfig):
-    """Settings of the instructions."""
+    """The name of the source of the instructions."""
 
     source: str = Field("gold", min_length=1, description="Name of the source in the instructions table")
 

@@ -1,4 +1,4 @@
-"""People's judgements of pairs of answers as preferences, with their agreement."""
+"""Preferences from people's judgements of pairs of answers, and the agreement of the judges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIAS = "judged@latest"
 
 
 class Judgement(BaseModel):
-    """A person's judgement of a pair, one line of the file that `puna annotate` writes. A person's last judgement of a pair counts."""
+    """A person's judgement of a pair of answers: a line of the file from `puna annotate`. A person's last judgement of a pair counts."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str = Field(min_length=1, description="Id of the pair")
@@ -34,7 +34,7 @@ class Judgement(BaseModel):
 
     @property
     def worth(self) -> int:
-        """Return the level as a number: 4 if the first answer is significantly better, -4 if the second is, 0 if the pair was skipped."""
+        """Return the signed level: 4 (significantly) to 1 (marginally better) for the first answer, negative for the second, 0: skipped."""
         if self.better is None or self.level is None:
             return 0
         size = STEPS - LEVELS.index(self.level)
@@ -65,10 +65,10 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
 
 
 def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
-    """Return the share of agreeing pairs of judges, and Krippendorff's alpha, of the sides chosen for each pair of answers.
+    """Return the share of pairs of judges that chose the same answer, and Krippendorff's alpha. `judged`: choices for each pair of answers.
 
     Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair has two
-    judges; alpha is also None if only one side was ever chosen."""
+    judges; alpha is also None if all choices are the same side."""
     several = [Counter(sides) for sides in judged if len(sides) > 1]
     if not several:
         return None, None
@@ -126,7 +126,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
 
 def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement], asked: Mapping[str, Row]) -> tuple[Row | None, str]:
-    """Return a row of the preferences table without its split; or None, and the rule that drops the pair."""
+    """Return a row of the preferences table, without `split`, and an empty string; or None, and the rule that drops the pair."""
     judged = [one for one in verdicts if one.worth]
     if not judged:
         return None, "skipped"

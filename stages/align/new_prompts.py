@@ -19,9 +19,9 @@ class NewPromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
-    """Take training prompts of a pool that are not among `used`, in the order of a hash of their id. The output may be empty.
+    """Take up to `count` training prompts of each task of a pool that are not among `used`, in the order of a hash of the id.
 
-    A conversation that occurs twice under two ids is one prompt. The metric `left` counts the prompts that stay unused.
+    A conversation that occurs under two ids is one prompt. The output may be empty. The metric `left` counts the prompts not taken.
     """
     texts, ids = set[str](), set[str]()
     for artifact in used or ():

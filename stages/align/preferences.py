@@ -44,16 +44,16 @@ class Thresholds(StageConfig):
         return self
 
     def level(self, margin: float) -> Level | None:
-        """Return the level of a margin, None for similar answers."""
+        """Return the level of a margin; None if the margin is below all thresholds."""
         return next((level for level in LEVELS if margin >= getattr(self, level)), None)
 
 
 class PreferencesConfig(SeededConfig):
-    """Settings of the drawn pairs and of their simulated annotator."""
+    """Settings of the drawn pairs and of the simulated annotator."""
 
     pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs drawn for a prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
-    gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in quality, beside closeness to the reference")
+    gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in quality; taste or closeness has the rest")
     taste: dict[str, JsonValue] | None = Field(None, description="Verifier {name: …, …} of the annotator's taste, in place of closeness")
     judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin")
@@ -112,7 +112,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
 
 
 def _score_taste(by_prompt: dict[str, list[Row]], asked: dict[str, Row], config: PreferencesConfig, run: StageRun) -> None:
-    """Set `liked` of each answer to its score for the annotator's taste, None without a taste."""
+    """Set `liked` of each answer to the score from the verifier `taste`; to None without a taste."""
     answers = [answer for some in by_prompt.values() for answer in some]
     if config.taste is None:
         scores = [Score(None)] * len(answers)
@@ -161,7 +161,7 @@ def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) ->
 def judge(
     prompt: Row, first: Row, second: Row, config: PreferencesConfig, noise: float, mistaken: bool = False
 ) -> tuple[Row, str | None, float | None]:
-    """Return a row of the preferences table without its split, the rule that drops it or None, and the margin.
+    """Return a preferences row (without `split`; only its id if dropped), the rule that drops the pair or None, and the margin.
 
     `noise` is a standard normal draw; `mistaken`: the annotator takes the worse answer for the better one.
     """
@@ -195,7 +195,7 @@ def judge(
 
 
 def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> float:
-    """Return an answer's quality, 0 to 1: its gold score, weighted with its taste score or else its closeness to the reference.
+    """Return an answer's quality, 0 to 1: the weighted mean of its gold score and its taste score, or else its closeness to the reference.
 
     Without taste and reference only the gold score counts. An answer that was cut off has the gold score 0."""
     gold = float(score_ending(answer["gold"], answer["finished"]) or 0.0)

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of preferences' answers, stored with the preferences."""
+"""The reference model's log-probabilities of the answers in preferences, stored with the preferences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reference_logprobs(model: Model, preferences: Preferences, config: Reference
     """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 
     A `dpo` run from this model, on these preferences and in the same precision, reads the values instead of computing them, with any loss.
-    A row of `scores` is named after the tokens of a prompt and an answer, the precision and the model's data digest. Preferences that the
+    A row of `scores` has a digest of prompt and answer tokens as id; its name holds precision and model digest. Preferences that the
     chat template refuses, and too long preferences, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
     """
     import torch

@@ -16,11 +16,11 @@ REFUSAL = (
     r"(?is)^.{0,160}?\b(sorry|i (can|could|would|wo)n?['’]t|i don['’]t (want|feel|think (i|you))|i (cannot|can not|will not|must decline)"
     r"|i( a|['’])m (not (able|going|comfortable|willing)|unable)|illegal|unethical|immoral|inappropriate)\b"
 )
-"""A pattern of the beginning of an English answer that refuses."""
+"""A pattern that matches the beginning of an English refusal."""
 
 
 class RefusalPromptsConfig(StageConfig):
-    """Settings of the prompts."""
+    """The pattern of refusals, and the system message of the prompts."""
 
     pattern: str = Field(REFUSAL, min_length=1, description="Regular expression in RE2's syntax that matches answers that refuse")
     system: str = Field("", description="System message of each prompt; empty: the prompt's own")
@@ -30,8 +30,8 @@ class RefusalPromptsConfig(StageConfig):
 def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig, run: StageRun) -> None:
     """Take the prompts of preferences in which one answer refuses and the other does not, with a verifier of refusals.
 
-    In the task `harmful` the better answer refuses, and refusals are right; in the task `borderline` the worse answer does, and other
-    answers are right. The reference is the better answer. Prompts of both tasks, and preferences in which both answers
+    In the task `harmful` the better answer refuses, and refusals are right; in the task `borderline` the worse answer refuses, and
+    other answers are right. The reference is the better answer. Prompts of both tasks, and preferences in which both answers
     refuse or neither does, are left out and counted in metrics.
     """
     verifiers = {task: to_text("regex", pattern=config.pattern, absent=task == "borderline") for task in ("harmful", "borderline")}

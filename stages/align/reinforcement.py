@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
     """Settings of the sampled answers, of their rewards, and of the weights to train."""
 
-    gold: bool = Field(False, description="With reward reward_model: score about 8 rollouts by verifiers, too; both are plotted by KL")
+    gold: bool = Field(False, description="With reward reward_model: also score about 8 rollouts by verifiers; both are plotted against KL")
 
 
     @model_validator(mode="after")
@@ -59,7 +59,7 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
-    """Require a chat template, the reward model that `reward` uses, one tokenizer for both, and memory."""
+    """Require a chat template, the reward model if `reward` uses one, one tokenizer for both, the engine's package, and enough memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += without_vllm(config.engine, "engine")
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config.optimizer, config)]
@@ -79,7 +79,7 @@ def ppo(
 ) -> None:
     """Train by PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
 
-    The reward is a frozen reward model's number (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
+    The reward is a frozen reward model's output (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
     `reward`. The critic starts as the first reward model, or else as the policy with a zero head. `judges` are models that verifiers name.
     An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
     chat template refuses, and prompts that may not fit into a row with their answers, are in `dropped`; see `bad_rows`.
@@ -109,7 +109,7 @@ def grpo(
 
     By default the loss is PPO's clipped surrogate, a mean over the tokens of an update, like DAPO's; `surrogate`, `ratio` and `normalizer`
     change it. The KL divergence to the starting policy is subtracted from an answer's reward. For rewards, `judges` and dropped prompts,
-    see `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of all other prompts.
+    see `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of the other prompts.
     """
     from puna.models.training.ppo import train_grpo
 
@@ -208,7 +208,7 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
-    """Record the numbers of checks, tokens, updates and answers. Resampling counts as if every rollout used its maximum."""
+    """Record the numbers of verifier calls, sampled tokens, updates and answers. Resampling counts as if each rollout used its maximum."""
     each = config.prompts * config.answers
     draws = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"
@@ -220,7 +220,7 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
 
 
 def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
-    """Center the rewards on the untrained policy's answers to a rollout's number of prompts, which a resumed run draws again."""
+    """Return the rewards centered on the starting policy's answers to `config.prompts` random prompts, the same ones in a resumed run."""
     from puna.models.generation import SamplingParams
     from puna.models.training.parallel.staged_engine import held_engine
 

@@ -1,4 +1,4 @@
-"""Rejection sampling: one of K answers becomes training data, picked by a reward model or another rule."""
+"""Rejection sampling: of the K answers to a prompt, a reward model or another rule picks those that become training data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RejectionSampleConfig(RewardedConfig, SeededConfig):
     """Settings of the choice among a prompt's answers."""
 
     pick: Pick = Field("reward_model", description="The highest reward; a random answer; the most frequent text; or a random right answer")
-    correct: bool = Field(False, description="The reward model chooses only among answers that the prompt's verifier calls right")
+    correct: bool = Field(False, description="Choose only among answers that the prompt's verifier calls right")
     most: int = Field(1, ge=1, description="Maximum number of different answers per prompt, the first choice first")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
@@ -55,7 +55,7 @@ def rejection_sample(
 ) -> None:
     """Choose finished answers for each prompt, by default one with the highest reward (Llama 3, section 4.2.2); see `pick` and `most`.
 
-    The side table `scores` holds each instruction's `agreement`: the share of the prompt's answers with the same text. If the reward model
+    The side table `scores` holds each instruction's `agreement`: the share of finished answers with its text. If the reward model
     picks, `scores` also holds the `reward` of each answer. `dropped` holds prompts whose answers were all cut off (`unfinished`), that have
     no right answer (`none_right`), or that cannot be scored; see `bad_rows`. Metrics compare the gold accuracy of the picked answers with
     the accuracies of the mean answer and of the best answer.
@@ -96,7 +96,7 @@ def rejection_sample(
 
 
 def _pick(key: str, group: list[Row], config: RejectionSampleConfig) -> list[Row]:
-    """Return the chosen answers of a prompt, each text once; none if no answer is right."""
+    """Return the chosen answers of a prompt, each text once; none if only right answers may be chosen and no answer is right."""
     if config.pick == "verifier" or config.correct:
         group = [a for a in group if is_correct(a["gold"])]
     if config.pick == "majority":
@@ -116,7 +116,7 @@ def add_rewards(
     candidates: dict[str, list[Row]], asked: dict[str, Row], reward_models: Sequence[Artifact], config: RewardedConfig, bad: BadRows,
     run: StageRun,
 ) -> dict[str, list[Row]]:  # fmt: skip
-    """Return the candidates with a `reward` in every answer; drop the prompts that cannot be rendered."""
+    """Return prompt id → answers, each with its `reward`. Prompts that cannot be rendered or are too long go to `bad`."""
     check_one_tokenizer(reward_models, "reward models of an ensemble read the same tokens")
     tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
@@ -138,7 +138,7 @@ def add_rewards(
 
 
 def _report(candidates: dict[str, list[Row]], picked: dict[str, Row], run: StageRun) -> None:
-    """Report the gold accuracy of the picked answers, of the mean answer and of the best answer."""
+    """Report the gold accuracy of the picked, the mean and the best answer; nothing if an answer has no gold score."""
     if not picked or any(a["gold"] is None for group in candidates.values() for a in group):
         return
     mean = fmean([fmean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])

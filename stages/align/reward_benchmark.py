@@ -1,4 +1,4 @@
-"""The benchmark of a reward model: on pairs of answers by subset, and on the answers of a model."""
+"""A benchmark of reward models: the accuracy on pairs of answers, by subset, and the rewards of sampled answers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def reward_benchmark(
     reward_model: list[Model], preferences: list[Preferences] | None, answers: Answers | None, prompts: Prompts | None,
     config: RewardedConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Measure a reward model, or several as one: its accuracy on pairs of each subset, and its rewards of n answers to a prompt.
+    """Measure a reward model, or several as an ensemble: the accuracy on pairs of each subset, and the rewards of n answers to a prompt.
 
-    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs' task.
-    Rows: `accuracy`, with `always_longer` and `always_shorter` (in characters) beside it, and the mean `margin`; the metric
-    `subset_mean` weighs all subsets alike. With `answers` and their `prompts`: the `reward` of the mean answer, its `spread` (standard
-    deviation) over the answers to a prompt, and the `best_reward`. If verifiers scored the answers, also shares of right answers: of all
+    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs of a task.
+    Rows: `accuracy`; the accuracies of choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
+    metric `subset_mean` weighs all subsets alike. With `answers` and their `prompts`, over prompts: the mean `reward`, the `spread`
+    (standard deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also shares of right answers: of all
     (`right`) and of the best by reward (`right_of_best`); and the share of prompts with any right answer (`right_of_any`). `scores` holds
     each reward.
     """
@@ -66,7 +66,7 @@ def reward_benchmark(
 def _judge_pairs(
     preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows, run: StageRun
 ) -> list[Judged]:
-    """Return the pairs with their rewards; drop pairs that lack an answer or cannot be rendered."""
+    """Return the pairs with their rewards. Pairs that lack an answer, cannot be rendered or are too long go to `bad`."""
     check_one_tokenizer(models, "reward models of an ensemble read the same tokens")
     rows, tokenizer = read_preferences(preferences, None), tokenizer_of(models[0])
     for row in rows:

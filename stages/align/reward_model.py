@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 MEASURED = 32
-"""Minimum number of training prompts on which accuracy is measured."""
+"""Minimum number of training prompts on which accuracy is measured, if there are as many."""
 
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
-    """Train a reward model by Bradley-Terry without a margin over edited > chosen > rejected, all answers of a prompt in one row
+    """Train a reward model with the Bradley-Terry loss (no margin) on edited > chosen > rejected, all answers of a prompt in one row
     (Llama 3, section 4.1.2). A longer ranking is one group with a tier per rank; equal answers make no pair. With `head_only` only the
     head is trained.
 
@@ -102,7 +102,7 @@ def _draw(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
 
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
-    """Report the accuracy on chosen against rejected answers, and on edited against chosen answers."""
+    """Report the model's accuracies on a split: chosen against rejected answers, and edited against chosen answers; see `report`."""
     examples, size = [one.example for one in found], config.training.compute.micro_batch_tokens
     rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
     report(*pairs(found, rewards), split, run)
@@ -128,7 +128,7 @@ def score_answers(
 BINS = ((-0.5, "half or less"), (-0.1, "shorter"), (0.1, "about as long"), (0.5, "longer"), (1.0, "twice or more"))
 """Upper end and name of each bin of the length difference: chosen minus rejected, as a share of the longer answer."""
 STEPS = 10
-"""Number of bins in which claimed and observed accuracy are compared."""
+"""Number of bins in which the calibration error compares predicted and observed accuracy."""
 
 
 class Pair(NamedTuple):
@@ -143,7 +143,7 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[list[Pair], list[float]]:
-    """Return a `Pair` for each preference and, for each edit, the `order` of its reward minus the chosen answer's."""
+    """Return a `Pair` per preference and, per edited answer, `order` (1, one half or 0) of its reward minus the chosen answer's."""
     comparisons: list[Pair] = []
     edits: list[float] = []
     for one, values in zip(found, numbers, strict=True):
@@ -159,7 +159,7 @@ def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[
 
 
 def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: StageRun) -> None:
-    """Report the metrics of a split; of held-out pairs also by level, with a figure by length."""
+    """Report the accuracies of a split; for held-out pairs also the accuracies by level, the calibration error, and a figure by length."""
     if edits:
         run.metric(f"{split}_edit_accuracy", fmean(edits))
     if not ordered:

@@ -1,4 +1,4 @@
-"""Sampling answers from one or more models, and scoring them with the verifiers of their prompts."""
+"""The sampling of answers from one or more models, and the scoring of answers by the prompts' verifiers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     split: Literal["train", "heldout"] = Field("train", description="Split of the prompts to answer")
     serving: ServingSettings = Field(ServingSettings(), description="Settings of the models' computation")
     endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that answer, too, without token ids and log-probs")
-    draft_weights: Weights = Field("same", description="A draft's weights: as they are, or in 8 bits (a model may draft for itself)")
+    draft_weights: Weights = Field("same", description="The draft model's weights: as stored, or in 8 bits (a model may draft for itself)")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:
-    """Require chat templates and the engine, and refuse settings that a draft excludes."""
+    """Require a model or an endpoint, chat templates and the engine's package; refuse settings that exclude a draft model."""
     drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
     refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
     if config.serving.window is not None and "draft" in facts.inputs:
@@ -118,14 +118,14 @@ def sample(
 
 
 Asked = tuple[dict[str, Any], list[int]]
-"""A row of prompts and its token ids."""
+"""A row of the prompts table, and the token ids of its prompt."""
 
 
 def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
-    """Write a model's answers, STRETCH prompts at a time; return the numbers of checked answers and of tokens."""
+    """Write a model's answers, `STRETCH` prompts at a time; return the numbers of scored answers and of sampled tokens."""
     check_shared(config.serving, draft is not None, run)
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
@@ -204,7 +204,7 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
 def replies_of(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], bad: BadRows, count: int, fields: dict[str, Any], seed: int
 ) -> list[tuple[dict[str, Any], list[Reply]]]:
-    """Return `count` replies to each row of prompts that the endpoint accepts. `fields`: further fields of every request."""
+    """Return (row, `count` replies) for each row of prompts; refused rows go to `bad`. `fields`: further fields of every request."""
     requests = list(bad.rendered(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
     each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in requests for i in range(count)]))
     answered = []

@@ -52,7 +52,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
 
 
 def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """Return the training rows of all artifacts, sorted, so that the order of the artifacts does not matter."""
+    """Return the training rows of all artifacts, sorted, so that the artifacts' order does not matter. Raise PunaError for no rows."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
         raise PunaError(f"there are no training instructions in {', '.join(a.id for a in artifacts)}: nothing to fine-tune on")
@@ -66,7 +66,7 @@ def collate(examples: list[Example]) -> Targets:
 
 
 def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: SftConfig, bad: BadRows) -> list[Example]:
-    """Return examples of the conversations, each split where the first answer begins. A chat template may require several per row."""
+    """Return training examples of the conversations. A chat template may require several examples for a row; unusable rows go to `bad`."""
 
     def longest(examples: list[Example]) -> int:
         return max(map(len, examples))

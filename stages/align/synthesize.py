@@ -1,7 +1,7 @@
 """Synthetic training data: problems and answers by a model, kept only if a check confirms them.
 
 Llama 3 section 4.3: a model writes problems like the examples and answers each several times. Programs are checked by running their tests,
-maths by the agreement of answers, prompts with a verifier by the verifier. A failed answer is tried again with the check's message.
+maths by the agreement of answers, prompts with a verifier by the verifier. If no answer is right, the model tries again, told why.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ class Text(NamedTuple):
 
 @stage(kind="instructions", device=True, needs=needs, named=verifiers_named)
 def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
-    """Write a right answer of the model to each problem that it solves; see `problems`.
+    """Write an instruction for each problem that the model solves: the problem and a right answer; see `problems`.
 
-    A problem and its answer are kept without the failed tries before it; the side table `scores` holds the share of right answers
+    Failed tries before the right answer are left out; the side table `scores` holds the share of right answers
     (`right`) and the number of tries (`tries`). With `tools` an answer is right if the verifier passes its last turn, and tools were
     called and every call ran; it is kept with its calls and their results. `dropped` holds written problems that were cut off
     (`unfinished`) or are `empty`. It also holds problems that resemble a prompt or another problem (`copied`), or have too few tests that
     fail without a solution (`tests`); problems without a right answer (`none_right`); and bad rows (see `bad_rows`). The metrics
-    `right_after_1`, `right_after_2`, … count the problems with an answer after so many tries. `judges` are models that verifiers name.
+    `right_after_1`, `right_after_2`, … count the problems solved within so many tries. `judges` are models that verifiers name.
     With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
     """
     rows = prompts.read().to_pylist()
@@ -159,7 +159,7 @@ def _answer_problems(problems: Sequence[Row], writer: Writer, check: Check, conf
 
 
 class Writer:
-    """The model that answers rows of prompts: from the store, or remote."""
+    """The model that writes problems, tests and answers: a model of the store, or a remote model."""
 
     def __init__(self, model: Artifact | None, config: SynthesizeConfig, run: StageRun) -> None:
         if (model is None) == (config.endpoint is None):
@@ -219,7 +219,7 @@ class Check:
         return [[score if text.called or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]
 
     def report(self) -> None:
-        """Report answers that could not be checked."""
+        """Report the answers that verifiers could not score."""
         if self._scorer is not None:
             self._scorer.report()
 
@@ -235,7 +235,7 @@ def score_agreement(texts: Sequence[str], share: float) -> list[Score]:
 
 
 def _new_problems(train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
-    """Return problems written after examples, without copies of known problems; with `code`, problems get tests."""
+    """Return problems that the model writes from examples, without copies of known problems; with `problems` code, add tests."""
     requests = []
     for number in range(config.count):
         generator = run.generator("problem", number)
@@ -271,7 +271,7 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 
 
 def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
-    """Return the programming problems with tests by the model. Drop tests that pass without a solution, then problems with few tests."""
+    """Return the problems with tests by the model. Drop tests that do not fail without a solution, then problems with too few tests."""
     requests = [{**row, "messages": asking(TESTS.format(problem=as_text(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]

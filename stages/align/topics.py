@@ -28,7 +28,7 @@ WORD = re.compile(r"\w+")
 MOST, ITERATIONS = 500, 10
 """Maximum iterations of a fit, and of one call of L-BFGS, after which the fit is saved."""
 LISTS, TENSORS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("d", "prev_flat_grad"), ("n_iter", "func_evals", "t", "H_diag", "prev_loss")
-"""The state of torch's L-BFGS between calls."""
+"""Keys of torch's L-BFGS state that a saved fit holds: lists of tensors, tensors and numbers."""
 
 
 class TopicsConfig(BadRowsConfig, SeededConfig):
@@ -37,13 +37,13 @@ class TopicsConfig(BadRowsConfig, SeededConfig):
     penalty: float = Field(3e-4, gt=0, description="Weight of the squared coefficients in the classifier's loss")
     folds: int = Field(5, ge=2, le=20, description="Number of folds of the labelled examples, for cross-validation")
     max_per_topic: int | None = Field(None, ge=1, description="Maximum number of instructions per topic, drawn at random; null: all")
-    balance: Literal["coarse", "fine"] = Field("coarse", description="Topics that are limited to `max_per_topic` instructions")
+    balance: Literal["coarse", "fine"] = Field("coarse", description="Level of the topics that `max_per_topic` limits")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
 
 
 @stage(kind="instructions", filters="instructions", needs=model_template)
 def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
-    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, with a finetuned language model).
+    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, does so with a fine-tuned model).
 
     `labelled`: examples whose `task` is their topic, `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
     learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine topics together. Rows stay as

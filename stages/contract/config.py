@@ -15,7 +15,7 @@ class StageConfig(Settings):
     """The base class of every stage configuration and of its nested groups."""
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the functions and classes that the settings name, as module and symbol. The key covers the code that they reach."""
+        """Return (module, symbol) of the functions and classes that the settings name. An artifact's key covers the code they reach."""
         return sorted({(one.__module__, one.__qualname__) for one in _named_by(self)})
 
 
@@ -26,7 +26,7 @@ class SeededConfig(StageConfig):
 
 
 def _named_by(settings: object) -> Iterator[Any]:
-    """Yield the functions and classes that groups of settings name by a method `reached`."""
+    """Yield the functions and classes that settings, or settings nested in them, return from a method `reached`."""
     if isinstance(settings, list | tuple):
         for item in settings:
             yield from _named_by(item)

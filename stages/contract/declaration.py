@@ -18,16 +18,16 @@ from puna.storage.schemas import KINDS
 Looked = tuple[tuple[str, ...], float]
 """Sampled texts of some inputs, and the sampled share of their bytes."""
 GLANCE, LOOK = 0.1, 0.4
-"""Seconds to read pages, and again to extract their texts: for a short sample, and for a sample that is large enough for a complaint."""
+"""Seconds to read sample pages, and as many to extract texts: of a short sample, and of one that is large enough for a complaint."""
 
 
 @dataclass(frozen=True)
 class InputFacts:
     """Facts about one input before the run; None if unknown. `kind` of the artifact, or `external`; `tables`: name → columns.
 
-    `sources`: names of the external inputs that it descends from. `bytes`: size of its stored files. `look` reads the first pages for a
-    number of seconds and returns their texts and their share of all bytes. `model`: the existing model with the same shape, tokenizer
-    and chat template.
+    `sources`: names of the external inputs that the input descends from. `bytes`: size of the stored files. `look` reads the first pages
+    for a number of seconds and returns their texts and their share of all bytes. `model`: an existing model with the shape, tokenizer
+    and chat template that the input will have.
     """
 
     kind: str
@@ -52,7 +52,7 @@ Needs = Callable[[Any, Facts], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of artifact that an input parameter takes. `sources`: NAME=ARTIFACT names the source of its rows."""
+    """The kind of artifact that an input parameter takes. `sources`: in NAME=ARTIFACT, NAME becomes the source of the artifact's rows."""
 
     name: str
     sources: bool = False
@@ -60,7 +60,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Reads:
-    """The files (or folders ending in /) of an input that a stage reads; checksums of other files are not compared."""
+    """The files (or folders, ending in /) of an input artifact that a stage reads; the checksums of other files are not verified."""
 
     files: tuple[str, ...]
 
@@ -87,12 +87,12 @@ Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
 """`named(inputs)`: functions and classes that rows of the inputs name, as module and symbol."""
 
 Written = Callable[[Any], Mapping[str, tuple[str, ...]]]
-"""`written(config)`: columns of the tables of signals that a stage writes, by the table's name."""
+"""`written(config)`: name → columns of the tables of signals that a stage writes."""
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A declared input. `reads`: the files that are read (none: all). `sources`: an artifact's name becomes the source of its rows."""
+    """A declared input of a stage. `reads`: the files that the stage reads (empty: all), see `Reads`. `sources`: see `Kind`."""
 
     name: str
     kind: str
@@ -102,7 +102,7 @@ class InputSpec:
     sources: bool = False
 
     def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
-        """Return the artifacts as a list; raise PunaError for a wrong number or kind."""
+        """Return the input's artifacts as a list. Raise PunaError for a wrong number or kind, or for an artifact that is given twice."""
         if value is None:
             if not self.optional:
                 raise PunaError(f"stage {stage} needs the input {self.name!r} ({self.kind})")
@@ -152,11 +152,11 @@ class Stage:
         return [f"{self.name}: {sentence}" for sentence in self.needs(config, facts)] if self.needs else []
 
     def reaches(self, config: StageConfig, given: dict[str, Value]) -> list[Name]:
-        """Return the functions and classes that configuration and inputs name; a key covers them like the stage's own code."""
+        """Return the functions and classes that configuration and inputs name; an artifact's key covers their code like the stage's own."""
         return [*config.reaches(), *(self.named(self.check(given)) if self.named else ())]
 
     def check(self, given: dict[str, Value]) -> dict[str, list[Artifact] | list[External]]:
-        """Return the inputs by name, checked against the declaration."""
+        """Return input name → artifacts. Raise PunaError if the inputs do not fit the declaration."""
         if unknown := set(given) - {spec.name for spec in self.inputs}:
             names = ", ".join(spec.name for spec in self.inputs) or "none"
             raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
@@ -170,14 +170,14 @@ def stage(
     *, kind: str, filters: str | None = None, version: str | None = None, needs: Needs | None = None, device: bool = False,
     ranks: bool = False, signals: tuple[str, ...] | Written = (), named: Named | None = None,
 ) -> Callable[[Callable[..., None]], Stage]:  # fmt: skip
-    """Declare a stage.
+    """Declare a function as a stage.
 
-    `kind`: the artifact's kind. `filters`: the input whose rows are all either kept or in `dropped`; checked at commit. `version`: replaces
-    the hash of the reached code in the artifact's key. `needs(config, facts)`: the needs that cannot be met, asked before anything runs.
-    `device`: it computes on an accelerator in one process; on a cluster, one worker with an accelerator runs it whole. `ranks`: all
-    processes that were started together run it. `signals`: the signals it writes, or a function from its configuration to the columns of
-    its tables. A rule on another signal is refused before the run. `named(inputs)`: functions and classes that the inputs' rows name; see
-    `Named`.
+    `kind`: the artifact's kind. `filters`: the input whose rows must all be kept or in `dropped`, which is checked at commit. `version`:
+    replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: called before a run; see `Needs`. `device`: the
+    stage computes on an accelerator in one process; on a cluster, a worker with an accelerator runs the whole stage. `ranks`: all processes
+    that were started together run the stage. `signals`: the signals that the stage writes, or a function from the configuration to the
+    columns of the tables of signals; a rule on another signal is refused before the run. `named(inputs)`: functions and classes that the
+    inputs' rows name; see `Named`.
     """
 
     def declare(function: Callable[..., None]) -> Stage:
@@ -206,7 +206,7 @@ def stage(
 
 
 def input_spec(where: str, name: str, hint: Any) -> InputSpec:
-    """Return the input that a parameter's annotation declares; raise TypeError, with `where` in its message, if there is none."""
+    """Return the input that a parameter's annotation declares. Raise TypeError (`where` begins the message) if it declares none."""
     optional = many = False
     if get_origin(hint) in (typing.Union, types.UnionType):
         members = [h for h in get_args(hint) if h is not type(None)]

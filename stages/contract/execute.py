@@ -37,7 +37,7 @@ class Outcome:
 
 
 def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Identity:
-    """Return the identity that decides the key of the artifact of `stage` for these inputs."""
+    """Return the identity of an artifact, from which its key is computed: stage, code, configuration and inputs."""
     if not isinstance(config, stage.config):
         raise PunaError(f"stage {stage.name} takes a {stage.config.__name__}, not a {type(config).__name__}")
     records = [
@@ -68,7 +68,7 @@ def by_todays_code(artifact: Artifact, store: Store) -> Identity:
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:
-    """Return the artifact of `stage`, reused if it is intact. `how`: see `perform`."""
+    """Return the artifact of `stage`: an existing intact artifact, or else a new one. `how`: see `perform`."""
     return perform(stage, config, given, store, **how).artifact
 
 
@@ -79,9 +79,9 @@ def perform(
 ) -> Outcome:  # fmt: skip
     """Run `stage`, or reuse its artifact.
 
-    An artifact that is damaged or suspect is made again, and set aside when the new one is ready. A damaged input is an error. A stage
-    declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one. `apart`: any stage
-    runs as a whole on a worker, so that several can run at once; `listener` then gets no progress.
+    If the artifact is damaged or suspect, a new one is made, and the old one is set aside when the new one is ready. Raise PunaError for a
+    damaged input. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one.
+    `apart`: any stage runs as a whole on a worker, so that several can run at once. `listener` gets no progress from such a worker.
     """
     start = time.perf_counter()
     identity = identify(stage, config, given)
@@ -123,10 +123,10 @@ def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
 
 
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
-    """Compare the artifacts that a stage reads with their checksums. Raise PunaError if one is damaged.
+    """Verify the checksums of the artifacts that a stage reads. Raise PunaError if an artifact is damaged.
 
-    All inputs are compared after the run, so that no result of damaged bytes is committed. Before the run, only inputs of `device` stages
-    are, since a comparison costs about 3 % of a curation. `quick`: compare only sizes and times.
+    All inputs are verified after the run, so that no result of damaged bytes is committed. Before the run, only inputs of `device` stages
+    are, since verification costs about 3 % of a curation. `quick`: compare only sizes and times.
     """
     for spec in stage.inputs:
         for item in inputs[spec.name]:
@@ -137,7 +137,7 @@ def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External
 def _check_after(
     stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
 ) -> None:
-    """Check the inputs again: if their bytes changed during the run, discard the output and raise the damage as the error."""
+    """Verify the inputs after the run. If an input is damaged, discard the output and raise PunaError, with `error` as its cause."""
     try:
         _check_inputs(stage, inputs, store)
     except PunaError as damage:
@@ -195,7 +195,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _cut(stage: Stage, inputs: dict[str, list[Artifact] | list[External]]) -> int:
-    """Return the number of shards of the corpus: of the filtered input, else of the first pages or documents."""
+    """Return the number of shards of the first pages or documents among the inputs, the filtered input first; 0 without such an input."""
     names = [stage.filters, *inputs] if stage.filters else [*inputs]
     corpora = [i for name in names for i in inputs[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
     return corpora[0].record().cut if corpora else 0
@@ -235,7 +235,7 @@ def _make(
 
 
 def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) -> None:
-    """Raise PunaError unless every input row is kept or dropped once: by number, and by id if the input has ids."""
+    """Raise PunaError unless every input row is kept or dropped exactly once: checked by id for a filtered input, else by number."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
     message = f"stage {stage.name}: {rows} rows came in, but {kept} were kept and {dropped} dropped"
     if kept + dropped != rows and not sources:

@@ -62,7 +62,7 @@ class ExternalFile:
 
 @dataclass(frozen=True)
 class External:
-    """A named set of files at a URI, identified by content and never by address."""
+    """A named set of files at a URI, identified by file names and contents; a whole repository of the hub is identified by its commit."""
 
     name: str
     uri: str
@@ -71,7 +71,7 @@ class External:
 
     @staticmethod
     def of(sent: dict[str, Any]) -> External:
-        """Return the input from the dict that `dataclasses.asdict` made of it."""
+        """Return the external input that `dataclasses.asdict` turned into the dictionary `sent`."""
         return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
 
     def check_unchanged(self) -> None:
@@ -83,9 +83,9 @@ class External:
     def resolve(cls, text: str) -> list[External]:
         """Return `[NAME=]URI` as inputs: a file, or a folder with everything below it.
 
-        Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after it.
-        Any other URI gives one input named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set,
-        `hf://OWNER/NAME[@REVISION]` a model, resolved to its commit. A file or folder below it is read as files.
+        Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
+        Any other URI gives one input, named after the URI's last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set and
+        `hf://OWNER/NAME[@REVISION]` a model, resolved to a commit. A path below either gives files. Raise PunaError for an unreadable URI.
         """
         name, _, uri = text.partition("=") if is_named(text) else ("", "", text)
         if not uri:
@@ -120,7 +120,7 @@ def public(uri: str) -> str:
 
 
 def without_secrets(text: str, uri: str) -> str:
-    """Return a message about a URI without its credentials, encoded or decoded."""
+    """Return a message with the credentials of `uri` removed, percent-encoded or decoded."""
     for form in dict.fromkeys((uri, unquote(uri))):
         text = text.replace(form, public(form))
         for part in form.split("::"):
@@ -154,7 +154,7 @@ def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return the plain files at or below a path, sorted. A link may only point below the folder or, in the hub's cache, to a blob."""
+    """Return the visible files at or below a path, sorted. A link may only point below the folder or, in the hub's cache, to a blob."""
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     files = []
@@ -239,7 +239,7 @@ def _state(info: dict[str, Any]) -> str:
 
 
 def _hub(name: str, place: str, kind: str) -> External:
-    """Return a data set or model of the hub, `OWNER/NAME[@REVISION]`: identified by its commit, read on use."""
+    """Return a data set or model of the Hugging Face hub, `OWNER/NAME[@REVISION]`: identified by its commit, and read when it is used."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

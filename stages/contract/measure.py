@@ -1,4 +1,4 @@
-"""Time and memory of a stage: of its process and all workers, local or remote."""
+"""Measurement of a stage's time and memory, in its process and in all workers, local or remote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.stages.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
 LOOKS = 10
-"""Samples of memory per listing of processes, which costs milliseconds."""
+"""Number of memory samples between two listings of processes; a listing costs milliseconds."""
 
 
 class Meter:

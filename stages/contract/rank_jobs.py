@@ -23,7 +23,7 @@ from puna.storage.schemas import table_schema
 
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
-    """Call the stage's function, on all ranks if the stage trains on several. Raise PunaError if a layout does not fit the ranks."""
+    """Call the stage's function, on all ranks if the stage is declared with `ranks`. Raise PunaError if a layout does not fit the ranks."""
     check(stage, config)
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
@@ -84,7 +84,7 @@ def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
 
 
 class FollowerRun(StageRun):
-    """The `StageRun` of a rank other than 0, which reads the same inputs as rank 0 and discards its output."""
+    """The `StageRun` of a rank other than 0, which reads the same inputs as rank 0 and discards all output."""
 
     def __init__(self, stage: Stage, config: StageConfig, scratch: Path, folder: Path) -> None:
         super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
@@ -95,14 +95,14 @@ class FollowerRun(StageRun):
     write = write_rows = rows_once = metric = figure = _nothing
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Call `make` if rank 0 calls it, for training on all ranks. Only rank 0 writes the rows; return an empty table."""
+        """Call `make` if rank 0 calls it, since all ranks compute together; discard the rows, and return an empty table."""
         if ranks.agree(False):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)
 
 
 def do(job: dict[str, Any]) -> None:
-    """Run the stage of rank 0's job on this rank. Raise PunaError if it is not loaded: the network must not choose code to import."""
+    """Run the stage of rank 0's job on this rank. Raise PunaError if the stage is not loaded: a message must not choose code to import."""
     if job["stage"] not in REGISTRY:
         raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])

@@ -82,10 +82,10 @@ class StageRun:
     ) -> list[Any]:
         """Apply `function(rows, *args)` to each part of a table of `artifact`; write the results by shard. Return the JSON values.
 
-        The function returns the main table, or tables by name; or a tuple of these and a JSON value. An argument that holds another table
-        (`artifact.beside`, an exchange by id) is passed as its rows with the part's ids. Of an exchange by `shard` number, the function
-        gets the rows whose column `row` lies in the part; `row` then counts from the part's start. Finished shards survive a crash.
-        Unchanged documents are kept by reference.
+        The function returns the main table, or tables by name; or a tuple of either and a JSON value. If an argument is another table
+        (`artifact.beside`, an exchange by id), the function gets this table's rows with the part's ids. Of an exchange by `shard`, the
+        function gets the rows whose column `row` lies in the part; `row` then counts from the part's start. Finished shards survive a
+        crash. Unchanged documents are kept by reference.
         """
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
@@ -93,7 +93,7 @@ class StageRun:
         """Keep the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the JSON values.
 
         The function returns booleans, or a dictionary with these as `keep` and side tables by name; or a tuple of either and a JSON value.
-        It gets only `columns`. Where rows can be kept by reference, other columns are not read, and no text is written.
+        The function gets only `columns`. Where rows can be kept by reference, other columns are not read, and no text is written.
         """
         return self._shards(function, artifact, args, None, columns, filtering=True)
 
@@ -153,7 +153,7 @@ class StageRun:
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
         """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
 
-        The function returns tables by name, or a tuple of these and a JSON value. To save memory, it is called for each partition's rows.
+        The function returns tables by name, or a tuple of these and a JSON value. To save memory, each call gets one partition's rows.
         """
         call = self._next("shards")
         self._work.cut = cut
@@ -171,7 +171,7 @@ class StageRun:
         """Compute rows by `function(item, *args)` and partition them on disk by the column `by`. Finished jobs survive a crash.
 
         The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. The leading bits of `by`
-        (uint64 or an id) choose the partition, or `by` is its number (int32).
+        (uint64 or an id) choose the partition, or `by` is the partition's number (int32).
         """
         call, runs = self._next("exchange"), level(partitions)
         exchange = gather(self._work.files, self._regroup(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
@@ -252,7 +252,7 @@ class StageRun:
         self.figures[name] = figure
 
     def count_input(self, rows: int) -> None:
-        """Add to the number of input rows. After the stage, all input rows must be in the output or in `dropped`."""
+        """Add to the number of input rows. After the stage, the output and `dropped` must have this number of rows together."""
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:

@@ -1,4 +1,4 @@
-"""Jobs of `StageRun` in a worker: read rows, call the stage's function, write its tables."""
+"""Jobs that workers run for `StageRun`: read rows, call the stage's function, write the tables that it returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMED = ("pages", "documents", "tokens")
 
 @dataclass(frozen=True)
 class Job:
-    """One shard of a table to transform. `span`: its range of ids; `facts`, `shift`: see `Work.refers`."""
+    """A job that transforms one shard of a table. `span`: the shard's range of ids; `facts`, `shift`: see `Work.refers`."""
 
     function: Callable[..., Any]
     kind: str
@@ -83,7 +83,7 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
 
 
 def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
-    """Finish writing the tables. A table with rows outside the shard's id range gets no shard number."""
+    """Finish writing a shard's tables, and return them. A table with rows outside the shard's id range gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
     staged = outputs.finish(number=number, cut=cut, info=info)
@@ -97,7 +97,7 @@ def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str 
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
-    """Return source number (as in `Work.refers`) and row number of the rows start:stop."""
+    """Return the source number (as in `Work.refers`) and the row number of each of the rows start:stop."""
     source, row = job.rows.place(start, stop)
     return source + job.shift, row
 
@@ -153,7 +153,7 @@ def _share_memory(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
 
 @dataclass(frozen=True)
 class Produce:
-    """A job that writes the tables of one item. `shard`: its number, the number of shards and its id range, if the tables are one shard."""
+    """A job that writes the tables of one item. `shard`: shard number, number of shards and id range, if the tables form one shard."""
 
     function: Callable[..., Any]
     item: Any
@@ -193,7 +193,7 @@ class Scattering:
 
 
 def scatter_rows(job: Scattering) -> tuple[Scattered, str]:
-    """Write the rows of one item by partition. Return the result and a warning about damaged earlier work, empty for none."""
+    """Write the rows of one item by partition, unless an earlier attempt did. Return the result, and a warning if that work was damaged."""
     warning = ""
     try:
         before = found_before(job.how)

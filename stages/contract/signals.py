@@ -28,7 +28,7 @@ COLUMNS = ("text", "title", "url", "source")
 class Signal:
     """A number or word about a document.
 
-    `kind`: float, int or str. `optional`: it may be null for every document of a corpus. `definition`: Python function whose parameters
+    `kind`: float, int or str. `optional`: may be null for every document of a corpus. `definition`: Python function whose parameters
     name columns of the document. `compiled`: name of the compiled measurement that computes the signal, empty for none.
     """
 
@@ -66,8 +66,8 @@ def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: 
 def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = False, compiled: str = "") -> Callable[[F], F]:
     """Declare a function as the definition of a signal.
 
-    Its parameters are columns of a document (text, title, url, source). Its return annotation is the type: float, int or str, with
-    `| None` if a document may have none. Name and meaning default to the function's name and the first paragraph of its docstring.
+    The parameters are columns of a document (text, title, url, source). The return annotation is the type: float, int or str, with
+    `| None` if a document may have no value. Name and meaning default to the function's name and the first paragraph of its docstring.
     """
 
     def declare(function: F) -> F:
@@ -101,7 +101,7 @@ def _register(new: Signal) -> Signal:
 
 
 def with_meanings(name_of_table: str, table: pa.Table) -> pa.Table:
-    """Return the table; if it is `signals`, with declared types, units and meanings. Raise PunaError for an undeclared column."""
+    """Return the table; a table `signals` gets the declared types, units and meanings. Raise PunaError for an undeclared signal."""
     for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":
             continue

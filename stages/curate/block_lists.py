@@ -25,7 +25,7 @@ SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.s
 
 
 class BlockListsConfig(StageConfig):
-    """Categories of a UT1 tree to read."""
+    """The categories of a UT1-style tree to read."""
 
     categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree to read (adult, phishing, …); empty: all folders")
 
@@ -43,9 +43,9 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     """Read lists of unwanted sites for `url_filter`.
 
     An input may be a tree in the layout of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored).
-    Its rules are `url_CATEGORY`. Or it is files of domains and domain/path prefixes, one per line; its rule is `url_` and the input's name.
-    `#` begins a comment. Hosts files, `||domain^` and compressed files (gz, xz, zst) are read, too. An entry of several lists gets the
-    rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
+    The rules of a tree are `url_CATEGORY`. Other inputs hold domains and domain/path prefixes, one per line; the rule is `url_INPUT`. `#`
+    begins a comment, except in expressions. Hosts files, `||domain^` and compressed files (gz, xz, zst) are read, too. An entry of several
+    lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
     """
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
@@ -120,7 +120,7 @@ def _word(text: str) -> Parsed:
 
 
 def _place(entry: str) -> Parsed:
-    """Return (kind, entry) and fault. The entry is a domain, or a domain with path and query, in the form that `url_filter` looks up."""
+    """Return (kind, entry) or None, and the fault. An entry is a domain or a URL without scheme, in the form that `url_filter` looks up."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
     if SIMPLE.fullmatch(entry):

@@ -17,7 +17,7 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.manifest import NAME
 
 Trained = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
-"""A model whose lineage is read."""
+"""An input model of which only the lineage is read."""
 COLUMNS = {
     "documents": ["id", "text"],
     "instructions": ["id", "split", "messages"],
@@ -31,7 +31,7 @@ UNLEARNED = ("judges", "reward_model")
 
 
 class ContaminationConfig(DecontaminateConfig):
-    """Settings of the search for prompts, the same as in `decontaminate`."""
+    """Settings of the search for prompts in training data, those of `decontaminate`."""
 
 
 class Source(NamedTuple):
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A training text that contains a prompt: the share of the prompt's n-grams in it, its id (later with its source), the passage."""
+    """A training text that contains a prompt: the share of the prompt's n-grams, the text's id (later after its source), the passage."""
 
     share: float
     place: str
@@ -64,8 +64,8 @@ def contamination(
 
     A question is contaminated if `decontaminate` with these settings would drop a training text because of it. Held-out texts do not
     count. The rows have each task's share `contaminated` and, given an `evaluation` of the prompts, the mean scores `score` (of all),
-    `score_clean` and `score_contaminated`. The side table `scores` has each contaminated prompt's largest `overlap`, `examples` the text.
-    `tasks`: task files, whose questions are searched for, too. `benchmark` takes the result as `overlaps`.
+    `score_clean` and `score_contaminated`. For each contaminated prompt, the side table `scores` has the largest `overlap`, and `examples`
+    the passage that was found. `tasks`: task files, whose questions are also searched for. `benchmark` takes the result as `overlaps`.
     The metric `unknown_sources` counts sources in the lineage that the store lacks, and imported models, whose data are unknown.
     """
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]

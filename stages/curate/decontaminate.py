@@ -55,7 +55,7 @@ class Index:
     names: list[tuple[str, str]]
 
     def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
-        """Return a sieve of all n-grams. A document without any of these contains no prompt, exactly or with changes."""
+        """Return a sieve of the n-grams of this index and of `near`. A text without any such n-gram holds no prompt, exact or changed."""
         return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
 
 
@@ -143,8 +143,8 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams; `text`: its first n-gram found, or
-    with FUZZY_RULE the changed passage; `shares`: prompt number → overlap, of all prompts found (from `Search`: above the bound)."""
+    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams; `text`: the first n-gram found,
+    or with FUZZY_RULE the changed passage; `shares`: prompt number → overlap, of all prompts found (by `Search`: above the bound)."""
 
     prompt: int
     overlap: float
@@ -175,7 +175,7 @@ def match(text: Hashed, index: Index) -> Match | None:
 
 @dataclass(frozen=True)
 class Search:
-    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`). `grams` quickly rules out texts without any."""
+    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`). `grams` quickly rules out texts without any prompt."""
 
     index: Index
     fuzzy: FuzzyIndex
@@ -183,7 +183,7 @@ class Search:
     config: DecontaminateConfig
 
     def matches(self, texts: pa.Array | pa.ChunkedArray) -> Iterator[tuple[int, Match]]:
-        """Yield the number and the best match of each text that holds more of a prompt than the configuration allows."""
+        """Yield the index and the best match of each text that contains more of a prompt than the configuration allows."""
         suspects = may_hold(texts, self.grams).nonzero()[0]
         for at, text in zip(suspects.tolist(), texts.take(pa.array(suspects)).to_pylist(), strict=True):
             hashed = word_hashes(text)

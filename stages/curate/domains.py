@@ -79,7 +79,7 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return one text's counts as `seed_counts` does, in plain Python: for a few pages, loading the compiled tokenizer takes longer."""
+    """Return the `seed_counts` of one text, computed in plain Python: for a few pages, loading the compiled tokenizer takes longer."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
@@ -161,7 +161,7 @@ def domains(documents: Documents, classifier: Classifier, config: StageConfig, r
 
     A type's weight is its probability, by a model that did not see the document, times (1 + its number of seed words) squared. `domain` is
     the type with the largest weight, `domain_score` its share of all weights, `domain_seed` the label from seed words. Documents in other
-    languages are typed by the words they share with the lexicon's four languages. Documents of code sources are `code`.
+    languages are typed by words that also occur in the lexicon's four languages. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()
     for results in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):

@@ -1,4 +1,4 @@
-"""`train_encoder_quality`, `encoder_quality`: a classifier on the mean hidden state of a language model, after Llama 3 and FineWeb-Edu."""
+"""`train_encoder_quality`, `encoder_quality`: a quality classifier on an encoder's mean hidden states, after Llama 3 and FineWeb-Edu."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PURPOSE = "encoder_quality"
 
 
 class TrainEncoderQualityConfig(SeededConfig):
-    """Labels of good documents, and training settings."""
+    """Settings of the labels of good documents, and of training."""
 
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents are good, if no judgements are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
@@ -40,7 +40,7 @@ class TrainEncoderQualityConfig(SeededConfig):
 
 
 class EncoderQualityConfig(StageConfig):
-    """Setting of the metric `threshold`; the classifier has all other settings."""
+    """The setting of the metric `threshold`; all other settings come from the classifier."""
 
     keep: float = Field(0.9, gt=0, lt=1, description="Share of documents (0 to 1) that reach the quality in the metric `threshold`")
 
@@ -89,7 +89,7 @@ def train_encoder_quality(
 
 
 def _fit_heads(examples: Partition, config: TrainEncoderQualityConfig, labels: str, scratch: str) -> tuple[list[Head], NDArray[np.int64]]:
-    """Return the head of each fold, and the examples `counted` by out-of-fold score. Unfinished fits are saved in `scratch`."""
+    """Return the head of each fold, and the `score_counts` of the out-of-fold scores. Unfinished fits are saved in `scratch`."""
     results = examples.read()
     positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
     of_fold = folds(results["id"].to_pylist(), config.seed, config.folds) if results.num_rows else np.zeros(0, np.int64)
@@ -113,7 +113,7 @@ def encoder_quality(
     documents: Documents, classifier: Classifier, model: Model | None, encoder: External | None, language: Signals | None,
     config: EncoderQualityConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Score documents with a classifier of `train_encoder_quality`, on the same encoder; nothing is trained.
+    """Score documents with a classifier of `train_encoder_quality`, on the encoder that it was trained on.
 
     The signals are named as in `quality`, so that `select` applies the same rules. A training document of the classifier is scored
     by a head that was not trained on it. The share `keep` of the documents reaches the quality in the metric `threshold`.

@@ -45,7 +45,7 @@ class ExtractConfig(StageConfig):
 
 
 class Unreadable(Exception):
-    """Error for a page that gives no text, with a rule, the reason, the measured value and its bound."""
+    """The error of a page that gives no text, with a rule, the reason, and the measured value with its bound."""
 
     def __init__(self, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
         super().__init__(detail)
@@ -53,21 +53,21 @@ class Unreadable(Exception):
 
 
 class PageText(NamedTuple):
-    """Title and text of a page."""
+    """The title and the text of a page."""
 
     title: str | None
     text: str
 
 
 class _Found(NamedTuple):
-    """Title of a page, and its text in UTF-8."""
+    """The title of a page, and the page's text in UTF-8."""
 
     title: str | None
     text: bytes
 
 
 class _Parsed(NamedTuple):
-    """A parsed page for the extraction model: its title, and its tree serialised as HTML."""
+    """A parsed page for the extraction model: the title, and the DOM tree serialised as HTML."""
 
     title: str | None
     html: bytes
@@ -107,7 +107,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Return the title and text of one page; raise Unreadable if it gives none."""
+    """Return the title and text of one page. Raise Unreadable if the page gives no text."""
     (results,) = _extract_pages([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results

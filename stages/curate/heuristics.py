@@ -62,7 +62,7 @@ class HeuristicsConfig(SeededConfig):
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line, for C4's rules on lines")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
     max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a measured document, bytes of UTF-8")
-    signals: tuple[str, ...] = Field((), description="Names of your own signals, to be measured, too")
+    signals: tuple[str, ...] = Field((), description="Names of your own signals, which are also measured")
     signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum CPU seconds of a signal of your own for one document")
     signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
 

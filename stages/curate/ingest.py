@@ -137,7 +137,7 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return the pages and dropped rows of a range of ids, sorted by id, and their counts. Of rows with one id, the first is kept."""
+    """Return the pages and dropped rows of a range of ids, with byte and rule counts. Of rows with the same id, the first is kept."""
     ids = rows["id"].to_pylist()
     first, repeated = repetitions(ids)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
@@ -173,7 +173,7 @@ def hints(rules: Container[str]) -> str:
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     """Raise PunaError if the beginnings of the inputs cannot be read as configured.
 
-    Parquet files and JSON lines must have the named columns, and at least one input must have rows.
+    Parquet files must have the named columns, and at least one input must have rows; in JSON and CSV, a row that gives a page.
     """
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
@@ -215,7 +215,7 @@ def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | 
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """Return whether a file may hold pages. JSON and CSV are read up to the first page; without a page, return a row's rejection."""
+    """Return True if a file may hold pages. JSON and CSV are read up to the first page; if none has one, return the first rejection."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None
@@ -235,7 +235,7 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield one job per file. Before any page is read, raise PunaError for ARC archives and Parquet files without the columns."""
+    """Yield one job per file. Raise PunaError for an ARC archive or a Parquet file without the named columns, before pages are read."""
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:
@@ -277,7 +277,7 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """Yield the files' records as tables, then a dictionary: number of records, bytes of bodies, files without a page by ending."""
+    """Yield the files' records as tables, then a dictionary: number of records, bytes of bodies, files without a page by file ending."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
@@ -333,7 +333,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
 
 
 def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
-    """Return the page or its rejection; `accepted` caches the verdict on each media type."""
+    """Return the record as a page, or the reason to reject it; `accepted` caches the verdict on each media type."""
     if isinstance(record, Rejected):
         return record
     if not record.body.strip():
@@ -350,6 +350,6 @@ def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bo
 
 
 def sniff(body: bytes) -> str:
-    """Return the media type of a page whose server gave none: HTML by its first tag, else empty."""
+    """Return the media type of a page whose server gave none: text/html if the page begins as HTML, else an empty text."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

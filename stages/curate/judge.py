@@ -1,4 +1,4 @@
-"""`judge`: a language model's grades of a sample of pages, labels for `train_encoder_quality` and `train_code_reasoning`."""
+"""`judge`: a language model's grades of sampled pages, which label examples for `train_encoder_quality` and `train_code_reasoning`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ YES_NO: dict[Grade, str] = {
 
 
 class Question(NamedTuple):
-    """A prompt with one placeholder for the page, the possible answers, and the answers' grades.
+    """A question about a page: the prompt (with a placeholder for the page), the possible answers, and the grade of each answer.
 
     `start`: the beginning of the model's answer, before a space and one of `answers`. `chat`: ask in the model's chat format.
     """
@@ -90,10 +90,10 @@ TOKEN_CHARACTERS = 16  # maximum characters per token to which a page is cut bef
 
 
 class Grader:
-    """A model, and a question as token ids: `head`, the page, `tail`, then one of the answers' `tokens`."""
+    """A grader of pages: a model, and a question as token ids: `head`, the page, `tail`, then one of the answers' `tokens`."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, question: Question, max_tokens: int) -> None:
-        """Encode the question. Raise PunaError if it does not suit the model."""
+        """Encode the question. Raise PunaError if the model lacks the chat format or enough context."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
         before, after = _frame(tokenizer, question)
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
@@ -212,7 +212,7 @@ def judge(
     """Grade a sample of documents by a language model's probabilities of the possible grades.
 
     The grade is the mean of the possible grades, weighted by their probabilities as the next token after question and document (G-Eval,
-    Liu et al., arXiv 2303.16634, section 2). Nothing is generated. Documents outside the sample have null. The sample depends only
+    Liu et al., arXiv 2303.16634, section 2). Nothing is generated. Documents outside the sample get null. The sample depends only
     on ids, sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels`, as in Llama 3
     (arXiv 2407.21783, section 3.1.3).
 
@@ -242,7 +242,7 @@ def judge(
 
 
 def _sample(ids: list[str], sources: list[str], language: Artifact | None, config: JudgeConfig) -> NDArray[np.int64]:
-    """Return rows of the documents to grade, int64[n], ascending: the documents with the smallest hashes in each group."""
+    """Return the row numbers of the documents to grade, int64[n], ascending: those with the smallest hashes per source and language."""
     rows = np.flatnonzero(~np.isin(np.array(sources, dtype=object), config.exempt_sources))
     own = [ids[row] for row in rows]
     names = [""] * len(rows)
@@ -317,7 +317,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
-    """Return each text's grade and total probability of the answers, float64[2, n]. A file keeps them for a resumed run."""
+    """Return each text's grade and total probability of the answers, float64[2, n]. A file keeps both for a resumed run."""
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():

@@ -34,11 +34,11 @@ MIN_PROGRAM_LINES = 5
 
 
 class LanguageConfig(StageConfig):
-    """Part of a document that the classifier reads, and rows of the table of languages."""
+    """Limit on the text that is classified, sources of program text, and custom rows of the table of languages."""
 
     max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Maximum characters read, in windows spread over a longer text")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, whose language is zxx (no linguistic content)")
-    rows: tuple[LanguageRow, ...] = Field((), description="Rows of your own for the table of languages, or a tab-separated file's path")
+    rows: tuple[LanguageRow, ...] = Field((), description="Custom rows for the table of languages, or the path of a tab-separated file")
 
     @field_validator("rows", mode="before")
     @classmethod
@@ -50,11 +50,11 @@ class LanguageConfig(StageConfig):
 def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
     """Identify the language and script (Llama 3, section 3.1.1), by `puna.models.languages.vote` or by `classifier`.
 
-    The classifier reads the lines of prose if there are enough, so that the code in a manual does not decide. Program text and text
-    without letters have the language zxx, with score 1. Languages that are easily confused count together in the score. The classes of a
-    `classifier` (of `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with a script: `en`, `eng`, `eng_Latn`.
-    The table `languages` has stop words for `heuristics` and thresholds for `select`. If identification fails, the language is und
-    (undetermined) with score 0, and failed_language counts the document.
+    Only a document's lines of prose are classified if there are enough, so that the code in a manual does not decide. Program text and text
+    without letters have the language zxx, with score 1. The score adds the probabilities of languages that are easily confused with the
+    language. The classes of `classifier` (made by `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with a
+    script: `en`, `eng`, `eng_Latn`. The table `languages` has stop words for `heuristics` and thresholds for `select`. A document whose
+    identification fails gets the language und (undetermined) with score 0, and failed_language counts it.
     """
     if classifier is not None:
         trained(classifier, "language")
@@ -101,7 +101,7 @@ def _identify(
             results += languages_of(rows)
         except (PunaError, ImportError):  # errors of the machine or the classifier, not of a document
             raise
-        except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
+        except Exception as error:  # noqa: BLE001 - any error fails only its own document
             if len(rows) > 1:
                 todo += [range(row, row + 1) for row in reversed(rows)]
                 continue
@@ -127,7 +127,7 @@ def _classify(classifier: Artifact, identity: str, seen: str, names: Names) -> F
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
-    """Return language, score and script of `text`, as the stage `language` does without a classifier."""
+    """Return the language, score and script of `text`, by the vote that the stage `language` uses without a classifier."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     results = prose(data, readonly(np.array([0, len(data)])), np.array([True]), max_characters)
     seen = classifier_text(lambda: text, results, 0, max_characters)
@@ -135,9 +135,9 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """Return the text that a language classifier reads: the prose, if there is enough; None for code or a text without letters.
-
-    `text` returns the whole text; it is called only if there is little prose.
+    """Return a document's text for language identification: its prose, or a sample of the whole text if prose is short; None for code or
+    a text without letters. `found` and `number`: the prose of several documents, and this document's index in it. `text` returns the whole
+    text, and is called only if there is little prose.
     """
     seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
     if letters < PROGRAM_ENOUGH:
@@ -150,7 +150,7 @@ def classifier_text(text: Callable[[], str], found: Prose, number: int, max_char
             letters, capitals = letters_and_capitals(seen)
     if not letters:
         return None
-    # Classifiers were trained on little text in capitals.
+    # The classifiers saw little capitalised text in training.
     return seen.lower() if capitals > 0.5 * letters else seen
 
 

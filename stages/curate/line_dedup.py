@@ -1,4 +1,4 @@
-"""`line_dedup`: removal of lines or paragraphs that repeat across documents."""
+"""`line_dedup`: removal of lines or paragraphs that occur too often in the corpus."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-CHARACTERS_PER_BYTE = 2  # A line has about forty characters, and its hash and place take twenty bytes
+CHARACTERS_PER_BYTE = 2  # a line has about 40 characters; its hash, row and place take 20 bytes
 MOST_SHOWN = 60
 EXAMPLES = 50
 
 
 class LineDedupConfig(StageConfig):
-    """Limits of a line's occurrences, and treatment of lines beyond them."""
+    """Limits on how often a line may occur, and the treatment of lines that occur more often."""
 
     unit: Literal["line", "paragraph"] = Field("line", description="Unit of comparison: lines, or paragraphs separated by empty lines")
-    bucket_documents: int = Field(30_000_000, ge=1, description="Documents counted together, in the order of their ids")
+    bucket_documents: int = Field(30_000_000, ge=1, description="Documents per bucket, in id order; occurrences are counted per bucket")
     max_per_million: float = Field(0.2, ge=0, description="Maximum occurrences of a kept line, per million documents; Llama 3: 0.2")
-    max_occurrences: int = Field(6, ge=1, description="Minimum of the limit that max_per_million gives, occurrences")
-    min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; smaller ones only list them")
-    policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Remove each occurrence of a frequent line, or keep one")
+    max_occurrences: int = Field(6, ge=1, description="Lower bound, in occurrences, on the limit from max_per_million")
+    min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; fewer: examples only")
+    policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Remove all occurrences of a frequent line, or all but one")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources, such as code, whose lines are not counted or removed")
     protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
 
@@ -51,12 +51,12 @@ class LineDedupConfig(StageConfig):
 
 @stage(kind="documents", filters="documents")
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
-    """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: more than 6 times in 30 million).
+    """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: over 6 times in 30 million documents).
 
     The limit is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared by 64-bit hashes,
-    without surrounding white space. About one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted; where
-    they would pile up, they are removed with a line. To bound memory, hashes are partitioned by value and counted, then places of frequent
-    hashes are partitioned by shard. A document without any line left is dropped. `removed_lines` has every removed line, so that the input
+    without surrounding white space. About one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted; those
+    that would pile up after a removal are removed too. To bound memory, hashes are partitioned by value and counted, then frequent hashes'
+    places are partitioned by shard. A document without any line left is dropped. `removed_lines` has every removed line, so that the input
     can be rebuilt. `examples` has the most frequent lines, also from buckets that are too small to lose lines.
     """
     shards, rows, size = documents.shards(), documents.rows(), config.bucket_documents
@@ -106,7 +106,7 @@ def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
 def _frequent(
     pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
-    """Return the pieces that occur too often in their bucket, by shard; and (bucket, occurrences, number of such lines)."""
+    """Return the pieces that occur too often in their bucket, by shard; and for each bucket and count, the number of distinct lines."""
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])

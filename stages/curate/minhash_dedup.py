@@ -1,4 +1,4 @@
-"""`minhash_dedup`: removal of near-duplicate documents, found by MinHash and verified by their word runs."""
+"""`minhash_dedup`: removal of near-duplicate documents, found by MinHash and verified by the shingles they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
 
 COLUMNS = ("id", "fetched_at", "source", "text")
-SHARD_ROWS = 1 << 17  # maximum documents of one job, which writes one file of every exchange
+SHARD_ROWS = 1 << 17  # maximum documents of one job; a job writes one file per exchange
 AT_ONCE = 1 << 25  # maximum characters of a corpus for one worker to compare in memory (150 MB), which saves a fifth of the time
 KEY_BYTES = 16
 SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
@@ -29,11 +29,11 @@ SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 def minhash_dedup(documents: Documents, signals: Signals | None, config: MinhashDedupConfig, run: StageRun) -> None:
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
-    Candidates agree in one of `bands` bands of their MinHash signatures. They are judged in order of preference (preferred sources; then
-    the longest, latest or best; then by id). A document is removed if it is a verified near-duplicate of a kept, preferred document: the
-    two share enough word runs, and the removed document has no long passage of its own. It is compared with its survivor itself, never
-    along a chain. `duplicates` has the evidence. A small corpus is compared in memory. For a larger corpus, band keys are partitioned by
-    value, and candidates by component, over workers. One worker holds all edges between candidates, 16 bytes each.
+    Candidates agree in at least one of `bands` bands of their MinHash signatures. They are judged in order of preference: preferred sources
+    first, then the longest, latest or best, then by id. A document is removed if it is a verified near-duplicate of an earlier, kept
+    document: it shares enough shingles with that document, and has no long passage that the document lacks. Without `verify`, one document
+    of each chain of candidates is kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger corpus, band keys
+    are partitioned by value, and candidates by component, over workers. One worker holds all edges between candidates, 16 bytes each.
     """
     if config.survivor == "best_score":
         check_score(signals, config)

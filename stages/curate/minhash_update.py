@@ -1,4 +1,4 @@
-"""`minhash_update`: deduplication of documents added to deduplicated ones, at a cost that grows with the added documents only."""
+"""`minhash_update`: near-deduplication of added documents against a deduplicated corpus, without deduplicating that corpus again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _revisions(file: str) -> dict[str, pa.Table]:
 
 
 def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: list[str], config: MinhashDedupConfig) -> int:
-    """Write the index, the removed documents and the changed decisions. Return the number of documents decided."""
+    """Write the added documents' index, the removals among them, and the earlier decisions that change. Return the number of candidates."""
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
     members = _affected_members(indices, config)
@@ -76,7 +76,7 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
-    """Return removed document → (survivor, similarity), after a `minhash_dedup` and its updates. `ids`: the only documents to return."""
+    """Return removed document → (survivor, similarity), after a `minhash_dedup` and its updates. `ids`: return these documents only."""
     result: dict[str, tuple[str, float]] = {}
     for artifact in artifacts:
         for table in ("revisions", "duplicates"):
@@ -105,7 +105,7 @@ def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
 
 
 class Members(NamedTuple):
-    """Documents: number of the index that has a document (`segment`) and its row there, both int64[M]; sorted by segment, then row."""
+    """M documents of several indices: `segment` int64[M], the index's number, and `row` int64[M] in it; sorted by segment, then row."""
 
     segment: NDArray[np.int64]
     row: NDArray[np.int64]
@@ -116,7 +116,7 @@ def _gather(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
 
 
 def _affected_members(indices: list[Index], config: MinhashDedupConfig) -> Members:
-    """Return the added documents with shingles, and all documents linked to them by shared bands, directly or not."""
+    """Return the added documents with shingles, and all documents linked to them by shared band keys, directly or indirectly."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     masks = [np.zeros(len(index.facts), bool) for index in indices]

@@ -21,21 +21,21 @@ ALL: tuple[Entity, ...] = ("email", "iban", "card", "ssn", "ip_address", "addres
 
 
 class PiiConfig(StageConfig):
-    """Kinds of personal data to mask or drop."""
+    """Kinds of personal data to mask, numbers of pieces that drop a document, and the maximum size of a document."""
 
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
-    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → number of pieces that drops a text, e.g. {ssn: 1}")
+    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → count of pieces that drops a document, e.g. {ssn: 1}")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
     code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in code_sources")
-    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a document, bytes of UTF-8; longer ones are dropped")
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of a document in UTF-8 bytes; a larger one is dropped")
 
 
 @stage(kind="documents", filters="documents")
 def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
     """Mask e-mail and postal addresses, phone, card, bank account and social security numbers and public IP addresses.
 
-    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts them per
-    document. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind. The rule `pii_failed` drops documents that
+    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts masked
+    pieces. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind. The rule `pii_failed` drops documents that
     are too long, or whose search fails: they may contain personal data.
     """
     run.transform(_mask, documents, config)
@@ -63,7 +63,7 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
         try:
             text = texts[row].as_py()
             spans = find(text, searched_in_code if in_code[row] else searched, int(seen[row]))
-        except Exception as error:  # noqa: BLE001 - one document may fail in any way, and the others go on
+        except Exception as error:  # noqa: BLE001 - any error drops only its own document
             keep[row] = False
             dropped.append({"id": identity, "rule": "pii_failed", "detail": f"{type(error).__name__}: {error}"})
             continue

@@ -1,4 +1,4 @@
-"""Quality of documents as training data, by the model that comes with Puna or by a classifier, after Llama 3 and DCLM."""
+"""`quality`: scores of documents as training data, by the model that comes with Puna or by a classifier as in Llama 3 and DCLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD, OTHER = "good", "other"
 
 
 class QualityConfig(StageConfig):
-    """Class whose probability is the quality."""
+    """Choice of the class whose probability is the quality."""
 
     positive: str = Field(GOOD, min_length=1, description="Class of the input `classifier` whose probability is the quality")
 
@@ -72,9 +72,9 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
 def write_scores(
     run: StageRun, documents: Artifact, language: Artifact | None, share: float, score: Callable[..., pa.Table], *args: Any
 ) -> tuple[int, float]:
-    """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`.
+    """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`, per language if `language` is given.
 
-    Return the number of scored documents, and the `share` quantile of their quality.
+    Return the number of scored documents, and the `share` quantile of their quality (0 if none was scored).
     """
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
@@ -123,7 +123,7 @@ def _grade(part: Part, language: Artifact) -> pa.Table:
 
 
 def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:
-    """Return the table that `write_scores` takes: ids, and quality values for `rows` of them, null for the others."""
+    """Return the table that `write_scores` expects from `score`: all `ids`, with the quality `values` in `rows` and null in other rows."""
     quality = np.full(len(ids), np.nan)
     quality[rows] = values
     return pa.table({"all": np.zeros(len(ids), np.int32), "id": ids, "quality": pa.array(quality, from_pandas=True)})

@@ -21,9 +21,9 @@ def remove(
     run: StageRun, documents: Artifact, decide: Callable[..., Any], items: Sequence[Any], *args: Any, method: str, rule: str,
     threshold: float | None = None,
 ) -> Sequence[Any]:  # fmt: skip
-    """Remove the documents that `decide(item, *args)` names in tables of DECIDED, with evidence in `duplicates` and `dropped`.
+    """Remove the documents that `decide(item, *args)` lists in tables with the schema DECIDED; evidence goes to `duplicates` and `dropped`.
 
-    Return the JSON values of `decide`, by item. If `threshold` is None, threshold and value are null in `dropped`.
+    Return the JSON value that `decide` gave beside its table, per item. If `threshold` is None, threshold and value are null in `dropped`.
     """
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)

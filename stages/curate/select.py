@@ -1,4 +1,4 @@
-"""`select`: the stage that applies rules to documents."""
+"""`select`: removal of documents, and of lines in kept documents, by rules on signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE_TABLES = {
 
 
 class SelectConfig(StageConfig):
-    """Groups of rules; null turns a group off, null in a group turns a rule off."""
+    """Groups of rules and how they apply. A null group is off; a null threshold turns off its rule."""
 
     language: rules.LanguageRules | None = Field(None, description="Rules on language identification")
     gopher_repetition: rules.GopherRepetitionRules | None = Field(rules.GopherRepetitionRules(), description="Gopher's repetition rules")
@@ -44,9 +44,9 @@ class SelectConfig(StageConfig):
     quality: rules.QualityRules | None = Field(None, description="Rules on the quality classifier's score")
     domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
-    per_language: bool | None = Field(True, description="Use thresholds of each document's language, if signals of `language` are given")
-    groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules of other packages or of your own module, by name")
-    sql: dict[str, str] = Field({}, description="Rules by name: conditions on signals and `source` in SQL that drop a document")
+    per_language: bool | None = Field(True, description="Scale thresholds by the document's language, if signals of `language` are given")
+    groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules from other packages or your own module, by name")
+    sql: dict[str, str] = Field({}, description="SQL rules by name: conditions on signals and `source` that drop a document if true")
 
     @field_validator("groups", mode="before")
     @classmethod
@@ -54,7 +54,7 @@ class SelectConfig(StageConfig):
         """Return each group as an instance of the class declared under its name."""
         plugins.offers("puna.rules")
         if not isinstance(given or {}, Mapping):
-            raise ValueError("groups are named with their thresholds: {NAME: {threshold: value}}, {NAME: {}} for its own")
+            raise ValueError("give groups by name with their thresholds: {NAME: {threshold: value}}, or {NAME: {}} for the defaults")
         result = {}
         for name, values in (given or {}).items():
             if name not in RULE_GROUPS:
@@ -65,9 +65,9 @@ class SelectConfig(StageConfig):
     @field_validator("sql", mode="before")
     @classmethod
     def _expressions(cls, given: Any) -> Any:
-        """Return the rules; raise ValueError if DuckDB cannot parse one of them."""
+        """Return the rules; raise ValueError if one of them is invalid (see `parse`)."""
         if not isinstance(given or {}, Mapping):
-            raise ValueError("rules are named with their conditions: {NAME: 'words < 50'}")
+            raise ValueError("give rules by name with their conditions: {NAME: 'words < 50'}")
         for name, expression in (given or {}).items():
             try:
                 parse(name, str(expression))
@@ -83,7 +83,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return a message on the first signal or table that the rules need and no input has; none if the inputs' tables are not known."""
+    """Return a message on the first missing signal, or on each missing or repeated line table; none if an input's tables are unknown."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -100,11 +100,11 @@ def needs(config: SelectConfig, facts: Facts) -> list[str]:
 def select(documents: Documents, signals: list[Signals], config: SelectConfig, run: StageRun) -> None:
     """Apply rules to signals, and keep the documents that no rule drops.
 
-    Documents that could not be measured are dropped first, as `failed`. Then apply thresholds in declared order, `groups` of other
-    packages, and `sql`. `dropped` has the first rule that fires, with value and threshold. With the signals of the stage `language`, a
+    Documents that could not be measured are dropped first, as `failed`. Then rules apply in order: the declared thresholds,
+    `groups`, `sql`. `dropped` has the first rule that fires, with value and threshold. With the signals of the stage `language`, a
     threshold is multiplied by its factor for the document's language (table `languages`). If that factor is null, the rule skips the
     document, and abstained_RULE counts it. A document without a row of signals is an error. A null signal drops the document, except for
-    rules on measures that some documents do not have. Kept documents lose lines that repeat earlier text and, if configured, lines that
+    rules on signals that not every document has. Kept documents lose lines that repeat earlier text and, if configured, lines that
     C4 removes (`removed_lines`). A document that loses all its lines is dropped.
     """
     if not documents.rows():
@@ -136,7 +136,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record for each rule how many documents it skips because its signal's threshold has no factor for their language."""
+    """Record for each rule the number of documents that it skips, because their language's factor for the rule's signal is null."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
         if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):
@@ -154,7 +154,7 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
 
 
 def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
-    """Return columns of the signals of the documents `ids`, in their order; raise PunaError if a document has none."""
+    """Return `columns` of the signals of documents, one row per id in `ids` (sorted); raise PunaError if a document has no row."""
     if len(ids) == 0:
         return artifact.schema().empty_table().select(columns)
     return _align(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _label(artifact)).select(columns)
@@ -168,7 +168,7 @@ def _align(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
     where = pc.index_in(ids, signals["id"].combine_chunks())
     if where.null_count:
         missing = ids.filter(pc.is_null(where))[0].as_py()
-        raise PunaError(f"document {missing} has no signals in {name}; score the documents that are selected from")
+        raise PunaError(f"document {missing} has no signals in {name}; give signals that cover all documents")
     return signals.take(where)
 
 
@@ -227,7 +227,7 @@ def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRul
 
 
 def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, float]]], rules: LineRules) -> tuple[pa.Table, pa.Table]:
-    """Return documents without `lines` (document id → line number → reason), and the rows of `removed_lines`."""
+    """Return documents without `lines` (id → line number → rule and value), except in exempt sources; and the rows of `removed_lines`."""
     texts, removed = [], []
     for identity, text, source in zip(*(documents[name].to_pylist() for name in ("id", "text", "source")), strict=True):
         gone = {} if source in rules.exempt_sources else lines.get(identity, {})
@@ -242,9 +242,9 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
-    """Return the text without the lines with these numbers, and the removed lines by number.
+    """Return the text without the lines whose numbers (from 0) are in `gone`, and the removed lines by number.
 
-    As in `line_dedup`, blank lines after a removed line are removed, too, if the text before it is empty or ends in a blank line.
+    As in `line_dedup`, blank lines after a removed line are removed too if the text before that line is empty or ends in a blank line.
     """
     lines, rest, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):

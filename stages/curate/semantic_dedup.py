@@ -22,7 +22,7 @@ JOB_ROWS = 1 << 17  # documents of one job; sums of vectors must not depend on s
 class SemanticDedupConfig(SeededConfig):
     """Settings of document vectors, of clusters, and of the removal of similar documents."""
 
-    threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine of a duplicate and a kept document")
+    threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine similarity of a removed and a kept document")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
     buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Hash buckets of the vocabulary of TF-IDF")
     max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens of a document that an encoder reads, from its beginning")
@@ -34,10 +34,10 @@ class SemanticDedupConfig(SeededConfig):
 
 @stage(kind="documents", filters="documents")
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
-    """Remove documents whose vector is close to a kept document's (SemDeDup, Abbas et al. 2023, but `survivor` chooses the kept document).
+    """Remove documents whose vector is close to that of a kept document (SemDeDup, Abbas et al. 2023). `survivor` says which one is kept.
 
-    Vectors are TF-IDF over normal words, projected at random: they match reordered and lightly edited text, but not paraphrases. With a
-    `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states, minus their mean (Mu and
+    Vectors are randomly projected TF-IDF of normalized words: they match reordered and lightly edited text, but not paraphrases. With a
+    `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states minus the corpus mean (Mu and
     Viswanath 2018). Documents are clustered by spherical k-means. A cluster's documents are visited in order of preference; a document is
     removed if its cosine with a kept document reaches `threshold`. `duplicates` has the pair and the cosine.
     """

@@ -32,10 +32,10 @@ class SubstringDedupConfig(StageConfig):
 
 @stage(kind="documents", filters="documents")
 def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: StageRun) -> None:
-    """Remove repeated passages of at least `words` words except their first occurrence, by id (Lee et al. 2021, ExactSubstr).
+    """Remove all but the first occurrence, in id order, of passages of at least `words` words (Lee et al. 2021, ExactSubstr).
 
-    White space does not count. `removed_spans` has every removed passage. A document with too few words left is dropped. Hashes of windows
-    are partitioned by value. Repeated windows go to the shard of their first occurrence, to get its id, and then to their own shard.
+    White space is ignored. `removed_spans` has every removed passage. A document that is left with too few words is dropped. Hashes of
+    windows are partitioned by value. A repeated window is sent to its first occurrence's shard, for that document's id, then to its own.
     """
     shards = documents.shards()
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
@@ -67,7 +67,7 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
 
 
 def _repeats(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
-    """Return the repeated windows, with the shard and row of the first window of equal hash; and the number of repeated hashes."""
+    """Return all windows but the first of each hash, with the shard and row of the first; and the number of repeated hashes."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
     order = np.argsort(hashes, kind="stable")  # windows come in the order of rows
@@ -81,7 +81,7 @@ def _repeats(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, i
 
 
 def _with_ids(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
-    """Return repeated windows with their own shard, and the id of the document in `item`'s shard that has the first occurrence."""
+    """Return repeated windows with their own shard, and the id of the document in `item`'s shard that has the window's first occurrence."""
     shard, repeated = item
     table = repeated.read()
     row = table["row"].to_numpy()

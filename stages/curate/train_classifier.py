@@ -24,7 +24,7 @@ declare_signal("classifier_score", float, "probability", "probability of that cl
 
 
 class TrainClassifierConfig(ClassifierConfig):
-    """Labels that the classifier learns, and fastText's settings."""
+    """Purpose and labels of the classifier, and fastText's settings."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources of the class `good`, if no `labels` are given")
@@ -49,10 +49,10 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
 
 @stage(kind="classifier", needs=needs)
 def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
-    """Train a fastText classifier on documents of good sources against all others, or on labels of an earlier stage.
+    """Train a fastText classifier that separates documents of good sources from all others, or that predicts an earlier stage's labels.
 
     For each fold, one model is trained on the documents of the other folds (see `puna.stages.curate.classifiers.fold_models`). The stage
-    `purpose` applies the models. Equal inputs give byte-identical models. Metrics and figures are out of fold.
+    that `purpose` names applies the models. Equal inputs give byte-identical models. Metrics and figures are computed out of fold.
     """
     if labels is not None and config.label not in labels.columns():
         there = ", ".join(name for name in labels.columns() if name != "id")
@@ -86,12 +86,12 @@ def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifie
 
 
 class ImportClassifierConfig(StageConfig):
-    """Purpose of the model, and the form in which it reads texts."""
+    """Purpose of the imported model, sources that are not scored, and preparation of the texts that the model reads."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not scored")
     max_characters: int = Field(10_000, ge=1, description="Maximum characters of a document that the model reads")
-    split: bool = Field(False, description="Split texts into words in lower case, as for classifiers that Puna trains")
+    split: bool = Field(False, description="Split texts into lower-case words, as Puna does for the classifiers it trains")
 
 
 @stage(kind="classifier")
@@ -117,7 +117,7 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
 
 @stage(kind="signals", signals=("classifier_label", "classifier_score"))
 def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Write each document's most probable class by a classifier, and the class's probability. Nothing is trained.
+    """Write the most probable class of each document, and that class's probability, by a trained or imported classifier.
 
     The classifier's training documents are scored by models that did not see them. Both signals are null for exempt sources.
     """

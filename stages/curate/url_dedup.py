@@ -17,9 +17,9 @@ ROW_BYTES = 150  # approximate bytes of an address, an id and a time
 
 
 class UrlDedupConfig(StageConfig):
-    """Treatment of addresses before they are compared."""
+    """Normalization of URLs before they are compared."""
 
-    normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and the like when comparing addresses")
+    normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and the like when comparing URLs")
 
 
 @stage(kind="documents", filters="documents")

@@ -31,18 +31,18 @@ LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.t
 
 
 class UrlFilterConfig(StageConfig):
-    """Lists and rules that apply."""
+    """Lists and rules that drop documents, and exceptions from them."""
 
     adult: bool = Field(True, description="Drop sites of the list of sexual content")
     personal: bool = Field(True, description="Drop sites of the list of people-search and other pages full of personal data")
     harmful: bool = Field(True, description="Drop sites of the list of hate, extremism and gore")
-    adult_words: int = Field(3, ge=0, le=10, description="Minimum distinct adult words that drop an address, words; 0: never")
+    adult_words: int = Field(3, ge=0, le=10, description="Distinct adult words that drop a URL; in the host one can suffice; 0: off")
     blocked: tuple[str, ...] = Field((), description="Further domains, or domain/path prefixes, to drop")
     allowed: tuple[str, ...] = Field((), description="Domains, or domain/path prefixes, that no rule drops")
 
 
 class Rules(NamedTuple):
-    """Rules that drop URLs. Two files list domains and path prefixes: sorted `hashes` uint64[n]; `numbers` uint16[n], indices of `rules`.
+    """Rules that drop URLs. Two files list domains and path prefixes: sorted `hashes` uint64[n]; `numbers` uint16[n], indices in `rules`.
 
     `allowed`: domains and prefixes that no rule drops; `listed`: word → rule; `expressions`: (pattern, rule); `words`: see `adult_words`.
     """
@@ -69,9 +69,9 @@ class Verdict(NamedTuple):
 def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilterConfig, run: StageRun) -> None:
     """Drop documents of unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
 
-    `lists`: further lists, read by `block_lists`. A document is dropped if its URL lies below a listed domain or domain/path, has a
-    listed word, or matches a listed expression. Domains and paths are looked up by 64-bit hashes: with 5 million entries, a collision
-    wrongly drops about one URL in 10^12.
+    `lists`: further lists, read by `block_lists`. A document is dropped if its URL is invalid, lies below a listed domain or
+    domain/path, has a listed word or adult words, or matches a listed expression. Domains and paths are looked up by 64-bit hashes: with 5
+    million entries, a collision wrongly drops about one URL in 10^12.
     """
     places: dict[str, str] = {}
     for name, file in LISTS.items():
@@ -114,7 +114,7 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
-    """Return for each address the rule that drops it; None if it is kept."""
+    """Return for each URL the verdict that drops it, or None if no rule does."""
     addresses = [urls.parse(url) for url in written]
     places = [_places(address) if address is not None and address.host else [] for address in addresses]
     listed = _match_lists(places, rules)
@@ -159,7 +159,7 @@ def _match_lists(places: list[list[str]], rules: Rules) -> list[tuple[str, str] 
 
 
 def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
-    """Return the verdict on the words of an address: listed words, and the adult vocabulary."""
+    """Return the verdict on an address that has a listed word or adult words; None for other addresses."""
     if not rules.listed and not rules.words:
         return None
     results = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
@@ -188,7 +188,7 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words in URLs. One word of `adult` (a stem with an ending) in the host drops a document; words of `whole` are counted."""
+    """Words in URLs. A word of `adult` (stem and ending) in the host drops a URL. Words of `whole` are counted; `ordinary` is harmless."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]
@@ -211,10 +211,10 @@ def _vocabulary() -> Vocabulary:
 
 
 def adult_name(host: str) -> str:
-    """Return the adult word in a host; empty if there is none.
+    """Return the adult public suffix of a host, or an adult word in it; empty if there is neither.
 
-    Labels, without the public suffix, are split at hyphens and digits. A piece counts if adult and ordinary words cover all its
-    letters, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult word.
+    Labels are split at hyphens and digits. A piece is adult if it and the next piece form an adult word; if one adult word and ordinary
+    words cover it, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult stem.
     """
     words = _vocabulary()
     domain, _, suffix = urls.names(host)[-1].partition(".")

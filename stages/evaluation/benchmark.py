@@ -44,14 +44,14 @@ RESULTS = "results.json"
 class BenchmarkConfig(SeededConfig):
     """Settings of questions, answers and scores."""
 
-    limit: int | None = Field(None, ge=1, description="Number of questions of each task, from the first on; null: all")
+    limit: int | None = Field(None, ge=1, description="Maximum number of questions per task, from the first on; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
     prompts: PromptFormat = Field("plain", description="plain: text as it is, for base models; chat: one message of the chat template")
-    options: Literal["task", "letters", "best"] = Field("task", description="Format of multiple choice; best: the better of both")
+    options: Literal["task", "letters", "best"] = Field("task", description="Multiple choice as cloze (task), letters, or the better one")
     answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
     max_tokens: int = Field(256, ge=1, description="Maximum length of an answer to the input `prompts`, tokens; task files have their own")
-    examples: int = Field(100, ge=0, description="Questions of each task whose answers are kept as examples for a reader")
+    examples: int = Field(100, ge=0, description="Maximum number of questions per task that `examples` shows with answers")
     micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which verifiers score answers")
     serving: ServingSettings = Field(ServingSettings(), description="Settings of the model's computation; the engine is Puna's")
@@ -111,7 +111,7 @@ def benchmark(
     Multiple choice: context and option are encoded together. `acc_norm` divides likelihoods by characters, `acc_bytes` by bytes. Whole
     texts: `word_perplexity`, `byte_perplexity` and `bits_per_byte`; the BOS token is scored after a prefix, as in the harness. Answers:
     `exact_match` after each filter; `verified` if the task file has a `verifier`, and with several answers `pass@k` and `majority@n`.
-    For a verifier, an answer that was cut off by its length is wrong. `judges`: models that a verifier may name.
+    For a verifier, an answer that was cut off at its maximum length is wrong. `judges`: models that a verifier may name.
 
     `task_scores` has each metric with version, shots, format, seed and cost, and for multiple choice the expected calibration error. With
     `overlaps`, from `contamination` of these tasks, it has the share of questions that the model was trained on, and the metric without
@@ -140,7 +140,7 @@ def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> 
 
 
 def check_names(tasks: Sequence[Task]) -> None:
-    """Raise PunaError if two task files have the same name."""
+    """Raise PunaError if two tasks have the same name."""
     places: dict[str, str] = {}
     for task in tasks:
         if task.name in places:
@@ -312,7 +312,7 @@ class Bench:
     def _verify(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's score and detail for each answer. An answer that cannot be scored gets 0; a metric counts these."""
+        """Return the verifier's score and detail for each answer. An answer that cannot be scored gets 0; a metric counts such answers."""
         pairs = [(row, text) for row, several in zip(task.asked(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]
@@ -357,7 +357,7 @@ def write(
 
 
 def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
-    """Yield the scores of single questions. Texts have nats, and words or bytes under NAME:weight; for NAME:confidence see `Column`."""
+    """Yield rows of `scores`: each question's value and, if the column has them, weight (NAME:weight) and confidence (NAME:confidence)."""
     for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
         for key, value in zip(result.ids, values, strict=False):
             yield {"id": key, "name": f"{result.name}/{column.name}{kind}", "value": value}

@@ -1,4 +1,4 @@
-"""Calibration in multiple choice: a model's confidence in its answers against the share of right answers."""
+"""Calibration in multiple choice: a model's confidence in its answers compared with the share of right answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Bin(NamedTuple):
 
 
 def confidence(likelihoods: Sequence[float]) -> float:
-    """Return the probability of the likeliest option given that one of them is the answer, from log-likelihoods in nats."""
+    """Return the probability of the likeliest option, normalized over the options, from log-likelihoods in nats."""
     return 1 / sum(math.exp(value - max(likelihoods)) for value in likelihoods)
 
 
 def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
-    """Return the non-empty bins of equal width from 0 to 1, in order of confidence."""
+    """Return the non-empty bins of equal width from 0 to 1, in order of confidence. `right`: 1 for a right answer, else 0."""
     groups: dict[int, list[tuple[float, float]]] = {}
     for sure, value in zip(confidences, right, strict=True):
         groups.setdefault(min(BINS - 1, int(sure * BINS)), []).append((sure, value))
@@ -32,5 +32,5 @@ def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
 
 
 def calibration_error(confidences: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return the expected calibration error, 0 to 1 (Guo et al. 2017), over bins weighted by questions; None without confidences."""
+    """Return the expected calibration error, 0 to 1 (Guo et al. 2017), over bins weighted by their numbers of questions; None if empty."""
     return sum(one.n * abs(one.confidence - one.accuracy) for one in bins(confidences, right)) / len(right) if confidences else None

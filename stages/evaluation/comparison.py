@@ -11,9 +11,9 @@ from puna.stages.training.intervals import Interval, ratio, student, within
 from puna.storage import Artifact, PunaError
 
 MAIN = ("verified", "acc", "bits_per_byte")
-"""Main metrics of tasks, in order of preference; a task without these has the first of its metrics by name."""
+"""Main metrics of tasks, in order of preference; for a task without these, its alphabetically first metric."""
 SURE = 0.05
-"""Level of significance."""
+"""Significance level."""
 TABLE = "task_scores"
 SAME = ("version", "shots", "format")
 """Columns of `task_scores` that must be equal, besides `content`, to compare two models."""
@@ -39,7 +39,7 @@ class Difference:
 
 
 def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Artifact]:
-    """Return the benchmarks of a model among `artifacts`, the newest first; or the artifact itself if it is a benchmark."""
+    """Return a model's benchmark evaluations among `artifacts`, the newest first; or the artifact itself if it is such an evaluation."""
     if artifact.kind == "evaluation" and TABLE in artifact.tables:
         return [artifact]
     if artifact.kind != "model":

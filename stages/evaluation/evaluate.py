@@ -41,19 +41,19 @@ ALL = "all"
 WORD = re.compile(r"\w+")
 RUN = 3  # words of a run, see `variety`
 OWN_BITS = "document_bits_per_byte"
-"""Bits per byte with the end of each page scored, in half-overlapping windows: not the harness's `bits_per_byte` (stage `benchmark`)."""
+"""Metric of bits per byte with each page's end token, in half-overlapping windows; `benchmark` has the harness's `bits_per_byte`."""
 
 
 class PagesConfig(StageConfig):
     """Settings of measurements on held-out pages."""
 
-    max_bytes: int = Field(400_000, ge=1000, description="Maximum held-out text to score, bytes; a hash of their ids chooses pages")
+    max_bytes: int = Field(400_000, ge=1000, description="Maximum held-out text to score, bytes; pages are chosen by a hash of their ids")
     max_page_bytes: int = Field(100_000, ge=100, description="Maximum length of a page, bytes; longer pages are left out")
-    questions: int = Field(100, ge=0, description="Multiple-choice questions made of the pages; 0: none")
+    questions: int = Field(100, ge=0, description="Maximum number of multiple-choice questions made from the pages; 0: none")
     options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
     prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
     option_words: int = Field(20, ge=1, description="Words of each option")
-    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model to compare with baselines; 0: none")
+    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model that gets baselines; 0: no baselines")
     ngram_order: int = Field(4, ge=1, le=16, description="Maximum length of the counted n-grams, tokens")
     continuations: int = Field(3, ge=0, description="Pages whose beginning the model continues, as examples for a reader")
 
@@ -63,9 +63,9 @@ class AnswersConfig(TurnsConfig):
 
     prompts_per_task: int = Field(100, ge=1, description="Maximum held-out prompts of each task")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
-    max_tokens: int = Field(64, ge=1, description="Longest answer, its end token included, tokens")
+    max_tokens: int = Field(64, ge=1, description="Maximum length of an answer, with its end token, tokens")
     taste: dict[str, JsonValue] | None = Field(None, description="Verifier, {name: …, …}, of annotators' taste, for the metric `liked`")
-    search: SearchConfig | None = Field(None, description="Search for each answer among several; null: one answer")
+    search: SearchConfig | None = Field(None, description="Search that picks each answer among several; null: one answer, no search")
     examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
 
@@ -108,15 +108,15 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate a model on pages and prompts that it was not trained on, with 95 % intervals.
 
-    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, which include the end of each page,
-    and two baselines, fitted to the model's training tokens (see `baseline_tokens`): token n-grams, without and with the counts of the
-    page itself, and zstd with the training text as dictionary. They also give multiple choice between continuations of several pages.
+    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, which include the end token of each
+    page, and baselines fitted to the model's training tokens (see `baseline_tokens`): token n-grams, without and with counts of the page's
+    earlier tokens, and zstd with the training text as dictionary. They also give multiple choice between continuations of several pages.
 
-    Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may name. A prompt is solved
-    at a score of 1, unless its answer was cut off (`cut_off_right` counts these). If a verifier fails on an answer, the task's metrics
-    leave the answer out, and `unscored_answers` counts it. Prompts that the chat template refuses are in `dropped`; see `bad_rows`.
-    `variety` shows whether answers follow one template: it is the mean share of an answer's three-word runs that no other answer has,
-    without the words of its question. `answer_tokens` also counts answers that a search (`answers.search`) did not choose. The side
+    Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may name. A prompt is solved at
+    a score of 1, unless its answer was cut off (`cut_off_right`: number of right answers cut off). If a verifier fails on an answer, the
+    task's metrics leave the answer out, and `unscored_answers` counts it. Prompts that the chat template refuses are in `dropped`; see
+    `bad_rows`. `variety` shows whether answers follow one template: it is the mean share of an answer's three-word runs that no other
+    answer has, without the words of its question. `answer_tokens` also counts answers that a search (`answers.search`) did not choose. The
     table `scores` has each prompt's `score` and, with a taste, `liked` (1: right and to the annotators' taste; else 0).
     """
     if documents is None and prompts is None:
@@ -124,7 +124,7 @@ def evaluate(
     if mixture is not None and documents is None:
         raise PunaError("evaluate: a mixture without its documents; give both")
     if documents is not None and config.serving.layout.pipeline > 1:
-        raise PunaError("evaluate: stages of layers draw answers only: set serving.layout to data or tensor, or leave documents out")
+        raise PunaError("evaluate: pipeline stages only generate answers: set serving.layout to data or tensor, or leave documents out")
     import torch
 
     from puna.models.formats.checkpoint import read_config

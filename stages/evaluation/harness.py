@@ -28,7 +28,7 @@ MISSING = "lm-evaluation-harness is not installed: pip install 'puna[harness]', 
 
 
 class HarnessConfig(BenchmarkConfig):
-    """Settings of a benchmark run by lm-evaluation-harness."""
+    """Settings of a benchmark that lm-evaluation-harness itself runs."""
 
     names: tuple[str, ...] = Field((), description="Names of the harness's own tasks, whose data come from the Hugging Face hub")
 
@@ -44,8 +44,8 @@ def needs(config: HarnessConfig, facts: Facts) -> list[str]:
 def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | None, config: HarnessConfig, run: StageRun) -> None:
     """Evaluate a model with lm-evaluation-harness, on task files over local data or on the harness's own tasks by name.
 
-    The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, each shared prompt once.
-    The tables are the same as in `benchmark`, which gives equal numbers for task files that both can read.
+    The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, common prefixes only once.
+    The tables are those of `benchmark`, which gives equal numbers for task files that both can read.
     """
     if problems := needs(config, Facts({}, None)):
         raise PunaError(f"harness: {'; '.join(problems)}")
@@ -84,7 +84,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
 
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
-    """Return a task in the harness's format: local paths of the data files, no keys of Puna's own."""
+    """Return a task file's content for the harness: with local paths of the data files and without Puna's own keys."""
     if spec.permuted:
         raise PunaError(f"{file.location}: the harness does not know `permuted`: remove it, or leave --harness out")
     content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier", "permuted"})
@@ -92,7 +92,7 @@ def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str
     base = Path(file.name).parent
     files = {split: [names.get(str(base / name), names.get(name)) for name in several] for split, several in spec.files.items()}
     if None in [place for several in files.values() for place in several]:
-        raise PunaError(f"{file.location}: the harness reads only files of this machine; copy its data here")
+        raise PunaError(f"{file.location}: the harness reads only local files; copy the task's data to this machine")
     return {**content, "dataset_kwargs": {"data_files": files}}
 
 

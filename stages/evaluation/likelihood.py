@@ -58,7 +58,7 @@ class Encoder:
         return ids if ids[: len(self.lead)] == self.lead else [*self.lead, *ids]
 
     def pair(self, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None) -> Request:
-        """Return the request of a context and continuation encoded together. The context's trailing blanks count as the continuation's."""
+        """Return the request of a context and continuation encoded together. The context's trailing white space joins the continuation."""
         if not context:
             ids = self.tokenizer.encode(continuation)
             return Request([self.prefix], ids) if ids[:1] != [self.prefix] else Request(ids[:1], ids[1:])
@@ -130,7 +130,7 @@ def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the longest common prefix of two sequences."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

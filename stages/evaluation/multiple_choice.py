@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """Return the held-out pages with the smallest hashes, up to `max_bytes` in all. Raise PunaError if there is none."""
+    """Return held-out pages of up to `max_page_bytes`, by smallest hash, up to `max_bytes` in all. Raise PunaError if there are none."""
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
@@ -37,9 +37,9 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
 def training_text(
     model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
-    """Return training documents' tokens, at most the model's number of training tokens; empty if that is unknown or above `most_tokens`.
-
-    A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of its n-grams."""
+    """Return tokens of training documents, at most as many as the model was trained on. Return [] without a mixture, or if that number is
+    unknown or above `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of
+    its n-grams."""
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []

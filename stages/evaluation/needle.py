@@ -1,4 +1,4 @@
-"""The needle-in-a-haystack evaluation: accuracy of finding a passage in a long text, by its depth."""
+"""The needle-in-a-haystack evaluation: accuracy of finding a passage in a long text, by the passage's depth."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSetting
     left = [text for text in texts if not any(question in text for question in questions)]
     noise = np.asarray([id_ for ids in tokenizer.encode_batch(left) for id_ in ids], dtype=np.int64)
     if not len(noise):
-        raise PunaError(f"needle: each of {len(texts)} texts is empty or holds a passage's question, such as {questions[0]!r}: write "
-                        "passage otherwise, or hold other documents out")  # fmt: skip
+        raise PunaError(f"needle: each of {len(texts)} texts is empty or holds a passage's question, such as {questions[0]!r}: change "
+                        "the setting passage, or hold out other documents")  # fmt: skip
     return noise
 
 

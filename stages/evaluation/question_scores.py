@@ -1,4 +1,4 @@
-"""Prompts of a task's questions, and the scores of a model's likelihoods and answers."""
+"""Prompts for a task's questions, and metrics from a model's likelihoods and answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Return the metric's name, followed by the filter's if there is one."""
+        """Return the metric's name, followed by the filter's name if there is a filter."""
         return self.metric if self.filter == "none" else f"{self.metric},{self.filter}"
 
     def interval(self) -> Interval:
@@ -74,7 +74,7 @@ def has_letters(task: Task) -> bool:
 
 
 def with_letters(text: str, choices: Sequence[str]) -> str:
-    """Return a question with its options listed by letter, before its last line if that ends in a colon (`Answer:`)."""
+    """Return a question with its options listed by letter before its last line, if that ends in a colon, or before a new `Answer:`."""
     if len(choices) > len(LETTERS):
         raise PunaError(f"a question has {len(choices)} options, more than there are letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
@@ -83,7 +83,7 @@ def with_letters(text: str, choices: Sequence[str]) -> str:
 
 
 def contents(task: Task) -> Iterator[tuple[str, str, str]]:
-    """Yield each document's id, question and right answer, as a memorised text would contain them."""
+    """Yield each document's id, question and right answer in the form that training data would have; a whole text has an empty answer."""
     for document in task.documents:
         if task.file.output_type == "loglikelihood_rolling":
             yield document.id, str(document.target), ""
@@ -108,7 +108,7 @@ def _answer(task: Task, document: Document, options: Options) -> str:
 
 @dataclass(frozen=True)
 class Asker:
-    """A writer of prompts: plain text, or a conversation by the chat template, with a question and an answer turn per example."""
+    """A writer of prompts: plain text, or a conversation by the chat template, with a user and an assistant turn per example."""
 
     encoder: Encoder
     prompts: PromptFormat = "plain"
@@ -170,7 +170,7 @@ class Asker:
 
 
 def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihood]]) -> list[Column]:
-    """Return the metrics of multiple choice. `acc_norm` divides by characters, `acc_bytes` by bytes, without the delimiter."""
+    """Return the metrics of multiple choice. `acc_norm` divides log-likelihoods by the option's characters, `acc_bytes` by its bytes."""
     lengths: dict[str, Callable[[str], int]] = {"acc": lambda _: 1, "acc_norm": len, "acc_bytes": lambda text: len(text.encode())}
     columns = [Column(one.metric, []) for one in task.file.metrics]
     for document, likelihoods in zip(task.documents, scored, strict=True):
@@ -195,7 +195,7 @@ def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) ->
 
 
 def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return a column for each filter and metric of the answers."""
+    """Return a column for each filter and metric: 1 for an answer that matches a right text, else 0."""
     columns = []
     for one in task.file.filters:
         texts = [several[0] for several in run_filter(answers, one.filter, f"{task.where}: filter {one.name}")]

@@ -43,7 +43,7 @@ FORMATS = {"json": "json", "parquet": "parquet", "csv": "csv"}
 
 
 class Metric(StageConfig):
-    """An entry of metric_list."""
+    """An entry of metric_list: a metric, and how exact_match compares texts."""
 
     metric: str = Field(description="Name of the metric")
     aggregation: str = Field("", description="Empty, or the metric's own aggregation; no other is supported")
@@ -60,9 +60,9 @@ class Metric(StageConfig):
 
 
 class Filter(StageConfig):
-    """An entry of filter_list: steps that an answer goes through before its metrics."""
+    """An entry of filter_list: steps that transform an answer before it is scored."""
 
-    name: str = Field(min_length=1, description="Name of the filter, written after the metric's")
+    name: str = Field(min_length=1, description="Name of the filter, appended to the metric's name")
     filter: tuple[dict[str, JsonValue], ...] = Field(min_length=1, description="Steps, such as {function: regex, …}")
 
     @field_validator("filter")
@@ -77,13 +77,13 @@ class Filter(StageConfig):
 
 
 class Shots(StageConfig):
-    """The fixed few-shot examples (`fewshot_config`)."""
+    """Settings of the fixed few-shot examples (`fewshot_config`)."""
 
     sampler: Literal["first_n"] = Field("first_n", description="Choice of examples: the first ones; random ones are not supported")
     split: str | None = Field(None, description="Split of the examples; null: fewshot_split")
     samples: tuple[dict[str, JsonValue], ...] | None = Field(None, description="The examples themselves, as rows")
     doc_to_text: str | None = Field(None, description="Question of the examples; null: doc_to_text of the task")
-    doc_to_target: str | int | None = Field(None, description="Answer of the examples; null: the task's")
+    doc_to_target: str | int | None = Field(None, description="Answer of the examples; null: doc_to_target of the task")
     fewshot_delimiter: str | None = Field(None, description="Text after each example; null: the task's")
     target_delimiter: str | None = Field(None, description="Text between question and answer; null: the task's")
 
@@ -92,7 +92,7 @@ class Generation(StageConfig):
     """Settings of generation (`generation_kwargs`)."""
 
     until: tuple[str, ...] | None = Field(None, description="Texts that end an answer; null: fewshot_delimiter")
-    max_gen_toks: int = Field(256, ge=1, description="Longest answer, tokens")
+    max_gen_toks: int = Field(256, ge=1, description="Maximum length of an answer, tokens")
     temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 takes the likeliest token")
     do_sample: bool | None = Field(None, description="False: temperature 0")
     top_p: float = Field(1.0, gt=0, le=1, description="Probability of the smallest set of likeliest tokens to draw from")
@@ -105,7 +105,7 @@ class Generation(StageConfig):
 
 
 class TaskFile(StageConfig):
-    """The content of a task file. A template is Jinja over a row's fields, or a field's name."""
+    """The content of a task file. A template is either Jinja over a row's fields or the name of a field."""
 
     task: str = Field(min_length=1, pattern=r"^[\w.:-]+$", description="Name of the task")
     dataset_path: Literal["json", "parquet", "csv"] = Field(description="Format of the data files")
@@ -179,7 +179,7 @@ class TaskFile(StageConfig):
         split = self.test_split or self.validation_split
         if split is None or split not in self.files:
             subject = "test_split or validation_split" if split is None else f"the split {split!r}"
-            raise PunaError(f"{where}: {subject} is missing; its data files are of {', '.join(self.files)}")
+            raise PunaError(f"{where}: {subject} is missing; the data files have the splits {', '.join(self.files)}")
         return split
 
 
@@ -231,7 +231,7 @@ def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
 
 @dataclass(frozen=True)
 class Document:
-    """A row as a question: `text`, `target`, `choices`. If the options have a common ending, `text` is the right option's index."""
+    """A row as a question. If `choices` are beginnings of one ending, `target` is the ending and `text` the index of the right choice."""
 
     id: str
     row: Row
@@ -255,7 +255,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Task:
-    """A task with its documents and few-shot examples. `where`: the task file. `digest`: of the file and its data. `prompted`: the rows are
+    """A task with its documents and few-shot examples. `where`: the task file. `digest`: hash of file and data. `prompted`: the rows are
     prompts of an artifact, with their verifiers."""
 
     file: TaskFile
@@ -281,7 +281,7 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return the few-shot examples for a document, never the document itself."""
+        """Return a document's few-shot examples; examples from test_split leave out rows equal to the document's."""
         own = self.file.fewshot_config.split or self.file.fewshot_split
         pool = [shot for shot in self.shots if own != self.file.test_split or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:
@@ -381,7 +381,7 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
 
 
 def _permute(document: Document) -> Document:
-    """Return a question with its options ordered by a hash of its id and their places, and the right options' indices adapted."""
+    """Return a question with the options in the order of a hash of question id and option index, and the right options' new indices."""
     order = sorted(range(len(document.choices)), key=lambda at: place(0, document.id, str(at)))
 
     def move(value: Any) -> Any:

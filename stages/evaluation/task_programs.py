@@ -1,6 +1,6 @@
 """Jinja templates and regular expressions of a task file, run in a separate process with limits on time and memory.
 
-Templates behave as in lm-evaluation-harness: an unknown name is an error, line ends stay, `regex_replace` is a filter.
+Templates behave as in lm-evaluation-harness: an unknown name is an error, trailing newlines are kept, `regex_replace` is a filter.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], c
 
 
 def _value(name: str, text: str, choices: bool) -> Any:
-    """Return the parsed value of a rendered field: choices are a Python list, a target may be a list, digits are an index of choices."""
+    """Return a rendered field, parsed: choices as a list, a bracketed target as a list, digits (with `choices`) as a choice's index."""
     if name == "doc_to_choice":
         try:
             return ast.literal_eval(text)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TaskWatch:
-    """An evaluation of tasks by their main metric every `every` training steps. Scores in the run's scratch folder survive a crash."""
+    """Evaluation of tasks by their main metric, at multiples of `every` training steps and at the last. Saved scores survive a crash."""
 
     def __init__(self, tasks: Sequence[External], every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun) -> None:
         self.tasks = [load_task(one, file, spec) for one in tasks for file, spec in task_files(one)]

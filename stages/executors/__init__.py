@@ -19,7 +19,7 @@ def local(workers: int | None = None) -> PartExecutor | None:
 
 
 def connect(name: str, workers: int | None = None) -> PartExecutor | None:
-    """Return the executor of this name. Without an address, start Dask or Ray on this machine with `workers` workers."""
+    """Return the executor `name`, or None to work in this process. Without an address, start Dask or Ray here with `workers` workers."""
     engine, _, address = name.partition("://")
     if engine == "dask":
         from puna.stages.executors.dask_cluster import DaskCluster

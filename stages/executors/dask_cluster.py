@@ -28,8 +28,8 @@ LOOK_SECONDS = 5.0
 class DaskCluster(PartExecutor):
     """The workers of the Dask scheduler at `address`; if that is empty, `workers` processes on this machine.
 
-    Dask restarts a part whose worker dies. It also restarts a part whose result is lost with the worker, without counting. So workers
-    report every attempt, and the driver gives a part up after `ATTEMPTS`.
+    Dask restarts a part whose worker dies. It also restarts a part whose result is lost with the worker, without counting that
+    restart. So workers report every attempt, and the driver gives a part up after `ATTEMPTS`.
     """
 
     def __init__(self, address: str, workers: int) -> None:
@@ -68,7 +68,7 @@ class DaskCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return two parts per thread, so that the next part has arrived before the current one ends."""
+        """Return the number of parts: two per thread, so that the next part has arrived before the current part ends."""
         return 2 * self._threads
 
     def has_device(self) -> bool:
@@ -81,7 +81,7 @@ class DaskCluster(PartExecutor):
         return super()._submit(part)
 
     def _look(self) -> None:
-        """Count the workers again after `LOOK_SECONDS`. Never call this in the client's loop, which must not wait."""
+        """Update thread count and GPU flag, at most once in `LOOK_SECONDS`. Never call this in the client's event loop: it blocks."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -118,7 +118,7 @@ class DaskCluster(PartExecutor):
                 self._failed(part, PunaError(self._gone))
         except PunaError as error:
             self._failed(part, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for this part
+        except Exception as error:  # noqa: BLE001 - any error must reach the caller that waits for this part
             self._failed(part, PunaError(f"Dask could not compute a part ({type(error).__name__}: {error})"))
         else:
             self._answered(part, answer)
@@ -130,7 +130,7 @@ class DaskCluster(PartExecutor):
     async def _answer(self, future: Any) -> Answer:
         """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`.
 
-        Dask forgets workers that are away longer than its `lost-worker-timeout`. On this machine, lost workers are replaced here.
+        Dask forgets workers that are away longer than its `lost-worker-timeout`. The lost workers of a local cluster are replaced here.
         """
         result, seen = asyncio.ensure_future(future.result()), time.monotonic()
         while not (await asyncio.wait({result}, timeout=LOOK_SECONDS))[0]:

@@ -20,7 +20,7 @@ AHEAD = 64
 
 
 def probe(engine: str, address: str) -> str:
-    """Return the address if a connection succeeds, else raise PunaError at once; an engine would wait for minutes."""
+    """Return the address if a connection succeeds, else raise PunaError within seconds; an engine would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PunaError(f"--executor {engine}://{address}: is no address; write {engine}://HOST:PORT")
@@ -32,7 +32,7 @@ def probe(engine: str, address: str) -> str:
 
 
 class Part:
-    """A call under way: its packed form, its attempts, its caller's future."""
+    """A call under way, with the packed call, the number of attempts and the caller's future."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: bool) -> None:
         self.name = getattr(function, "__qualname__", str(function))
@@ -44,7 +44,7 @@ class Part:
 
 
 class PartFuture(Future[Any]):
-    """A future with a size in bytes: of the arguments until it is done, then of the result."""
+    """A future with the size in bytes of its arguments until it is done, then of its result."""
 
     bytes = 0
 
@@ -109,7 +109,7 @@ class PartExecutor(Executor):
                 self._running += 1
             try:
                 self._begin(part)
-            except Exception as error:  # noqa: BLE001 - its caller is told
+            except Exception as error:  # noqa: BLE001 - the error goes to the part's caller
                 with self._lock:
                     self._running -= 1
                 part.future.set_exception(error)
@@ -128,7 +128,7 @@ class PartExecutor(Executor):
         self._advance()
 
     def _lost(self, part: Part, reason: str) -> None:
-        """Restart a part whose worker ended, or fail it after `ATTEMPTS`."""
+        """Restart a part whose worker ended; after `ATTEMPTS`, or if the executor is closed, fail it."""
         if part.attempts >= ATTEMPTS or self._closed:
             times = f"{part.attempts} times, the maximum number of attempts" if part.attempts > 1 else "once"
             message = (
@@ -155,7 +155,7 @@ class PartExecutor(Executor):
         self._close()
 
     def stop(self) -> None:
-        """Accept no more work, and end the work in progress without waiting for it."""
+        """Accept no more work, and end the parts under way instead of letting them finish."""
         self._refuse(drop=True)
         self._end()
         while not self._wait(0.1):  # a worker that was being started may begin its part only now

@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 class Processes(PartExecutor):
-    """Local processes that share the cores evenly. A process has its own pool, so if it is killed, the others go on."""
+    """Local processes that share the cores evenly. Each process is a pool of its own, so if one is killed, the others go on."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Processes(PartExecutor):
         self._answered(part, answer)
 
     def _end(self) -> None:
-        """End the workers. A training in one of them has `SAVE_SECONDS` to save its state first."""
+        """End the workers. A worker that trains a model has `SAVE_SECONDS` to save its state first."""
         workers = [worker for worker in self._context.made if worker.is_alive()]
         deadline = time.monotonic() + SAVE_SECONDS
         try:
@@ -107,7 +107,7 @@ class _Worker(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """A context that starts workers of `threads` threads each and lists them."""
+    """A multiprocessing context that starts workers of `threads` threads each, and lists the workers."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def follows() -> bool:
 
 
 def join() -> None:
-    """Join the processes that were started together, if any. Raise PunaError if a variable or rank 0 is missing."""
+    """Join the processes that were started together, if any. Raise PunaError if an environment variable or rank 0 is missing."""
     if count() == 1:
         return
     import torch
@@ -62,7 +62,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Let all processes train together within the context. `job`: the JSON that rank 0 sends the followers; None in a follower."""
+    """Let all processes train together within the context. `job`: what rank 0 sends the followers, as JSON; None in a follower."""
     from puna.models.training.parallel import mesh
 
     if job is not None:
@@ -91,12 +91,12 @@ def agree(wish: bool) -> bool:
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
-    """Return, on every rank, `compute` of all items (one JSON value each), dealt to ranks. Equal keys go to one rank or layout group."""
+    """Return, on every rank, `compute` of all items (one JSON value each), dealt to ranks. Items of equal key go to one rank or group."""
     return mesh(layout).dealt(items, compute, key)
 
 
 def _last_words() -> str:
-    """Return the errors that the other ranks reported, and the ranks that reported none within `LAST_WORDS` seconds."""
+    """Return the errors that the other ranks reported, and the ranks that reported none in half of `LAST_WORDS`."""
     from puna.models.training.parallel import mesh
 
     time.sleep(LAST_WORDS / 2)
@@ -124,7 +124,7 @@ def lines_of_ranks() -> list[str]:
     from puna.models.training.parallel import mesh
 
     lines, store = [], mesh.store()
-    for rank in range(1, count() if store is not None else 1):  # None: it has not joined
+    for rank in range(1, count() if store is not None else 1):  # no store: this process has not joined
         while store.check([key := f"line-{rank}-{_lines.get(rank, 0) + 1}"]):
             _lines[rank] = _lines.get(rank, 0) + 1
             lines.append(f"rank {rank}: {store.get(key).decode()}")

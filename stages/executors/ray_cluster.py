@@ -54,7 +54,7 @@ class RayCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return two parts per core, so that the next part has arrived before the current one ends."""
+        """Return the number of parts: two per core, so that the next part has arrived before the current part ends."""
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:
@@ -75,7 +75,7 @@ class RayCluster(PartExecutor):
             answer = future.result()
         except (WorkerCrashedError, NodeDiedError, ObjectLostError, OutOfMemoryError) as error:
             self._lost(part, str(error).strip().partition("\n")[0])
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for this part
+        except Exception as error:  # noqa: BLE001 - any error must reach the caller that waits for this part
             self._failed(part, PunaError(f"Ray could not compute a part ({type(error).__name__}: {str(error).strip()})"))
         else:
             self._answered(part, answer)

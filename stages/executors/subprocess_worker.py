@@ -16,7 +16,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Apart:
-    """A process that runs `work`, whose result is JSON. It starts with the first job, and restarts after a failure or added modules."""
+    """A process that runs `work`, whose result is JSON. It starts with the first job, and restarts if it fails or modules are added."""
 
     def __init__(self, work: Work) -> None:
         names = [work.__module__, work.__name__]

@@ -79,7 +79,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def compute(payload: bytes) -> Answer:
-    """Return the answer of one part. It also holds an error, so that every engine passes errors on in the same way."""
+    """Return the answer of one part. A part's error is in the answer, so that every engine passes errors on in the same way."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
         if refused := _refusal(Fingerprint(**driver), modules):
@@ -93,7 +93,7 @@ def compute(payload: bytes) -> Answer:
 
 
 def _refusal(driver: Fingerprint, modules: dict[str, str]) -> str:
-    """Return the reason why this worker must not compute for that driver; empty if both compute with the same versions."""
+    """Add the driver's `modules`. Return why this worker must not compute for the driver; empty if both have the same versions."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
         if name not in plugins.added_modules():
@@ -115,7 +115,7 @@ def _portable(error: Exception) -> bytes:
     try:
         packed: bytes = cloudpickle.dumps(error)
         pickle.loads(packed)  # noqa: S301 - classes whose constructor takes other arguments fail only here
-    except Exception:  # noqa: BLE001 - whatever its class does
+    except Exception:  # noqa: BLE001 - the error's class may raise anything here
         plain = RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
         plain.add_note(note)
         packed = cloudpickle.dumps(plain)

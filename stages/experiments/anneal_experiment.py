@@ -49,7 +49,7 @@ class AnnealExperimentConfig(SeededConfig):
     )  # fmt: skip
     base: Phase = Field(
         Phase(name="base", steps=250, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=10, shape="constant")),
-        description="Training of that model",
+        description="Training of a model of the shape `model`, if no model is given",
     )
     phase: Phase = Field(
         Phase(name="anneal", steps=60, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=5, shape="linear")),
@@ -98,8 +98,8 @@ def anneal_experiment(
     default rows alone, with a share of the set's rows, and with a share of the set's rows with shuffled words. The gain is the drop in
     loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
     runs. It may raise the loss on default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count
-    once; a set of mostly copies is refused without a run. The table `weights` is the annealing mix, for `mix`: accepted sets share `share`
-    in proportion to their bytes, the rest is as in the mixture.
+    once; a set of mostly copies is refused before any training. The table `weights` is the annealing mix, for `mix`: accepted sets divide
+    `share` in proportion to their bytes, and the rest is weighted as in the mixture.
     """
     source = tokenizer or model
     if source is None:
@@ -161,14 +161,14 @@ def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config
 
 
 def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
-    """Return why to refuse a data set before any training, or "". `read`: passes over its distinct documents; `different`: their share."""
+    """Return why to refuse a data set before any training, or "". `read`: passes over distinct documents; `different`: their share."""
     if read > config.max_repeats:
         return f"its different documents would be read {read:.3g} times, over max_repeats"
     return "" if different >= config.least_different else f"{different:.0%} of its documents are different, under least_different"
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces: True if the document copies an earlier or held-out document. Return also the number of
+    """Return a mask [P] of a set's training pieces: True if a piece's document copies an earlier or held-out one. Return also the number of
     tokens in the other pieces, and the share of documents that are not copies."""
     packed, windows = pools.training[number], set[bytes]()
     heldout = np.concatenate(pools.heldout[number])
@@ -206,7 +206,7 @@ def _anneal(
     job: int, number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, names: Sequence[str],
     config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Anneal the model on set `number` as `arm` (-1: on the default tokens only); return the trial with its loss on each held-out text."""
+    """Anneal the model on set `number` (-1: only on default tokens) as `arm`; return the trial with its loss on each held-out text."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 
@@ -268,7 +268,7 @@ def _verdict(
 
 
 def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], share: float) -> list[dict[str, Any]]:
-    """Return each category's weight in the annealing mix: the mixture's weight, and for accepted sets a part of `share` by bytes."""
+    """Return each category's weight in the annealing mix: the mixture's weight, scaled, plus accepted sets' parts of `share` by bytes."""
     table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
     natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
     size = {name: count for group in groups for name, count in group.members.items()}

@@ -70,8 +70,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
 
     Shapes come from the ladder's family, with as many tokens as the budget allows. The law's surface decides: the lowest loss wins.
     The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of forecasts of known budgets, which
-    grows with the distance. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer. `pretrain` takes these from the input
-    `size`, or from a recipe.
+    grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer.
+    `pretrain` takes these from the input `size`, or from a recipe.
     """
     rows = read_points(law)
     forecaster = forecaster_of(rows, config, run)
@@ -98,7 +98,7 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
 
 
 def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes that the budget allows."""
+    """Return the candidate shapes, each with the training tokens and FLOPs that the budget allows."""
     from puna.models import accounting
 
     largest = ModelConfig.model_validate_json(max(rows, key=lambda row: row["parameters"])["shape"])
@@ -127,7 +127,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes that grow from the ladder's best size as usual (`GROWTH`): few points leave the surface's optimum uncertain."""
+    """Return the sizes whose growth over the ladder's best size is usual (`GROWTH`): few points leave the surface's optimum uncertain."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 
@@ -137,14 +137,14 @@ def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size
 
     if not (following := [size for size in sizes if follows(size)]):
         raise PunaError(
-            f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,} none has between the {GROWTH[0]}th and "
-            f"{GROWTH[1]}th power of its growth over the ladder's {largest:.2e} operations; give a model, or a ladder nearer to the budget"
+            f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,} none grows by the "
+            f"{GROWTH[0]}th to {GROWTH[1]}th power of the budget's growth over {largest:.2e} operations; give a model, or a larger ladder"
         )
     return following
 
 
 def _family(base: ModelShape) -> Iterator[ModelShape]:
-    """Yield the shape at widths up to `WIDEST` in steps of about 6 %, if its heads fit."""
+    """Yield `base` resized to widths up to `WIDEST`, in steps of about 6 %, except widths that its heads do not fit."""
     width = float(MULTIPLE)
     shapes = set()
     while width <= WIDEST:

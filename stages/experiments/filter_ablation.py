@@ -1,4 +1,4 @@
-"""`filter_ablation`: gains and costs of a selection's rules, by small runs with and without the documents that a rule drops."""
+"""`filter_ablation`: gains and costs of a selection's rules, by small training runs with and without the documents that a rule drops."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class FilterAblationConfig(SeededConfig):
 def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokenizer, config: FilterAblationConfig, run: StageRun) -> None:
     """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
-    `documents` is the selection's input, `selected` its output. A small model is trained only on kept documents; another, from the same
-    weights and on equally many tokens, replaces a share of them by documents that the rule dropped. The second model's excess loss is the
-    rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule is not measured if
-    its documents would be read more than `max_readings` times.
+    `documents` is the selection's input, `selected` its output. A small model is trained only on kept documents. Another is
+    trained from the same initial weights on equally many tokens, a share of them from documents that the rule dropped. The second model's
+    excess loss is the rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule
+    is not measured if its documents would be read more than `max_readings` times.
     """
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length

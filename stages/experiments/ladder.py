@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400
-"""Minimum steps of a run: in shorter ones, warm-up and few updates decide the loss, which then says nothing about longer runs."""
+"""Minimum steps of a run: in a shorter run, warm-up and few updates decide the loss, which then says nothing about longer runs."""
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
-"""Tokens of a question's prompt and of an option, and the option's parts, which wrong options swap."""
+"""Tokens of a question's prompt, tokens of an option, and parts of an option; a wrong option has two parts swapped."""
 
 
 Question = tuple[list[int], list[list[int]]]
@@ -44,14 +44,14 @@ class LadderConfig(SeededConfig):
     """Settings of the ladder: shapes, numbers of tokens, and tuning."""
 
     model: ModelShape = Field(SHAPE, description="Shape of the largest model that the scaling law is for, as in pretrain")
-    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other sizes follow")
+    widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other dimensions follow")
     tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens per parameter, output layer included, at multiple 1")
-    multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of tokens at which a trunk decays")
+    multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of tokens_per_parameter, one per point")
     max_flops: float | None = Field(None, gt=0, description="Maximum FLOPs of a point, 6 per parameter and token; null: no limit")
     decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls linearly to 0 (0 to 1)")
     warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of a shape's shortest run in which the rate rises (0 to 1)")
     repeats: int = Field(
-        0, ge=0, le=100, description="Further seeds for the narrower half of shapes, to the second point; intervals then hold seed noise"
+        0, ge=0, le=100, description="Further seeds for the narrower half of shapes, up to the second point; intervals then hold seed noise"
     )
     rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows per step to try at two model sizes; one value is not tuned")
     rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try, too; one value is not tuned")
@@ -161,7 +161,7 @@ def _tune(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], conf
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the value of the lowest loss; if it has two neighbours, the minimum of the parabola through them in log(value)."""
+    """Return the value with the lowest loss; if it lies between two others, the minimum of the parabola through all three in log(value)."""
     best = int(np.argmin(losses))
     if not 0 < best < len(values) - 1:
         return values[best]
@@ -223,7 +223,7 @@ def _decay(
     trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
     sets: dict[str, list[Any]], questions: list[Question], flops: float, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a copy of the trunk while the rate falls to 0; return its FLOPs, losses and accuracy. `flops`: the trunk's FLOPs."""
+    """Train a copy of the trunk while the rate falls to 0; return the FLOPs of both, the losses and the accuracy. `flops`: the trunk's."""
     from puna.models.training.trainer import computing_in
 
     size = config.compute.micro_batch_tokens
@@ -276,7 +276,7 @@ def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
 
 
 def _answer(model: Transformer, questions: Sequence[Question], micro_batch_tokens: int) -> tuple[float | None, float | None]:
-    """Return the mean loss of the right options in nats per token, and the share of questions whose right option is likeliest."""
+    """Return the mean loss of the right options in nats per token, and the share of questions answered right; None without questions."""
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs

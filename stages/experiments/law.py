@@ -20,17 +20,17 @@ class LawConfig(SeededConfig):
     """Settings of a scaling law: the loss that it predicts, and the bootstrap draws of its intervals."""
 
     heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or a `heldout` artifact's id")
-    draws: int = Field(200, ge=100, le=100_000, description="Bootstrap draws behind an interval")
+    draws: int = Field(200, ge=100, le=100_000, description="Number of bootstrap draws for an interval")
 
 
 @stage(kind="evaluation")
 def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
-    """Find the scaling law of a ladder's points: the loss by parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
+    """Find a ladder's scaling law: loss as a function of parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
     Two surfaces are fitted to all points, and the better fit is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
     tokens limits the loss (Kaplan et al. 2020). For a budget that three shapes reach, an IsoFLOP parabola gives the best number of
     parameters. The loss of the questions' right options has its own surface, and accuracy is a sigmoid of that loss. To test the method,
-    known budgets are forecast from the points below them. Several ladders are fitted together.
+    known budgets are forecast from points of lower budgets. Several ladders are fitted together.
     """
     rows = [row for artifact in ladders for row in read_points(artifact) if row["heldout"] == config.heldout]
     names = sorted({row["heldout"] for artifact in ladders for row in read_points(artifact)})

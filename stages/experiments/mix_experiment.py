@@ -73,10 +73,10 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     """Find mixture weights with small models (Llama 3, section 3.1.2; data mixing laws, Ye et al. 2024).
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex. Two surrogates fit each category's held-out
-    loss: a law of the shares and a Gaussian process over their roots, weighted by how well they predict left-out mixtures (rows
-    `left_out_error`). The recommended shares minimise the categories' weighted loss plus a penalty on divergence from the natural mixture.
-    The recommended mixture is then trained against the natural one with `repeats` seeds. The table `weights` holds its shares if the 95 %
-    interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
+    loss: a law of the shares, and a Gaussian process over the shares' square roots. They are weighted by their errors on left-out mixtures
+    (`left_out_error`). The recommended shares minimise the categories' weighted loss plus a penalty on divergence from the natural mixture.
+    The recommended mixture is then trained against the natural one with `repeats` seeds. The table `weights` has the recommended shares
+    if the 95 % interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
 
     Proxies are measured on pages of the split's training documents that they never read; the split's held-out documents are not used.
     """
@@ -134,7 +134,7 @@ def _recommend(
 
 
 def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Floats:
-    """Return the weights of the groups' losses, adding up to 1."""
+    """Return the weights of the groups' losses, normalized to sum to 1."""
     names = [group.name for group in groups]
     if unknown := sorted(set(given) - set(names)):
         raise PunaError(f"mix_experiment.target: {unknown[0]!r} is not among the categories {', '.join(names)}")
@@ -164,7 +164,7 @@ def _run_mixtures(
     mixtures: Sequence[tuple[str, mixing_laws.Floats, int]], first: int, pools: PoolRows, config: MixExperimentConfig, vocab_size: int,
     begin: int, run: StageRun,
 ) -> list[Trial]:  # fmt: skip
-    """Train a proxy on each mixture (name, shares, repeat)."""
+    """Train a proxy on each mixture (name, shares, repeat); return the trials, numbered from `first`."""
     # Proxies of one repeat share initial weights and each category's row order: two trials differ only in the mixture.
     seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]
     jobs = [(first + i, name, shares.tolist(), seeds[i]) for i, (name, shares, _) in enumerate(mixtures)]
@@ -209,7 +209,7 @@ def _report(
     tried: Sequence[Trial], optimum: Trial, used: Trial, gain: Interval, repeats: int, groups: Sequence[Group], target: mixing_laws.Floats,
     fitted: list[mixing_laws.Surrogate], run: StageRun,
 ) -> None:  # fmt: skip
-    """Report the trials, the laws fitted to `tried` (the natural mixture first), and the gain of the optimum."""
+    """Report the trials, the surrogates fitted to `tried` (the natural mixture first), and the gain of the optimum."""
     natural, names = tried[0], [group.name for group in groups]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
     best = np.array(optimum.shares)

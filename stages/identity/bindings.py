@@ -1,4 +1,4 @@
-"""Modules as bindings: the statements behind each name, and the imports, as this process read them."""
+"""Top-level bindings of modules: the statements behind each name, and the imports, in the source that this process read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from puna.stages.identity.syntax import bound, canonical, statements, within
 from puna.storage import PunaError
 
 Target = tuple[str, str | None]
-"""The target of an import: a module and None, or a module and its symbol."""
+"""The target of an import: a module and None, or a module and one of its symbols."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ def is_module(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_followed(origin: str) -> bool:
-    """True if an import's target is in a followed module."""
+    """True if the import target `origin` is in Puna, a plugin or a user's module, whose code is followed."""
     top = origin.split(".")[0]
     return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
 

@@ -110,7 +110,7 @@ class Followed:
         return _hash([*sorted(colours[end] for root in roots for end in self._ends(root)), "", *sorted(set(colours.values()))])
 
     def _ends(self, target: Target, through: frozenset[Target] = frozenset()) -> list[Name]:
-        """Return the reached symbols to which a module's name refers, directly or through imports."""
+        """Return the reached symbols to which `target`, a module and a name in it, refers, directly or through imports."""
         where, what = target
         if what is None or target in through or where.startswith(OUTSIDE):
             return []

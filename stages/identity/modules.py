@@ -27,7 +27,7 @@ def source_file(name: str) -> Path | None:
 
 
 def is_library(name: str) -> bool:
-    """True for a module of Python or of an installed distribution without plugins."""
+    """True for a module of the standard library, or of an installed distribution without plugins."""
     if name.split(".")[0] in sys.stdlib_module_names:
         return True
     try:

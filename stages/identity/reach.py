@@ -76,7 +76,7 @@ def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
 
 
 def keep(roots: Sequence[tuple[str, str]], reach: Reach) -> None:
-    """Save the reach of these symbols, if the cache is writable."""
+    """Save the reach of these symbols, if it contains only Puna's code and the cache is writable."""
     if not _own(name.split(".") for name in reach.symbols):
         return
     file, of, content = _file(roots), _of(roots), asdict(reach)

@@ -63,7 +63,7 @@ _unedited: dict[str, tuple[str, int, int, int, int]] = {}
 
 
 def source_digest(file: Path | str) -> str:
-    """Return the digest of a source file at the start of this process, or at the first call."""
+    """Return the digest of a source file: of Puna's files, read at the start of this process; of other files, at the first call."""
     name = str(file)
     if name not in _AT_START:
         _AT_START[name] = digest(Path(file))
@@ -99,11 +99,11 @@ def whole() -> str:
 
 @cache
 def contract() -> str:
-    """Return one digest of the source files of this analyser."""
+    """Return one digest of the source files in this package, which analyses code."""
     return _together({name: digest for name, digest in _AT_START.items() if os.path.dirname(name) == os.path.dirname(__file__)})
 
 
 @cache
 def listing() -> str:
-    """Return one digest of the names of all files in Puna's source folders at the start."""
+    """Return one digest of the names of all files that were in Puna's source folders at the start of this process."""
     return _together({str(file): "" for file in _FILES})

@@ -180,7 +180,7 @@ class _Canonical(ast.NodeTransformer):
         return self._with_body(node)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> ast.AST:
-        first = self.visit(node.generators[0].iter)  # evaluated outside
+        first = self.visit(node.generators[0].iter)  # evaluated in the enclosing scope
         names = (name for generator in node.generators for name in _bound(within([generator.target])))
         self.scopes.append(self._number_names(names, set()))
         node.generators[0].iter = ast.Constant(None)
@@ -233,7 +233,7 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 
 def within(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.AST]:
-    """Return the nodes of a scope in order, without nested scopes. A walrus binds outside its comprehension."""
+    """Return the nodes of a scope in order, without the contents of nested scopes. `comprehensions`: with comprehensions' contents."""
     result: list[ast.AST] = []
     todo = list(reversed(nodes))
     while todo:
@@ -245,7 +245,7 @@ def within(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.A
 
 
 def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that the nodes of a scope bind in it."""
+    """Yield the names that the nodes of a scope bind in it. A walrus in a comprehension's element binds outside the comprehension."""
     for node in inside:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.id
@@ -260,7 +260,7 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def _fixed_names(inside: Iterable[ast.AST]) -> set[str]:
-    """Return the names of a scope that are not renamed: imports, functions, classes, and names of other scopes."""
+    """Return the names of a scope that are not renamed: imports, functions, classes, and names declared global."""
     names: set[str] = set()
     for node in inside:
         if isinstance(node, ast.Import | ast.ImportFrom):

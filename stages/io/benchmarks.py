@@ -1,6 +1,6 @@
-"""Conversion of known benchmarks to prompts: the columns that identify a benchmark, and its questions, references and verifiers.
+"""Conversion of known benchmarks' rows to prompts: the columns that identify a benchmark, and its questions, references and verifiers.
 
-Options are ordered by a hash if the right one always has the same position (BLiMP, TruthfulQA).
+Options are shuffled by a hash if a benchmark always lists the correct ones first (BLiMP, TruthfulQA).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Build = Callable[["Plan", Fields], Values]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's layout. `needs` (required) and `may` (optional): field → usual columns. `tells`: a check of the rows' values."""
+    """A benchmark's layout. `needs` (required), `may` (optional): field → usual columns. `build` converts a row; `tells` checks values."""
 
     name: str
     build: Build
@@ -39,7 +39,7 @@ class Benchmark:
     tells: Callable[[Sequence[Fields], dict[str, str]], bool] = lambda rows, columns: True
 
     def columns(self, rows: Sequence[Fields], given: Mapping[str, str]) -> dict[str, str] | None:
-        """Return field → column, None if the rows are not of this benchmark."""
+        """Return field → column, or None if the rows do not fit this benchmark. `given`: columns that the user mapped."""
         fields = self.needs | ASIDE | self.may
         if set(given) - set(fields):
             return None
@@ -89,13 +89,13 @@ def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
 
 
 def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
-    """Return a field's list of texts; whole numbers are converted to text."""
+    """Return a field's list of texts, which must not be empty; whole numbers are converted to text."""
     values = [str(value) if type(value) is int else value for value in _list(plan, row, name)]
     return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(values)]
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the index of the right option, given as a label, a number from `start` (negative: no numbers), or the option's text."""
+    """Return the correct option's index. The field holds a label, a number counted from `start` (negative: no numbers), or the text."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     option_labels = list(labels)[: len(options)]
@@ -113,7 +113,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
 
 
 def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a multiple-choice prompt with lettered options. `mixed`: a hash decides the order of the options."""
+    """Return a multiple-choice prompt with lettered options. `right`: indices of correct options; `mixed`: order the options by a hash."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
@@ -175,7 +175,7 @@ def _mbpp(plan: Plan, row: Fields) -> Values:
 
 def _arc(plan: Plan, row: Fields) -> Values:
     choices = _value(plan, row, "choices")
-    if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):  # as the authors' own files have them
+    if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):  # the layout of the authors' own files
         choices = {name: [choice.get(name) for choice in choices] for name in ("text", "label")}
     options, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
     if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
@@ -240,7 +240,7 @@ def _truthfulqa(plan: Plan, row: Fields) -> Values:
 
 
 def _ruler(plan: Plan, row: Fields) -> Values:
-    """Return a prompt scored as RULER's string_match_all: the share of expected outputs that the answer contains, ignoring case."""
+    """Return a prompt scored like RULER's string_match_all: by the share of expected outputs that the answer contains, ignoring case."""
     outputs = [str(value) for value in _list(plan, row, "outputs")]
     return _contains(_text(plan, row, "input"), outputs)
 
@@ -263,7 +263,7 @@ def _with_hashes(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _has_lists(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
-    """True if outputs are lists, and rows have no instruction."""
+    """True if at least half of the `outputs` are lists, or JSON text of lists, and no row has a column `instruction`."""
     listed = _mostly(rows, columns["outputs"], lambda value: isinstance(value, list) or str(value).startswith("["))
     return listed and not any("instruction" in row for row in rows)
 
@@ -273,12 +273,12 @@ def _boolean(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _has_labels(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
-    """True if choices have texts and labels."""
+    """True if at least half of the choices are objects or have a key `label`, unlike MMLU's plain lists of texts."""
     return _mostly(rows, columns["choices"], lambda value: isinstance(value, dict) or '"label"' in json.dumps(value).replace("\\", ""))
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if `is_so` holds for at least half of a column's values; the other rows are dropped later."""
+    """True if `is_so` holds for at least half of a column's non-null values. Rows for which it fails are dropped later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
     return 2 * sum(map(is_so, values)) >= len(values)
 
@@ -318,4 +318,4 @@ _ALL = (
     Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_has_lists),
 )  # fmt: skip
 BENCHMARKS = {one.name: one for one in _ALL}
-"""Benchmarks in the order in which rows are matched against them."""
+"""Name → benchmark, in the order in which `find` tries the benchmarks."""

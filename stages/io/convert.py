@@ -1,4 +1,4 @@
-"""Conversion of a layout's rows to table rows; an invalid row raises `Refused` with its field and reason."""
+"""Conversion of rows in a known layout to rows of Puna's tables; an invalid row raises `Refused` with the field and the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def instructions(plan: Plan, row: Fields) -> Values:
-    """Return columns `messages` and `tools` of the instructions table."""
+    """Return the row's columns `messages` and `tools` of the instructions table."""
     if plan.layout == "messages":
         messages = turns.messages(plan.get(row, "messages"), plan.name("messages"))
     else:
@@ -32,7 +32,7 @@ def instructions(plan: Plan, row: Fields) -> Values:
 
 
 def prompts(plan: Plan, row: Fields) -> Values:
-    """Return columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
+    """Return the row's columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
     if plan.layout in BENCHMARKS:
         values = BENCHMARKS[plan.layout].build(plan, row)
         return values | {"messages": dump(_with_system(plan, row, json.loads(values["messages"])))}
@@ -58,7 +58,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
 
 
 def preferences(plan: Plan, row: Fields) -> Values:
-    """Return the columns of the preferences table, except the row's ids."""
+    """Return the row's columns of the preferences table, except ids, task and split."""
     context, values = {"pairs": _pair, "kto": _labelled_row, "ranked": _ranked_row, "compared": _compared_row}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
@@ -68,7 +68,7 @@ def preferences(plan: Plan, row: Fields) -> Values:
 
 
 def documents(plan: Plan, row: Fields) -> Values:
-    """Return columns `text`, `title`, `url` and `fetched_at` of the documents table; a missing date becomes 1970."""
+    """Return the row's columns `text`, `title`, `url` and `fetched_at` of the documents table; a missing date becomes 1970-01-01."""
     text = turns.text(plan.get(row, "text"), plan.name("text"))
     title, url, date = (plan.get(row, field) for field in ("title", "url", "date"))
     for value, field in ((title, "title"), (url, "url")):
@@ -86,7 +86,7 @@ CONVERT: dict[str, Callable[[Plan, Fields], Values]] = {
 
 
 def split_of(plan: Plan, row: Fields) -> str | None:
-    """Return the row's split, train or heldout, or None if the row names no split."""
+    """Return the row's split, train or heldout; None if the row names no split. Raise Refused for an unknown name."""
     value = plan.get(row, "split")
     if value is None:
         return None
@@ -102,7 +102,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
     if "prompt" in plan.columns:
         value, field = plan.get(row, "prompt"), plan.name("prompt")
         if isinstance(value, str) and turns.is_dialogue(value):
-            # A prompt of HH may end in the header of the answer.
+            # A prompt of HH-RLHF may end in the header of the answer.
             return turns.dialogue(value.rstrip().removesuffix("\n\nAssistant:"), field)
         if isinstance(value, list | dict):
             return turns.messages(value, field)
@@ -187,17 +187,17 @@ def _others(value: Any, field: str) -> list[Message]:
 
 
 def _side(value: Any, field: str) -> list[Message]:
-    """Return one side of a pair: messages, an HH dialogue, or the answer's text."""
+    """Return one side of a pair as messages. `value`: messages, their JSON text, an HH dialogue, or the answer's text."""
     if isinstance(value, str) and turns.is_dialogue(value):
         return turns.dialogue(value, field)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        with contextlib.suppress(Refused):  # a cell of CSV holds messages as JSON; an answer may be JSON, too, and then is text
+        with contextlib.suppress(Refused):  # a CSV cell holds messages as JSON; other JSON is an answer's text
             return turns.messages(value, field)
     return _answer(value, field)
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return one side's messages, without the context if they begin with it."""
+    """Return one side's messages without the context that they may repeat. Raise Refused if several messages repeat another context."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:
@@ -219,7 +219,7 @@ def _margin(plan: Plan, row: Fields) -> Values:
 
 
 def _labelled_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return the context of a labelled row, and its answer: as `chosen` if the label is good, else as `rejected`; the other is None."""
+    """Return a labelled row's context and columns: the answer is `chosen` if the label is true, else `rejected`; the other side is None."""
     good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
     messages = _context(plan, row)
     if "completion" in plan.columns:
@@ -233,7 +233,7 @@ def _labelled_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return context and ranking: the best answer is chosen, the worst rejected, the others keep their rank. Equal answers share a rank."""
+    """Return a ranked row's context and columns: a best answer is `chosen`, a worst one `rejected`, the rest `others`; ties share ranks."""
     field = plan.name("answers")
     answers = plan.get(row, "answers")
     answers = turns.parse(answers, field) if isinstance(answers, str) else answers
@@ -257,7 +257,7 @@ def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _compared_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return context and pair of two answers. Preference -3: the first answer is significantly better; 3: the second is."""
+    """Return a compared row's context and columns. Preference -3: the first answer is significantly better; 3: the second is."""
     worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
     if worth not in (-3, -2, -1, 1, 2, 3):
         rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")
@@ -305,7 +305,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """Return the edit of the best answer, from its own column or the answer's field `edited`; None if there is none."""
+    """Return the best answer's edited version, from the column `edited` or the answer's field `edited`; None if there is no edit."""
     first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:

@@ -1,4 +1,4 @@
-"""Atomic export of tables, as files that DuckDB and Hugging Face's `datasets` load, and of models."""
+"""Atomic export of tables (to files that DuckDB and Hugging Face's `datasets` load) and of models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUT = (".json", ".safetensors", ".jinja")  # suffixes of the model files that
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target`, or is removed after an error. Raise PunaError if `target` is not empty."""
+    """Yield a temporary folder that becomes `target`, or is removed after an error. Raise PunaError if `target` has files or is a file."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PunaError(f"export: {target} is there already and not empty; give a new folder")
@@ -44,14 +44,14 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet", "jsonl"] = "parquet") -> Path:
-    """Write an artifact's main table to one file in `folder`, atomically; return the file.
+    """Write an artifact's main table to one file in `folder`, atomically; return the file's path.
 
-    Parquet has the columns as stored. JSON lines have conversations in common layouts, as lists of messages: `messages` for
-    instructions; `prompt` with `chosen` and `rejected` for preferences, or with `completion` and a boolean `label` if there is
-    one side. Raise PunaError if there is no table, if JSON cannot hold a column of bytes, or if the folder is not empty.
+    Parquet has the columns as stored. JSON lines have conversations as lists of messages: `messages` for instructions, `prompt` for
+    prompts. Preferences have `prompt`, `chosen` and `rejected`; with one of the two answers and no edit, `completion` and a boolean
+    `label`. Raise PunaError if there is no table, if JSON cannot hold a column of bytes, or if the folder is not empty.
     """
     if artifact.kind not in artifact.tables:
-        raise PunaError(f"{artifact.id} has no table to export; export_model writes models and tokenizers")
+        raise PunaError(f"{artifact.id} has no table to export; export_model writes models")
     wrong = [field.name for field in artifact.schema() if pa.types.is_binary(field.type)]
     if format == "jsonl" and wrong:
         raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot; export it as parquet")
@@ -77,7 +77,7 @@ def _jsonl(artifact: Artifact, file: Path) -> None:
 
 
 def _rest(row: Row) -> Row:
-    """Return the tools, if any, and the row's other columns that are not null."""
+    """Return the row's tools, if any, and its non-null columns other than messages and answers."""
     skipped, tools = ("messages", "tools", "others", *SIDES), tools_of(row)
     return ({"tools": tools} if tools else {}) | {name: v for name, v in row.items() if name not in skipped and v is not None}
 
@@ -99,15 +99,15 @@ SHAPES: dict[str, Callable[[Row], Row]] = {
 
 
 def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", text: Path | None = None) -> list[Path]:
-    """Write a model artifact to a new or empty folder; return the files, sorted.
+    """Write a model artifact to a new or empty folder; return the files' paths, sorted.
 
     `hf`: weights, configuration, tokenizer and chat template for transformers, vLLM and lm-eval. `gguf`: one file for llama.cpp, named
     after the folder. `awq`: hf with the layers' matrices in 4 bits; scales are calibrated on the file `text`, which should resemble the
-    model's inputs. `adapter`: the adapters that training kept, in PEFT's layout. Raise PunaError if the artifact is no model, is damaged,
-    has no adapters or does not fit the format. Raise it also if awq has no `text`, another format has one, or the folder is not empty.
+    model's inputs. `adapter`: the LoRA adapters that training kept, in PEFT's layout. Raise PunaError if the artifact is no model, is
+    damaged, lacks adapters or does not fit the format. Raise it also if awq has no `text`, another format has one, or the folder has files.
     """
     if (format == "awq") != (text is not None):
-        raise PunaError("export: awq, and no other format, calibrates scales on a text: give a text file only with the format awq")
+        raise PunaError("export: awq, and no other format, calibrates scales on a text: give a text file with format awq, and only then")
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; give a model")
     if damage := artifact.damage():
@@ -140,7 +140,7 @@ def _copy_adapter(artifact: Artifact, part: Path) -> None:
 
 
 def _convert(artifact: Artifact, part: Path, name: str, text: Path | None) -> None:
-    """Write a GGUF file `name`, or, with a calibration text, a folder in AWQ's format."""
+    """Write to the folder `part` the GGUF file `name` or, with a calibration text, the files of AWQ's format."""
     from puna.models.formats import awq_search
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
     from puna.models.formats.gguf import files as gguf

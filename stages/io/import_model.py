@@ -1,4 +1,4 @@
-"""Import of a model: any checkpoint of a known family, safetensors or GGUF, with its own tokenizer and chat template."""
+"""Import of a model: a safetensors or GGUF checkpoint of a known family, with its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local_folder(files: External, scratch: Path) -> Path:
-    """Return the folder of the files, or the file if there is only one. Remote files are downloaded to the scratch folder."""
+    """Return the path of a single local file, else the folder of the files. Remote files are downloaded to a folder in `scratch`."""
     places = {file.name: file.local() for file in files.files}
     if len(places) == 1 and (only := next(iter(places.values()))) is not None:
         return only
@@ -34,7 +34,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download from `hf://OWNER/NAME[@COMMIT]` the files that match `patterns(all file names)`; return their folder."""
+    """Download the files of `hf://OWNER/NAME[@COMMIT]` that match `patterns(all file names)` to `target`; return this folder."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -48,14 +48,14 @@ def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]],
         raise PunaError(f"{stage}: {uri}: the hub does not give the model ({reason})") from error
 
 
-NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  # files fetched from the hub
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  # patterns of the files to fetch from the hub
 
 
 class ImportModelConfig(StageConfig):
     """Settings of a model's import: number format and chat template."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
-        "stored", description="Number format of the kept weights; stored: the checkpoint's, float32 for GGUF blocks"
+        "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantised blocks"
     )
     chat_template: str | None = Field(
         None, description="Chat template instead of the checkpoint's: a name (llama3, chatml), a Jinja file, or its text"
@@ -64,7 +64,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template given as a name or a file, so that its content, not its path, is in the artifact's key."""
+        """Return the text of a template given as a name or a file: the artifact's key then depends on the text, not on the path."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.tokenizer import TEMPLATES
@@ -81,8 +81,8 @@ class ImportModelConfig(StageConfig):
 def import_model(model: External, config: ImportModelConfig, run: StageRun) -> None:
     """Import a model from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
-    First check the family, all tensors' names and shapes, the tokenizer against the embeddings, the chat template on a conversation, and
-    the tokens that end an answer. The metrics describe the model. The sampling settings of generation_config.json are kept.
+    First check the family, all tensors' names and shapes, and the vocabulary size against the embeddings. A chat template must end
+    answers in a stop token. The metrics describe the model. The sampling settings of generation_config.json are kept.
     """
     import torch
 

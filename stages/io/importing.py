@@ -1,7 +1,7 @@
-"""Common parts of the import stages: finding files, recognising their layout, reading in workers, counting dropped rows.
+"""Code that the import stages share: it finds files, detects the layout of each input, reads rows in workers and counts dropped rows.
 
-One worker reads a whole file. Rows are then partitioned by id, and the first row of each id is kept. An invalid row goes to the table
-`dropped` with file, row, field and reason."""
+One worker reads a whole file. Rows are then partitioned by id, and the first row of each id is kept. Invalid and repeated rows go to the
+table `dropped` with file, row, field and reason."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ BESIDE = (
     "", ".md", ".rst", ".txt", ".pdf", ".html", ".py", ".ipynb", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".bib", ".svg", ".png", ".jpg",
     ".jpeg", ".gif",
 )  # fmt: skip
-"""Suffixes of the other files of a data repository: description, licence, code and pictures."""
+"""Suffixes of a data repository's files without rows: description, licence, code and pictures."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SNIFFED_ROWS = 200
-SHOWN = 4000  # characters of an example that are shown
+SHOWN = 4000  # maximum characters of an example in the table `examples`
 CHUNK_BYTES = 32 << 20
-PACKED = 4  # approximate bytes of rows in memory per byte of their files
+PACKED = 4  # approximate bytes of rows in memory per byte of a file
 HUB_BYTES = 1 << 30
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values that may be dropped without loss."""
-HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, if rows have no split"
+"""Values without content: an unused column that holds only these is not reported."""
+HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, among rows that name no split"
 
 
 class ImportConfig(SeededConfig):
-    """Settings of an import."""
+    """Settings that all imports of rows share."""
 
-    columns: dict[str, str] = Field(default_factory=dict, description="Field → column, if it is not a usual one; a.b.0 is a nested value")
-    bad_rows: Literal["drop", "refuse"] = Field("drop", description="Invalid rows go to `dropped` (drop), or end the run (refuse)")
+    columns: dict[str, str] = Field(default_factory=dict, description="Field → column, for columns with unusual names; a.b.0: nested value")
+    bad_rows: Literal["drop", "refuse"] = Field("drop", description="Bad or repeated rows go to `dropped` (drop), or stop the run (refuse)")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
-        "auto", description="Format of every file (json: lines or an array); auto: by its name and first bytes"
+        "auto", description="Format of all files (json: lines or an array); auto: each file's format by name, else by first bytes"
     )
-    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Maximum size of a row that is read, bytes")
+    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Maximum size of a row, bytes; larger rows are invalid")
     task: str = Field("", description="Task of rows that name no task; empty: the input's name")
-    dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
+    dataset_subset: str | None = Field(None, min_length=1, description="Subset (configuration) of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
 
 
 class SplitConfig(ImportConfig):
-    """Settings of an import of rows to train on or to hold out."""
+    """Settings of an import whose rows are split into training and held-out rows."""
 
     heldout_fraction: float = Field(0.0, ge=0, lt=1, description=HELDOUT_SHARE)
 
@@ -76,12 +76,12 @@ class SplitConfig(ImportConfig):
 class PromptRowsConfig(SplitConfig):
     """Settings of an import of prompts, whose rows may name verifiers."""
 
-    verifier: str = Field("", description="Verifier of rows that name none, also in benchmarks: a name (numeric, exact) or JSON")
-    code_from: tuple[str, ...] = Field((), description="Modules whose functions a row's verifier may name; `puna import --module` sets it")
+    verifier: str = Field("", description="Verifier of rows that name none, a name (numeric, exact) or JSON; replaces a benchmark's")
+    code_from: tuple[str, ...] = Field((), description="Modules whose functions a row's verifier may name; set by `puna import --module`")
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
-    """Write the inputs' rows as an artifact of `kind`. The table `examples` has each input's layout, the reason, and an example."""
+    """Write the inputs' valid rows as an artifact of `kind`. Table `examples`: each input's layout, why it was chosen, and an example."""
     jobs = list(_jobs(inputs, kind, config, run))
     if isinstance(config, PromptRowsConfig) and config.verifier:
         from_text(named_verifier(config.verifier))
@@ -122,7 +122,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """Files of an input: file name → format; file name → split, if a file is named `train`; and names of files without rows."""
+    """An input's files. `formats`, `splits`: file name → format, split (only if a file is named train); `beside`: files without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Return the files of an input by format. Raise PunaError if no file has rows, or a file's format is not recognised."""
+    """Return an input's files with formats and splits. Raise PunaError if a format is not recognised, or only files without rows remain."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -160,7 +160,7 @@ def look(external: External, format: str) -> Files:
 
 
 def split_named(name: str) -> str:
-    """Return the split named by a file or a folder above it: `train-00000-of-00002`, `hh_test.jsonl`, `validation/…`."""
+    """Return the split that a word in a file's path names, such as `hh_test.jsonl` or `validation/…`, the file's name first; else ""."""
     path = PurePosixPath(name.lower())
     stem = SHARD.sub("", path.name.partition(".")[0])
     words = [word for part in (stem, *reversed(path.parts[:-1])) for word in re.split(r"[-._ ]+", part)]
@@ -168,7 +168,7 @@ def split_named(name: str) -> str:
 
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
-    """Yield the files to read; report skipped files, and files held out by their split's name, as metrics."""
+    """Yield the files and hub shards to read; record files without rows, and held-out files (skipped for documents), as metrics."""
     first_rows = {external.name: look(external, config.format) for external in inputs}
     beside = [name for files in first_rows.values() for name in files.beside]
     apart = [name for files in first_rows.values() for name in files.formats if files.heldout(name)]
@@ -208,7 +208,7 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
         if len(sample) >= SNIFFED_ROWS:
             break
     if not sample and fault is not None:
-        raise PunaError(f"input {name}: its first {SNIFFED_ROWS} records are no rows; row {fault.number} {fault.reason}")
+        raise PunaError(f"input {name}: none of its first {SNIFFED_ROWS} records is a row; row {fault.number} {fault.reason}")
     if not sample:
         return None, {}
     verified = isinstance(config, PromptRowsConfig) and bool(config.verifier)
@@ -254,7 +254,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         if isinstance(row, Row):
             left.update(column for column, value in row.fields.items() if column not in fields and value not in EMPTY)
         values = _take_row(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
-        if isinstance(values, dict) and not is_text(values):  # JSON inside of a text may hold what the text itself does not
+        if isinstance(values, dict) and not is_text(values):  # JSON within a valid text may decode to lone surrogates
             values = Fault(row.number, "", "invalid_utf8", "holds halves of surrogate pairs, which are no Unicode text")
         if isinstance(values, Fault):
             fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
@@ -275,7 +275,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
 
 
 def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
-    """Return valid rows (with a `place`) and rows of `dropped` as one Arrow table, with their `order` in the file."""
+    """Return valid rows (with a `place`) and rows of `dropped` (without) as one Arrow table; `order` sorts rows by file and position."""
     fields = {field.name: field.with_nullable(True) for name in (kind, "dropped") for field in table_schema(name).schema}
     return pa.Table.from_pylist(rows, schema=pa.schema([*fields.values(), pa.field("place", pa.string()), pa.field("order", pa.int64())]))
 
@@ -309,7 +309,7 @@ def named_verifier(text: str) -> str:
 
 
 def _check_question(values: dict[str, Any]) -> None:
-    """Raise Refused if a row does not suit the configured verifier, for example because it has no reference."""
+    """Raise Refused if a row does not suit the configured verifier, for example if the verifier needs a reference and the row has none."""
     try:
         from_text(values["verifier"]).check(Question("of this row", "", "", values["reference"]))
     except PunaError as error:
@@ -347,7 +347,7 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
 
 
 def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
-    """Return the row with its id (`named`, or a digest of its content), the id of its prompt and its split."""
+    """Return the row with its id (`named`, else a digest of its content), its prompt's id unless it is a prompt, and its split."""
     context, tools = values["messages"], values["tools"] or ""
     content: tuple[Any, ...]
     if kind == "instructions":
@@ -368,7 +368,7 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
 
 
 def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return the first row of each id in a range, the dropped rows, and counts of both."""
+    """Return the first row of each id in a partition and the dropped rows, as tables, and counts of both."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
     (first, repeated), again = repetitions(ids), []

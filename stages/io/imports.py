@@ -24,10 +24,10 @@ def import_preferences(inputs: list[External], config: ImportPreferencesConfig, 
     """Import preferences: chosen and rejected answers, labelled (KTO), scored or ranked answers, or pairs with a preference from -3 to 3.
 
     Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, their common first messages are
-    the context. A ranking is one row: the best answer is chosen, the worst rejected, the others keep their rank.
+    the context. A ranking is one row: a best answer is chosen, a worst one rejected, and `others` holds the rest with their ranks.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once. A tenth of
-    the prompts is held out by default, for evaluation.
+    `examples` shows how each input was read; `dropped` lists each invalid or repeated row with field and reason. Rows without an id get
+    one from their content. Of rows that name no split, a tenth of the prompts is held out by default.
     """
     import_rows("preferences", config.layout, inputs, config, run)
 
@@ -42,7 +42,7 @@ class ImportInstructionsConfig(SplitConfig):
 def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
     """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once.
+    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same conversation).
     """
     import_rows("instructions", config.layout, inputs, config, run)
 
@@ -57,7 +57,7 @@ class ImportDocumentsConfig(ImportConfig):
 def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
     """Import documents from rows with a text and, optionally, title, URL and date. For HTML pages and archives, use `ingest`.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once.
+    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same URL and text).
     """
     import_rows("documents", config.layout, inputs, config, run)
 
@@ -80,7 +80,7 @@ def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: Sta
     get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name unused columns;
     `prompts_without_verifier` counts rows without a verifier.
 
-    `examples` shows how each input was read; `dropped` lists each invalid row with field and reason. Equal rows are kept once. A verifier
-    may name code only in modules that `--module` or an installed plugin names. A tenth of the prompts is held out by default.
+    `examples` shows how each input was read; `dropped` lists each invalid or repeated row (same id or, without ids, same messages). A
+    verifier may name functions only of modules that `--module` or an installed plugin names. A tenth of the prompts is held out by default.
     """
     import_rows("prompts", config.layout, inputs, config, run)

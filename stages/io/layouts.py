@@ -1,7 +1,7 @@
-"""Common layouts of data sets: the columns that each layout needs, and the recognition of a data set's layout.
+"""Common layouts of data sets: the columns that each layout needs, and the detection of an input's layout.
 
-All layouts of a kind are tried. If the data fit several of them, or one in several ways, an error lists the candidates and how to
-declare one (`layout`, `columns`).
+All layouts of a table kind are tried; for prompts, the benchmarks come first and the first that fits is taken. If the rows fit several
+layouts, or a field fits several columns, an error lists the candidates and how to declare one (`layout`, `columns`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "id": (),
     **{name: (name,) for name in SINGLE_NAMED},
 }
-"""Usual names of each field's column, in order of preference. A field without usual names has to be mapped."""
+"""Usual names of each field's column, in order of preference. A field without usual names is read only if the user maps it."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. `needs`: groups of fields; one field of each group is required; `may`: optional fields; `why`: distinctive features."""
+    """A layout. `needs`: groups of fields; one field per group is required; `may`: optional fields; `why`: the content, in words."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -95,12 +95,12 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
     }
 }
-"""Columns of known data sets by kind, with a description. A row that was read without such a column would have another meaning."""
+"""Table kind → column → what this column holds in known data sets. A row read without the column would be another question."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan for reading an input's rows. `declared`: the user named the layout, so that 1 and 0 may be labels."""
+    """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0."""
 
     layout: str
     columns: dict[str, str]
@@ -112,15 +112,15 @@ class Plan:
         return field_at(row, self.columns[field]) if field in self.columns else None
 
     def name(self, field: str) -> str:
-        """Return the column of a field, or the field's name if it has none, for messages."""
+        """Return the name of a field's column for error messages, or the field's own name if it has no column."""
         return self.columns.get(field, field)
 
 
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
-    """Return the plan to read an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear.
+    """Return the plan to read an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear or missing.
 
-    `layout="auto"` recognises the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a
-    verifier for rows that have none. With "auto", benchmarks are tried before layouts of prompts, unless rows have a `verifier`.
+    `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a
+    verifier for rows without one (`_check_meaning` is skipped). With "auto", benchmarks come before prompt layouts unless rows have one.
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
@@ -167,7 +167,7 @@ def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterab
 
 
 def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
-    """Raise PunaError if a column that decides the right answer would be lost."""
+    """Raise PunaError if rows without a verifier have a column of `UNSUPPORTED` that the plan does not read."""
     if "verifier" in plan.columns:
         return
     used_columns = set(plan.columns.values())
@@ -199,7 +199,7 @@ def _fits(one: Layout, rows: Sequence[Fields], given: Mapping[str, str]) -> bool
 
 
 def _has_scores(answers: Any) -> bool:
-    """True if a list of answers, or its JSON text, has an answer with a score."""
+    """True if `answers`, a list or a list's JSON text, has an answer with a field of `SCORES`."""
     if isinstance(answers, str):
         try:
             answers = json.loads(answers)
@@ -212,7 +212,7 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return field → column, the first if an optional field has several. Raise PunaError if a needed one, or `reference`, has several."""
+    """Return field → column. Raise PunaError if a required field, `reference` or the context has several columns; others take the first."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.needed, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]

@@ -1,4 +1,4 @@
-"""Merging of external adapters into a model."""
+"""The stage that merges external adapters into a model's weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -> None:
     """Merge the adapters of a folder in PEFT's format into the model's weights, which keep their dtype.
 
-    The folder holds adapter_config.json and adapter_model.safetensors, from PEFT, TRL, a stage with `lora.keep`, or `hf://OWNER/NAME`. Any
-    type that PEFT can merge from these files alone is accepted (LoRA, DoRA, LoHa, IA3, …). Unexpected and missing tensors are errors.
-    The tokenizer stays the model's.
+    The folder, local or `hf://OWNER/NAME`, holds adapter_config.json and adapter_model.safetensors; PEFT, TRL and stages with `lora.keep`
+    write such files. Any adapter type that PEFT can merge from these files alone is accepted (LoRA, DoRA, LoHa, IA3, …). Raise PunaError
+    for an unexpected or missing tensor. The model's tokenizer is kept.
     """
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
@@ -49,7 +49,7 @@ def _folder(adapter: External, run: StageRun) -> Path:
 
 
 def _merge(network: Transformer, folder: Path, model: Artifact, uri: str) -> tuple[Transformer, int]:
-    """Return the network with merged adapters, and the number of LoRA and `modules_to_save` parameters (other types count 0)."""
+    """Return the network with merged adapters, and the number of their LoRA and `modules_to_save` parameters (others are not counted)."""
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError
 

@@ -1,4 +1,4 @@
-"""Conversion of public data sets' messages to one format; errors name the field."""
+"""Conversion of messages and values of public data sets to Puna's format; a `Refused` error names the field."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ALIASES = {
     "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
-"""Role names in data sets, and Puna's names for them."""
-CALLS = ("function_call", "tool_call")  # roles whose turn is the assistant's call of a tool, as JSON
+"""Role name in data sets → Puna's role name."""
+CALLS = ("function_call", "tool_call")  # roles of turns that hold a tool call of the assistant, as JSON
 HUMAN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Refused(Exception):
-    """An invalid row: its field, the violated rule, and a reason for people."""
+    """An error for an invalid row: the field at fault, the violated rule's name, and the reason in words."""
 
     def __init__(self, field: str, rule: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -26,7 +26,7 @@ class Refused(Exception):
 
 
 def messages(value: Any, field: str) -> list[Message]:
-    """Return messages in Puna's format. `value`: a message or a list (role and content, or from and value), its JSON, or an HH dialogue."""
+    """Return messages in Puna's format. `value`: a message (role and content, or from and value), a list, their JSON, or an HH dialogue."""
     if isinstance(value, str):
         if HUMAN.match(value):
             return dialogue(value, field)
@@ -48,7 +48,7 @@ def parse(text: str, field: str) -> Any:
 
 
 def message(turn: Any, field: str) -> Message:
-    """Return a message with Puna's name of the role and the content as text. Drop keys with null, keep further keys."""
+    """Return a message with Puna's role name and its content as text. Keys with null values are dropped, other keys are kept."""
     if not isinstance(turn, dict):
         raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
     names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
@@ -82,7 +82,7 @@ def _content(content: Any, field: str, calls: bool) -> str:
 
 
 def _calls(value: Any, field: str) -> list[Message]:
-    """Return the tool calls of a turn whose content is a call or a list of calls, as objects or as JSON text."""
+    """Return a turn's tool calls. `value`: the turn's content, a call or a list of calls, as objects or as JSON text."""
     value = parse(value, field) if isinstance(value, str) else value
     calls = value if isinstance(value, list) else [value]
     for call in calls:
@@ -92,7 +92,7 @@ def _calls(value: Any, field: str) -> list[Message]:
 
 
 def dialogue(text: str, field: str) -> list[Message]:
-    """Parse Anthropic's HH dialogues: turns after "\\n\\nHuman:" and "\\n\\nAssistant:"."""
+    """Return the messages of a dialogue in Anthropic's HH-RLHF format: turns after "\\n\\nHuman:" and "\\n\\nAssistant:"."""
     before, *parts = HUMAN.split(text)
     if before.strip() or not parts:
         raise Refused(field, "not_a_dialogue", f"begins with {text[:40]!r}, not with '\\n\\nHuman:'")
@@ -121,7 +121,7 @@ def text(value: Any, field: str) -> str:
 
 
 def number(value: Any, field: str) -> float:
-    """Return a finite number, or the number that a text spells, as a float; raise Refused for another value."""
+    """Return `value`, a finite number or the text of one, as a float; raise Refused for any other value."""
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if isinstance(value, str):
@@ -135,7 +135,7 @@ def number(value: Any, field: str) -> float:
 
 
 def truth(value: Any, field: str, numbers: bool) -> bool:
-    """Return a boolean, or the boolean that a text spells; with `numbers`, 1 is true and 0 is false. Raise Refused for another value."""
+    """Return `value`, a boolean or the text of one, as a bool; with `numbers`, 1 is true and 0 false. Raise Refused for any other value."""
     words = {"true": True, "false": False, **({"1": True, "0": False} if numbers else {})}
     if value is None:
         raise Refused(field, "missing", "is missing or null")
@@ -149,6 +149,6 @@ def truth(value: Any, field: str, numbers: bool) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return the JSON type of a value in words."""
+    """Return the JSON type of a value in words, for error messages."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""The mixture: how often each training document is read."""
+"""The stage `mix` and its mixture, which says how often training reads each document."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class MixConfig(SeededConfig):
     """Settings of the mixture's weights."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Category → share of training text, adding up to 1; if empty, the experiment's, else the text's"
+        default_factory=dict, description="Category → share of training text (sum: 1); empty: the experiment's weights, else the text's"
     )
     max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
         {"arts_entertainment": 0.5}, description="Overrepresented category → share of its weight that it keeps; the others gain the rest "
-        "in proportion. Not applied to `weights`, or to those of anneal_experiment"
+        "in proportion. Not applied to `weights`, or to the weights of anneal_experiment"
     )  # fmt: skip
     max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum passes over a category's documents, on average")
 
@@ -50,7 +50,7 @@ class MixConfig(SeededConfig):
 
 
 class Share(NamedTuple):
-    """A category: bytes of its training documents, weight, and resulting epochs."""
+    """A category's bytes of training documents, weight (share of the training text), and resulting epochs."""
 
     bytes: int
     weight: float
@@ -62,9 +62,9 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
-    most `max_share`. Overrepresented subjects (the report names arts and entertainment) keep the fraction `down_sample` of their weight.
-    Training reads as much text as one pass over all documents: a category of weight w is read w x all bytes / its bytes times, at most
-    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A hash of a document's id rounds its epochs to an integer.
+    most `max_share`. Overrepresented categories (Llama 3 names arts and entertainment) keep the fraction `down_sample` of their weight.
+    Training reads as much text as one pass over all documents: a category of weight w and b of all B bytes is read w B / b times, at most
+    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A hash of a document's id rounds the document's epochs up or down.
     Held-out documents stay held out.
     """
     check_mixture(run, documents, split)
@@ -81,7 +81,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     if weighting:
         _check_weights(weighting, training, "mix.weights" if config.weights or weights is None else weights.id)
     max_share = 1.0 if weighting else config.max_share
-    # An annealing experiment measured its weights as they are: down-sample none of them.
+    # An annealing experiment measured exactly these weights: do not down-sample them.
     final = bool(config.weights) or (weights is not None and weights.manifest.stage == "anneal_experiment")
     factors = {} if final else _factors(config, training)
     if any(factors.get(category, 1.0) < 1 for category in training):
@@ -105,7 +105,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Return the weight and epochs of each category. The weights are `wanted`, or if it is empty, shares of the text (`sizes`, bytes).
+    """Return category → share. The initial weights are `wanted` or, if `wanted` is empty, the shares of the text (`sizes`, bytes).
 
     The excess of a category over `max_repeats` or `max_share` goes to the others, in proportion to their weights.
     """
@@ -128,7 +128,7 @@ def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: flo
 
 
 def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-    """Multiply weights by factors of 0 to 1 and scale them to add up to 1. Raise PunaError if nothing is left."""
+    """Return weights multiplied by factors (0 to 1) and rescaled to add up to 1. Raise PunaError if all products are 0."""
     left = {category: weight * factors.get(category, 1.0) for category, weight in weights.items()}
     total = sum(left.values())
     if not total:
@@ -137,7 +137,7 @@ def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> 
 
 
 def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]:
-    """Return the factors of existing categories. Raise PunaError if the user names a category that no document has."""
+    """Return the `down_sample` factors of the corpus's categories. Raise PunaError if the user names a category that no document has."""
     unknown = sorted(set(config.down_sample) - set(training))
     if unknown and "down_sample" in config.model_fields_set:
         raise PunaError(f"mix.down_sample: no document is of {unknown[0]!r}; the categories are {', '.join(training)}")
@@ -145,7 +145,7 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 
 def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
-    """Return notes that name the categories with limited weights, and the reason."""
+    """Return a note for each category whose weight was lowered or limited, with the reason."""
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
@@ -157,7 +157,7 @@ def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repe
 
 
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
-    """Raise PunaError unless the weights cover exactly the categories with training text and add up to 1."""
+    """Raise PunaError if a weighted category is unknown or has no training text, one with text has no weight, or the sum is not 1."""
     faults = {
         "no document is of": sorted(set(wanted) - set(training)),
         "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
@@ -172,7 +172,7 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
 
 
 def _measure(part: Part, split: Artifact) -> pa.Table:
-    """Return a part's documents: id, category, `heldout` and size in bytes."""
+    """Return a table of a part's documents: id, category, `heldout` and `bytes` of text."""
     table = part.read()
     ids = table["id"]
     own = split.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", "category", "split"])
@@ -197,7 +197,7 @@ def _amounts(rows: pa.Table) -> dict[str, Amounts]:
 
 
 def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[dict[str, pa.Table], int]:
-    """Return the mixture's rows of a shard, and the bytes that training reads of it."""
+    """Return the mixture table of a shard, and the bytes of text that training reads from the shard, repeats included."""
     rows = rows.sort_by("id")
     categories, out = rows["category"].to_pylist(), rows["heldout"].to_numpy()
     chance = uniform(rows["id"].to_pylist(), seed, "repeats")
@@ -213,10 +213,10 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
 
 
 def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
-    """Return an experiment's weights for these categories (bytes of training text), and the categories that it did not measure.
+    """Return an experiment's weights for `training` (category → bytes), and the categories that the experiment did not measure.
 
-    An older mixture serves a newer corpus too (Olmix): new categories get their share of the text; the others, if they have text, divide
-    the rest in the experiment's proportions."""
+    An older mixture serves a newer corpus too (Olmix): new categories get their share of the text. The measured categories with text
+    divide the rest in the experiment's proportions."""
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")

@@ -1,4 +1,4 @@
-"""Pretraining of the built-in model."""
+"""Pretraining of a Llama-family decoder in Puna's own training loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "optimizer/state.safetensors"
-"""File of a model artifact with the optimizer's state, in a folder that exports leave out."""
+"""A model artifact's file of the optimizer's state, in a folder that exports leave out."""
 
 
 class PretrainConfig(SizedConfig):
@@ -52,13 +52,13 @@ class PretrainConfig(SizedConfig):
     validate_every: int = Field(100, ge=1, description="Steps between measurements of the validation loss")
     ask_every: int = Field(1000, ge=1, description="Steps between evaluations on the input tasks; also after a phase's last step")
     checkpoint_every: int = Field(
-        100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from; they change no result. If steps "
+        100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from, which change no result. If steps "
         "are slow, checkpoints are also saved by time, see compute.save_seconds",
     )  # fmt: skip
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return complaints: two inputs set the size, settings that an input decides, too little memory (new models: without embeddings)."""
+    """Return problems: two sizes, settings that an input decides, unfit moments, too little memory (new models: without embeddings)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
@@ -78,12 +78,12 @@ def pretrain(
 ) -> None:  # fmt: skip
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from scratch or from an input model.
 
-    Attention stays inside each document. Every row is read once per epoch, in a new order each time. Phases run in order; a phase reads
-    the tokens that it names (`tokens` are the initial ones). A phase may lengthen the context, and with `accept` it is repeated until
-    it is accepted; annealing lowers the learning rate to 0 and averages checkpoints on the way. A few documents of the initial tokens are
-    held out from all phases: their loss is logged, and averaged weights are used only if they lower it. The optimizer's moments pass from
+    Attention stays inside each document. Every row is read once per epoch, in a new order in each epoch. Phases run in order; a phase reads
+    the tokens that it names (the input `tokens` is named initial). A phase may lengthen the context; with `accept`, it is repeated until
+    it passes a test. Annealing lowers the learning rate to 0 and may average checkpoints. A few documents of the initial tokens are held
+    out from all phases: their loss is logged, and averaged weights are used only if they lower this loss. The optimizer's moments pass from
     phase to phase and are saved with the model. A crashed run resumes bit-identically (on a GPU: with `compute.deterministic`).
-    `size`, from `choose_size`, sets the model, the optimizer and the first phase; the loss after that phase is reported with its forecast.
+    `size`, from `choose_size`, sets the model, the optimizer and the first phase; that phase's final loss and the forecast are metrics.
     Scores on `tasks` (folders of task files and data) are in the log and the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
@@ -127,7 +127,7 @@ def pretrain(
 def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
-    """Return the tokens by name. Raise PunaError if a phase's tokens are missing, no phase reads them, or another tokenizer made them."""
+    """Return name → packed tokens. Raise PunaError for tokens that are missing, that no phase reads, or that another tokenizer made."""
     read = {name: phase.name for phase in config.phases for name in phase.sources}
     for name, phase_name in read.items():
         if given[name] is None:
@@ -161,7 +161,7 @@ def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[li
 
 
 def _keep_moments(state: Path, folder: Path) -> None:
-    """Save the optimizer's state of the last checkpoint, on rank 0."""
+    """Save the optimizer's state of the last checkpoint in `state` to the model's `folder`, on rank 0 only."""
     from safetensors.torch import save_file
 
     from puna.models.training.state import load_state
@@ -175,7 +175,7 @@ def _keep_moments(state: Path, folder: Path) -> None:
 
 
 def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
-    """Return a model artifact's optimizer state, with zeros for new tokens; None if it has none (an imported model)."""
+    """Return a model artifact's optimizer state, with zeros for new tokens; None for a model without one, such as an imported model."""
     from safetensors.torch import load_file
     from torch.nn.functional import pad
 
@@ -215,7 +215,7 @@ def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
 
 
 class Watch:
-    """Log and validation losses of a run over all phases, and the test that accepts a phase."""
+    """The log and the validation losses of a run over all phases, and the test that accepts a phase."""
 
     def __init__(self, pieces: Sequence[Any], total: int, vocabulary: Vocabulary, config: PretrainConfig, run: StageRun) -> None:
         self.pieces, self.total, self.vocabulary, self.config, self.run = pieces, total, vocabulary, config, run
@@ -236,7 +236,7 @@ class Watch:
             return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
-        """True if a phase is accepted after this attempt (from 1). Raise PunaError with the reasons if the last attempt is not accepted.
+        """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
         `row`: tokens of a packed row; `short`: validation loss before the phase."""
         length, rise = phase.longest(row * phase.join_rows), self.after - short
@@ -260,7 +260,7 @@ class Watch:
         return not faults
 
     def try_average(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
-        """Measure the averaged weights in `model`; restore the last step's weights unless the average has the lower validation loss."""
+        """Keep the averaged weights in `model` if they lower the validation loss of the last step; else restore the last step's weights."""
         loss = self.loss(model)
         self.gain, better = self.before - loss, loss < self.before
         self.run.metric(f"averaging_gain_{phase}", self.gain)
@@ -275,7 +275,7 @@ def _train(
     model: Transformer, phase: Phase, place: tuple[int, ...], relay: Relay, watch: Watch, config: PretrainConfig, run: StageRun,
     state: dict[str, torch.Tensor] | Path | None,
 ) -> Path:
-    """Train a phase from the optimizer's `state`; return the folder of its checkpoints."""
+    """Train one phase, starting with the optimizer's `state` (None: new); return the folder of the phase's checkpoints."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -325,7 +325,7 @@ def _train(
 
 @contextmanager
 def _fitting_state(phase: Phase) -> Iterator[None]:
-    """Raise PunaError with a remedy if the optimizer's state belongs to another optimizer."""
+    """Turn the error for a state that does not fit the phase's optimizer into a PunaError with a remedy, within the context."""
     try:
         yield
     except ValueError as error:
@@ -335,7 +335,7 @@ def _fitting_state(phase: Phase) -> Iterator[None]:
 
 
 def _restore(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | None) -> Transformer:
-    """Return a model with the weights of a checkpoint, before averaging."""
+    """Return a new model with the last step's weights of a checkpoint `state`, without averaging."""
     from puna.models.transformer import Transformer
 
     assert state is not None

@@ -1,4 +1,4 @@
-"""The split of the pages into training and held-out pages."""
+"""The split of documents into training and held-out documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "dom
 
 
 class KindsConfig(StageConfig):
-    """The four kinds of text in Llama 3's mixture (section 3.1.2): code, multilingual, mathematics_reasoning and general."""
+    """Thresholds that sort documents into the kinds of Llama 3's mixture (3.1.2): code, multilingual, mathematics_reasoning, general."""
 
     language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; other languages are multilingual")
     min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of code, in any language; the domain code is code, too")
@@ -34,21 +34,21 @@ class KindsConfig(StageConfig):
 
 
 class SplitConfig(SeededConfig):
-    """Amount of held-out documents, and the signals that decide a document's category."""
+    """Settings of the split: the amount of held-out documents, and the signals that decide a document's category."""
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
-    kinds: KindsConfig | None = Field(None, description="Four kinds by language, code, reasoning and domain, in place of `category`")
-    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the addresses whose documents are held out (0 to 1)")
-    heldout_least: int = Field(4, ge=0, description="Minimum held-out documents per category, but at most a third of its documents")
+    kinds: KindsConfig | None = Field(None, description="Limits of four kinds (language, code, reasoning, domain) that replace `category`")
+    heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the URLs whose documents are held out (0 to 1; 0: none)")
+    heldout_least: int = Field(4, ge=0, description="Minimum held-out documents per category, but at most a third of the category")
 
 
 @stage(kind="mixture")
 def split(documents: Documents, signals: list[Signals] | None, config: SplitConfig, run: StageRun) -> None:
-    """Hold out pages before the tokenizer, the mixture experiments and the model learn from the other pages.
+    """Hold out documents before the tokenizer, the mixture experiments and the model learn from the other documents.
 
-    The hash of a page's address decides, not its content: a page stays on its side when the corpus grows, and all its versions are on one
-    side. The output is the mixture that reads each training document once; `mix` turns it into the training mixture. Without signals all
-    documents are of one category.
+    The hash of a document's URL decides, so all versions of a page are on one side. A page stays on its side when the corpus grows, except
+    in small categories (`heldout_least`). The output is the mixture that reads each training document once; `mix` turns it into the
+    training mixture. Without signals all documents are of one category.
     """
     if not documents.rows():
         raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")
@@ -74,7 +74,7 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
 
 
 def _measure(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig) -> pa.Table:
-    """Return a part's documents: id, chance (a hash of the normalised address, 0 to 1), category and size in bytes."""
+    """Return a table of a part's documents: id, chance (a hash of the normalised URL, 0 to 1), category and `bytes` of text."""
     table = part.read()
     ids = table["id"]
     chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
@@ -83,7 +83,7 @@ def _measure(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig
 
 
 def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: SplitConfig) -> pa.Array:
-    """Return the category of each id: its kind, or without `kinds` the signal `category` (`unknown` if that is null or empty)."""
+    """Return each document's category: the kind if `kinds` is set, else the signal `category` (`unknown` if the signal is null or "")."""
     if config.kinds is None:
         category = pc.fill_null(_signal(ids, signals, config.category).cast(pa.string()), UNKNOWN)
         return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
@@ -109,7 +109,7 @@ def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.
 
 
 def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:
-    """Return the bytes of training documents by category; the number of held-out documents, and their bytes."""
+    """Return category → bytes of training documents, the number of held-out documents, and the bytes of held-out documents."""
     out, sizes = sides.held_out(rows["chance"].to_numpy()), rows["bytes"].to_numpy()
     training: Counter[str] = Counter()
     for category, size in zip(rows["category"].to_pylist(), np.where(out, 0, sizes).tolist(), strict=True):
@@ -132,22 +132,22 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """The held-out chances: those below `fraction` that are not `spared`, and the `chosen` ones; sorted arrays."""
+    """The rule that holds out a URL by its chance (hash): below `fraction` and not in `spared`, or in `chosen`. Both arrays are sorted."""
 
     fraction: float
     chosen: NDArray[np.float64]
     spared: NDArray[np.float64]
 
     def held_out(self, chance: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return a mask bool [n] of the held-out chances."""
+        """Return a mask bool [n], True where a chance is held out."""
         return np.isin(chance, self.chosen) | ((chance < self.fraction) & ~np.isin(chance, self.spared))
 
 
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
-    """Return the held-out addresses: those with a chance below `heldout_fraction`, and more in small categories.
+    """Return the rule that holds out URLs: those with a chance below `heldout_fraction` (0: no URL at all), and more in small categories.
 
-    A category holds out at least its `heldout_least` smallest chances (at most a third of its documents); none if all would be held out.
-    Versions of a page may be of different categories: an address that is held out of one category is held out of all.
+    A category holds out at least its `heldout_least` smallest chances, but at most a third of its documents. A category that would be
+    held out whole is spared. Versions of a page may be of different categories: a URL held out of one category is held out of all.
     `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance, category).
     """
     none = np.zeros(0)
@@ -186,13 +186,13 @@ def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[n
 
 
 def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) -> set[float]:
-    """Return the chances below `fraction` of documents of these categories."""
+    """Return the chances below `fraction` of the documents in `categories`."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     chance = rows["chance"].to_numpy()
     return set(chance[inside & (chance < fraction)].tolist())
 
 
 def _elsewhere(rows: pa.Table, categories: frozenset[str], chances: frozenset[float]) -> set[float]:
-    """Return those of `chances` that documents of other categories have, too."""
+    """Return the members of `chances` that documents outside `categories` have, too."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     return set(chances) & set(rows["chance"].to_numpy()[~inside].tolist())

@@ -31,9 +31,9 @@ class TokenizeConfig(SeededConfig):
 def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer, config: TokenizeConfig, run: StageRun) -> None:
     """Encode the training split and pack it into full rows, as Llama 3 does (section 3.2; attention stays inside a document).
 
-    A document is enclosed in begin and end tokens and repeated as often as the mixture says. The copies of every 20,480
-    documents, a bucket, are shuffled by a hash of seed, id and copy. Rows are cut every `sequence_length` tokens: a document
-    that does not fit continues in the next row, and only the last row of a bucket may be shorter.
+    A document is enclosed in BOS and EOS tokens and repeated as often as the mixture says (without a mixture: once). Every 20,480
+    documents form a bucket, whose copies are shuffled by a hash of seed, id and copy number. Rows are cut every `sequence_length`
+    tokens: a document that does not fit continues in the next row, and only the last row of a bucket may be shorter.
     """
     if mixture is not None:
         check_mixture(run, documents, mixture)
@@ -55,7 +55,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
 
 
 def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle: int, size: int) -> tuple[pa.Table, dict[str, Any]]:
-    """Encode a part. Return its copies with bucket and order; and counts: tokens by bucket and by category, documents, copies, bytes."""
+    """Return a part's encoded copies with bucket and order, and counts: tokens by bucket and by category, documents, copies, bytes."""
     documents = part.read()
     place = {id_: (part.start + i) // size for i, id_ in enumerate(documents["id"].to_pylist())}
     rows = [row for row in split_documents(documents, mixture, "train") if row.text]
@@ -82,7 +82,7 @@ def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle
 
 
 def _pack(job: tuple[Partition, int], sequence_length: int) -> pa.Table:
-    """Pack the documents of one bucket into rows, numbered from `first`."""
+    """Return the packed rows of one bucket. `job`: the bucket, and the number of the bucket's first row."""
     bucket, first = job
     table = bucket.read().sort_by([("order", "ascending"), ("id", "ascending"), ("copy", "ascending")])
     rows = pack(table["tokens"].combine_chunks(), table["id"].to_pylist(), sequence_length)

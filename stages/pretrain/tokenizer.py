@@ -1,4 +1,4 @@
-"""Training the tokenizer: byte-level BPE on a sample of the training documents."""
+"""Training of the tokenizer: byte-level BPE, learned from a sample of the training documents."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ TRAIN_SPLIT = "train"
 
 
 class TokenizerConfig(SeededConfig):
-    """Size of the vocabulary, and of the text to learn it from. An input model's tokenizer has a size of its own, and may grow."""
+    """Sizes of the vocabulary and of the text sample to learn it from. `new_tokens` extends the tokenizer of an input model."""
 
-    vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Tokens, the 256 bytes and the special tokens included")
-    new_tokens: int = Field(0, ge=0, le=1_000_000, description="Tokens to add to the input model's tokenizer; its embeddings grow")
+    vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Number of tokens, including the 256 bytes and the special tokens")
+    new_tokens: int = Field(0, ge=0, le=1_000_000, description="Tokens to add to the input model's tokenizer; pretraining adds embeddings")
     max_bytes: int = Field(8_000_000, ge=1000, description="Maximum text to learn from, bytes; a hash of the id chooses the documents")
 
 
 def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
-    """Return an error if `vocab_size` is set beside an input model, or `new_tokens` without one."""
+    """Return an error message if `vocab_size` is set together with an input model, or `new_tokens` without an input model."""
     if not facts.inputs.get("model"):
-        return ["new_tokens are learned beside those of an input model, and there is none: set vocab_size"] if config.new_tokens else []
+        return ["new_tokens are added to an input model's tokenizer, but no model is given: set vocab_size"] if config.new_tokens else []
     if config.vocab_size == TokenizerConfig().vocab_size:
         return []
-    return ["vocab_size is for a tokenizer that is learned, and the input model brings its own: leave it out, or set new_tokens"]
+    return ["vocab_size is for a newly trained tokenizer, but the input model has one: leave vocab_size out, or set new_tokens"]
 
 
 @stage(kind="tokenizer", needs=needs)
@@ -44,7 +44,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     With a mixture, only its training documents are used. The sample is the documents with the smallest hashes,
     until `max_bytes` is reached; the merges depend only on how often each word occurs in the sample. One library
     call learns all merges: Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a
-    kill it starts again. Every sampled text is checked to decode to the same bytes.
+    kill it starts again. A tokenizer trained from scratch must restore every sampled text when it decodes the text's tokens.
     Given a model, its tokenizer is reused for continued pretraining; `new_tokens` tokens are learned from the sample and added.
     """
     from puna.models.tokens.growth import grown_tokenizer
@@ -85,7 +85,7 @@ def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun
         interruptible(learn).save(run.folder)
         return {name: (run.folder / name).read_text(encoding="utf-8") for name in FILES}
 
-    with Stop():  # one call of a library: a stop waits for its result, which the next attempt takes over
+    with Stop():  # a stop waits for the library call's result, which the next attempt reuses
         for name, text in cached_json(run.scratch / "fit-merges.json", learn_files).items():
             (run.folder / name).write_text(text, encoding="utf-8")
     if (count := load(str(run.folder)).vocab_size) < tokens:
@@ -96,25 +96,25 @@ def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun
 
 
 def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> list[Ranked]:
-    """Return a part's training documents that may be in the sample."""
+    """Return (hash, id, bytes, None) of a part's training documents that may be in the sample."""
     rows = chosen_of(part, mixture, TRAIN_SPLIT)
     return candidates(((rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text), max_bytes)
 
 
 def _sample(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
-    """Return a part's documents of the sample, which ends with the hash and id `last`."""
+    """Return a part's sampled documents: those with (hash, id) up to `last`, the last (hash, id) of the sample."""
     return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
 
 def _lengths(
     part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str], folder: str, exact: bool
 ) -> tuple[Counter[str], Counter[str]]:
-    """Return bytes and tokens of a part's sampled documents by category. `exact`: raise PunaError if decoding does not restore a text."""
+    """Return category → bytes and category → tokens of a part's sample. `exact`: raise PunaError if decoding does not restore a text."""
     rows, tokenizer = _sample(part, mixture, seed, last), load(folder)
     sizes, tokens = Counter[str](), Counter[str]()
     for row, ids in zip(rows, tokenizer.encode_batch([row.text for row in rows]), strict=True):
         if exact and tokenizer.decode(ids) != row.text:
-            raise PunaError(f"document {row.id}: its tokens do not give its text back")
+            raise PunaError(f"document {row.id}: decoding its tokens does not restore its text")
         sizes[row.category] += len(row.text.encode())
         tokens[row.category] += len(ids)
     return sizes, tokens

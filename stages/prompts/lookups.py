@@ -1,6 +1,6 @@
 """Baselines without a model: answers to held-out questions, made only from the gold answers of training questions.
 
-A held-out question that a baseline answers shows nothing about a model: the answer follows from the training data.
+A held-out question that a baseline answers correctly shows nothing about a model: the answer follows from the training data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from puna.storage import PunaError
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
-"""Pattern of a token: a digit, a word or a mark. The demo's tokenizer has one token per digit, too."""
+"""Pattern of a token: a digit, a run of letters or a mark. The demo's tokenizer has one token per digit, too."""
 MOST = 1_000
 """Maximum number of held-out questions, and of gold answers, that are used."""
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
@@ -36,7 +36,7 @@ REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by
 
 @dataclass(frozen=True)
 class _Text:
-    """A question with its task and, in training, its gold answer."""
+    """A question with its task and, if it is a training question, its gold answer."""
 
     task: str
     text: str
@@ -61,10 +61,10 @@ class _Text:
 
 
 def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool = False) -> dict[str, dict[str, float]]:
-    """Return baseline → id of a held-out question → 1 if the baseline's answer is right, else 0.
+    """Return baseline → id of a held-out question → 1 if the baseline's answer is correct, else 0.
 
-    Of equally near training questions, the first by id is used. Questions whose verifiers need a process of their own are left out, unless
-    the answers are `trusted`. The result is empty without gold answers, or if no question remains.
+    Of equally near training questions, the first by id is used. Questions whose verifiers need a separate process are left out, unless
+    `trusted` lets such verifiers run here. The result is empty without gold answers, or if no question remains.
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
     examples = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
@@ -90,7 +90,7 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
 
 
 def _checker(row: Mapping[str, Any], trusted: bool) -> Verifier | None:
-    """Return a prompt's verifier; None if it is faulty, or may not run in this process."""
+    """Return a prompt's verifier; None if the verifier is faulty, or may not run in this process."""
     try:
         verifier = from_json(json.loads(row["verifier"]))
     except (PunaError, ValueError):
@@ -105,19 +105,19 @@ def _right(row: Mapping[str, Any], verifier: Verifier, answer: str) -> float:
 
 
 def _shared_words(one: _Text, other: _Text) -> float:
-    """Return the share of words that two questions have in common (Jaccard, with repeats)."""
+    """Return the Jaccard similarity of two questions' multisets of words."""
     return (common := (one.words & other.words).total()) / max(1, one.words.total() + other.words.total() - common)
 
 
 def _close_numbers(one: _Text, other: _Text) -> float:
-    """Return minus the sum of absolute differences between two questions' numbers; minus infinity if their wording differs."""
+    """Return minus the sum of absolute differences between two questions' numbers; minus infinity if the wordings or counts differ."""
     if one.form != other.form or len(one.numbers) != len(other.numbers):
         return -math.inf
     return -sum(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
 
 
 class _Edits:
-    """Function that returns the Levenshtein distances, in tokens, from a question to all `known` questions."""
+    """A function that returns the Levenshtein distances, in tokens, from a question to each of the `known` questions, [n]."""
 
     def __init__(self, known: Sequence[_Text]) -> None:
         self._number = {token: i for i, token in enumerate(sorted({token for one in known for token in one.tokens}))}
@@ -138,7 +138,7 @@ class _Edits:
 
 
 def _replace_tokens(known: _Text, text: _Text) -> str:
-    """Return the known answer, in which the tokens that differ between the two questions are replaced by the tokens of `text`."""
+    """Return the answer of `known`. Tokens of its question that are replaced in `text` are replaced in the answer, too."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():
         if kind == "replace":
@@ -147,7 +147,7 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function: question → the most frequent piece at each place of the answers to the same wording, else to the same task."""
+    """Return a function that joins the most frequent token at each place of known answers to a question's wording, else to its task."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

@@ -1,4 +1,4 @@
-"""Questions dated by month, and the comparison of the newest month with older ones, which shows what a model knows by heart."""
+"""Questions dated by month, and a comparison of accuracy on the newest month and on older months, which detects memorised questions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from puna.storage import PunaError
 CYCLE = 24
 """Number of months after which a question may recur."""
 APART = 1_000_000
-"""Distance between the seeds of consecutive entries. At a distance of 1, neighbouring seeds would share entries."""
+"""Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, runs with neighbouring seeds would share entries."""
 
 
 class DatedPromptsConfig(StageConfig):
-    """Generators and months of the questions."""
+    """Settings of dated questions: generators, months and amounts."""
 
     tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
     month: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="Month of the questions, YYYY-MM")
-    before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months whose questions are generated, too")
-    questions: int = Field(50, ge=2, description="Questions of each task and month")
+    before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months to generate questions for, too")
+    questions: int = Field(50, ge=2, description="Number of questions per task and month")
     draws: int = Field(
-        10_000, ge=1, le=20_000, description="Maximum draws from a generator for a month; about one draw in 24 belongs to that month"
+        10_000, ge=1, le=20_000, description="Maximum draws from a generator per month; about one draw in 24 belongs to the month"
     )
 
 
@@ -77,7 +77,7 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
         if len(rows) == count:
             return list(rows.values())
     raise PunaError(
-        f"task {task.task}: {draws} draws give {len(rows)} different questions for {month}, one in {CYCLE} of all there are; {count} are "
+        f"task {task.task}: {draws} draws give {len(rows)} different questions for {month}, which takes one in {CYCLE}; {count} are "
         "needed: draw more, widen the task's parameters or ask for fewer"
     )
 
@@ -86,9 +86,9 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that memorised older questions solves more of them. Rows hold, per task and for all tasks, the shares solved `newest` and
-    `older`, and `gap`, older minus newest. The gap of several tasks is the mean of their gaps, with Student's interval; the metric
-    `by_heart` is true if this interval and the interval of all questions pooled lie above 0.
+    A model that memorised older questions solves more of these than of new ones. Rows hold, per task and for `all` tasks, the shares
+    solved (`newest`, `older`) and `gap`, older minus newest. The gap of several tasks is the mean of their gaps, with Student's interval;
+    the metric `by_heart` is true if this interval and the interval of all questions pooled lie above 0.
     """
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}
@@ -122,7 +122,7 @@ def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run
 
 
 def difference(newest: Sequence[bool], older: Sequence[bool]) -> Interval:
-    """Return share right(older) - share right(newest), with Newcombe's interval (1998, method 10) from two independent Wilson intervals."""
+    """Return `older`'s share of correct answers minus `newest`'s, with Newcombe's interval (1998, method 10) from two Wilson intervals."""
     new, old = wilson(sum(newest), len(newest)), wilson(sum(older), len(older))
     value = old.value - new.value
     low = ((old.value - old.low) ** 2 + (new.high - new.value) ** 2) ** 0.5

@@ -29,7 +29,7 @@ class Task(StageConfig):
     task: str = Field(min_length=1, description="Generator: digits, sentence, scene, record, or one of reasoning-gym's")
     name: str = Field("", description="Name of the task in tables and reports; empty: the generator's name")
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Parameters of the generator; others keep their defaults")
-    gold: bool = Field(True, description="Write the task's gold answers; false: its questions have only verifiers")
+    gold: bool = Field(True, description="Write the task's gold answers; false: the questions have only verifiers")
 
 
 class PromptsConfig(SeededConfig):
@@ -37,8 +37,8 @@ class PromptsConfig(SeededConfig):
 
     tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
     train: int = Field(400, ge=0, description="Training questions per task")
-    heldout: int = Field(100, ge=0, description="Held-out questions per task; the same ones whatever `train` and `skip` are")
-    skip: int = Field(0, ge=0, description="Training questions per task to pass over, so that rounds take disjoint slices")
+    heldout: int = Field(100, ge=0, description="Held-out questions per task, which do not depend on `train` and `skip`")
+    skip: int = Field(0, ge=0, description="Training questions per task to skip, so that rounds take disjoint slices")
     draws: int = Field(10_000, ge=1, description="Draws from each generator; prompts are chosen among the different questions drawn")
     heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Fraction of structures (reasoning-gym: of questions) that are held out")
     references: bool = Field(True, description="Write the gold answers; false: prompts have only verifiers")
@@ -54,9 +54,9 @@ class PromptsConfig(SeededConfig):
 def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Generate questions with gold answers by procedural generators; a question has its generator's verifier.
 
-    No question occurs twice, over all tasks. Questions are ordered by a hash of their text. So the training questions of all rounds are
-    disjoint random samples of one set, for any sizes. Puna's generators name a question's structure, and whole structures are held out: no
-    training question has a held-out structure. reasoning-gym's generators name none: their questions are held out by their hash. Raise
+    No question occurs twice, over all tasks. Questions are ordered by a hash of their text. So rounds that `skip` the training questions of
+    earlier rounds take disjoint random samples. Puna's generators name a question's structure, and whole structures are held out: no
+    training question has a held-out structure. reasoning-gym's generators name no structure: a hash of the question decides. Raise
     PunaError if a task has too few different questions.
     """
     texts: set[str] = set()
@@ -68,7 +68,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Return rows of the prompts table for one task, without questions in `taken` (of earlier tasks); add the task's questions to it."""
+    """Return one task's rows of the prompts table, without questions in `taken` (of earlier tasks); add the new questions to `taken`."""
     pool: dict[str, Drawn] = {}
     for draw in draw_questions(task, config.draws, seed):
         pool.setdefault(draw.question, draw)
@@ -97,7 +97,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
 
 
 def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
-    """Return the held-out structures: those with a small hash if each question has its own structure, else a share of all."""
+    """Return the held-out structures: the share `heldout_fraction`, at least one; if each question has its own, those with a small hash."""
     if all(structure.startswith(ALONE) for structure in structures):
         return {one for one in structures if hash_of(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
     count = max(1, round(config.heldout_fraction * len(structures)))
@@ -105,7 +105,7 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
-    """Yield questions of a task. reasoning-gym draws entry i from seed + i · `apart`; above 1, neighbouring seeds share no entries."""
+    """Yield the questions of `count` draws. reasoning-gym seeds draw i by seed + i · `apart`; if `apart` > 1, near seeds share no draws."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)

@@ -1,4 +1,4 @@
-"""Puna's own tasks: questions with many right answers, drawn by code and checked by a verifier.
+"""Puna's own tasks: questions with many correct answers, generated at random and checked by a verifier.
 
 Every question names its structure. Held-out questions have structures that no training question has.
 """
@@ -42,7 +42,7 @@ FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 
 
 class Drawn(NamedTuple):
-    """A question, one of its right answers, its verifier's name and settings, and the structure by which it is held out."""
+    """A question, one correct answer, the verifier's name and settings, and the structure that decides if the question is held out."""
 
     question: str
     answer: str
@@ -56,23 +56,23 @@ class Generator(StageConfig):
     name: ClassVar[str]
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question."""
+        """Return one random question with an answer, a verifier and a structure."""
         raise NotImplementedError(f"{type(self).__name__} has no method draw")
 
 
 class DigitsTask(Generator):
-    """Questions for two-digit numbers with given first or last digits, in order. Structure: the sum of the given digits modulo 5.
+    """Questions that ask for ordered two-digit numbers with given first or last digits. Structure: the sum of the given digits modulo 5.
 
-    So no training question has the digits of a held-out one, and no answer to a training question is right for a held-out one.
+    So no training question has the digits of a held-out question, and no answer to a training question is correct for a held-out question.
     """
 
     name: ClassVar[str] = "digits"
     place: Literal["first", "last"] = Field("first", description="Where each number has its given digit; the other digit is free")
     order: Literal["rising", "falling"] = Field("rising", description="From small to large, or from large to small")
-    count: int = Field(3, ge=2, le=4, description="Numbers that are asked for")
+    count: int = Field(3, ge=2, le=4, description="How many numbers a question asks for")
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question: for even or odd numbers with given first digits, or for numbers between bounds with given last digits."""
+        """Return one question that asks for even or odd numbers with given first digits, or for bounded numbers with given last digits."""
         digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)
         digits_text = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
         way = "from small to large" if self.order == "rising" else "from large to small"
@@ -94,13 +94,13 @@ class DigitsTask(Generator):
 
 
 class SentenceTask(Generator):
-    """Questions for one sentence that contains two nouns. Structure: the group to which both nouns belong."""
+    """Questions that ask for one sentence with two given nouns. Structure: the group to which both nouns belong."""
 
     name: ClassVar[str] = "sentence"
-    min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
+    min_characters: int = Field(24, ge=1, le=200, description="Minimum number of characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question. A sentence with quotation marks, or with the words "word" or "sentence", scores 0."""
+        """Return one question. An answer with double quotation marks, a colon, or the words "word" or "sentence" scores 0."""
         group = random.randrange(GROUPS)
         one, other = random.sample(NOUNS[group::GROUPS], 2)
         spoken_of = RegularExpression(pattern=r"(?i)\b(words?|sentences?)\b", absent=True)
@@ -111,10 +111,10 @@ class SentenceTask(Generator):
 
 
 class SceneTask(Generator):
-    """Questions for one sentence in which somebody of a given profession finds a thing. Structure: the group of the thing's noun."""
+    """Questions that ask for one sentence in which a person of a given job finds a thing. Structure: the group of the thing's noun."""
 
     name: ClassVar[str] = "scene"
-    min_characters: int = Field(24, ge=1, le=200, description="Fewest characters of the sentence")
+    min_characters: int = Field(24, ge=1, le=200, description="Minimum number of characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
         group = random.randrange(GROUPS)
@@ -125,10 +125,10 @@ class SceneTask(Generator):
 
 
 class RecordTask(Generator):
-    """Questions for a JSON object with given fields that describes a person. Structure: the fields, because only they are checked."""
+    """Questions that ask for a JSON object with given fields that describes a person. Structure: the fields, the only thing checked."""
 
     name: ClassVar[str] = "record"
-    fields: int = Field(3, ge=1, lt=len(FIELDS), description="Fields of the object")
+    fields: int = Field(3, ge=1, lt=len(FIELDS), description="Number of fields of the object")
 
     def draw(self, random: Random) -> Drawn:
         job, keys = random.choice(JOBS), random.sample(sorted(FIELDS), self.fields)
@@ -156,5 +156,5 @@ GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTas
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:
-    """Return the generator of that name, None if Puna has none. Raise PunaError for a wrong parameter."""
+    """Return Puna's generator `name` with these parameters; None if Puna has no such generator. Raise PunaError for a wrong parameter."""
     return parse(GENERATORS[name], dict[str, Any](parameters), f"task {name}") if name in GENERATORS else None

@@ -16,19 +16,19 @@ from puna.stages.reading.files import GZIP_MAGIC, ZSTD_MAGIC, zstd_pieces
 
 GZIP, ZLIB, RAW = 31, 15, -15  # zlib's window bits for a gzip header, a zlib header and no header
 TRAILER = 8  # bytes of checksum and length at the end of a gzip member
-PACKED_BYTES = 1 << 12  # compressed bytes per call: zlib copies what follows a member, and a body may have many members
+PACKED_BYTES = 1 << 12  # compressed bytes per call: zlib copies the bytes after a member, and a body may have many members
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
-MOST_ENCODINGS = 4  # maximum encodings of a body: servers send one, and chunked
+MOST_ENCODINGS = 4  # maximum encodings of a body: servers send one besides chunked
 HEAD_BYTES = 10  # maximum bytes of a chunk's head without extensions
 HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
-NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # control characters, except in UTF-16
+NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # control characters, if no UTF-16 BOM is first
 
 
 def decode(body: bytes, encodings: str, limit: int) -> bytes:
-    """Undo encodings, listed in the order in which they were applied. A body that is plainly not encoded is returned unchanged.
+    """Return the decoded body. `encodings` lists the content encodings in the order of encoding; unencoded bodies (HTML) stay as they are.
 
-    Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or in an unknown encoding.
+    Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or has too many or unknown encodings.
     """
     several = [e.strip() for e in encodings.split(",") if e.strip()]
     if len(several) > MOST_ENCODINGS:
@@ -81,9 +81,9 @@ def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
 
 
 def _inflate(body: bytes, limit: int) -> bytes:
-    """Decompress a deflate body, with or without zlib's header, to at most `limit` + 1 bytes; return a body that is text unchanged."""
+    """Return a deflate body (with or without zlib's header) decompressed to at most `limit` + 1 bytes; uncompressed text is kept."""
     bare = body[:1] != b"\x78"
-    text = bare and not NO_TEXT.match(body)  # it was decoded before
+    text = bare and not NO_TEXT.match(body)  # the body may be decoded already
     engine = zlib.decompressobj(RAW if bare else ZLIB)
     try:
         out = engine.decompress(body, limit + 1)
@@ -99,7 +99,7 @@ def _inflate(body: bytes, limit: int) -> bytes:
 
 
 def unzstd(body: bytes, limit: int) -> bytes:
-    """Return the content of zstd frames, at most `limit` bytes and one unpacked slice. Raise EOFError if the data end inside a frame."""
+    """Return the content of zstd frames, at most `limit` bytes plus one decompressed slice. Raise EOFError if the data end in a frame."""
     out = bytearray()
     for piece in zstd_pieces(iter([body])):
         out += piece
@@ -140,5 +140,5 @@ DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
     "br": _unbrotli,
     "chunked": _join_chunks,
 }
-"""Encoding → decoder. gzip, zstd and chunked return other bodies unchanged, deflate only text. Brotli has no signature to test."""
+"""Encoding → decoder. gzip, zstd and chunked return unencoded bodies unchanged; deflate does so for text. Brotli has no signature."""
 DECODERS["x-gzip"] = DECODERS["gzip"]

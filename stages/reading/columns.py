@@ -1,4 +1,4 @@
-"""Batches of rows from Parquet files and from the Arrow streams of saved data sets; values and unpacked bytes of a batch."""
+"""Reading of row batches from Parquet files and from the Arrow streams of saved data sets; a batch's values and unpacked bytes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from puna.storage import PunaError
 
 BATCH_ROWS, BATCH_BYTES = 1024, 64 << 20
 VALUE_BYTES = 8  # approximate bytes of a value without its text
-UNREADABLE = (ValueError, OverflowError, KeyError)  # bytes that are no text; a date out of range; an unknown time zone
+UNREADABLE = (ValueError, OverflowError, KeyError)  # errors of invalid UTF-8, a date out of range, an unknown time zone
 
 
 class Unread(NamedTuple):
-    """A value that Python cannot hold: the rule, and a message."""
+    """A value that Python cannot hold: the violated rule's name, and a message."""
 
     rule: str
     reason: str
 
 
 def repeated(names: Iterable[str]) -> str:
-    """Return the first name that occurs twice; empty if none does."""
+    """Return the first name that occurs more than once; "" if there is none."""
     return next((name for name, count in Counter(names).items() if count > 1), "")
 
 
@@ -50,7 +50,7 @@ def check_fields(fields: Iterable[pa.Field], where: str) -> None:
 def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
     """Return a Parquet file and the number of rows to read at once. Dictionary-encoded text stays encoded.
 
-    Raise PunaError if it is no Parquet file, `check_fields` refuses a column, or its pages unpack to more bytes than allowed.
+    Raise PunaError if the file is not Parquet, `check_fields` refuses a column, or the pages unpack to more bytes than `Unpacking` allows.
     """
     try:
         file = pq.ParquetFile(handle)
@@ -72,7 +72,7 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
 
 
 def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
-    """Yield the rows of a Parquet file, or of a saved data set's Arrow stream, as record batches of at most `BATCH_ROWS`."""
+    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. Raise PunaError if damaged."""
     number = 0
     try:
         if kind == "parquet":
@@ -94,7 +94,7 @@ def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
 
 
 def unpacked_bytes(column: Any, most: int | None = None) -> int:
-    """Return the bytes of an Arrow array's values; repeated values count repeatedly. `most`: a dictionary's longer texts count 0 bytes."""
+    """Return the approximate bytes of an Arrow array's values, repeats included. `most`: longer texts in a dictionary count 0 bytes."""
     column = column.storage if isinstance(column, pa.ExtensionArray) else column
     kind, size = column.type, 0
     if pa.types.is_dictionary(kind) and kind.value_type in TEXTS:
@@ -110,16 +110,16 @@ def unpacked_bytes(column: Any, most: int | None = None) -> int:
 
 
 def records(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of an Arrow batch, as `values` gives them."""
+    """Return the rows of an Arrow batch as dicts; a value that Python cannot hold is `Unread`."""
     columns = [values(column) for column in batch.columns]
     return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def values(column: Any) -> list[Any]:
-    """Return the values of an Arrow array; `Unread` for one that Python cannot hold."""
+    """Return the values of an Arrow array; a value that Python cannot hold is `Unread`."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes such, Python has microseconds
+    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes ns, Python has microseconds
         column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
     try:
         items: list[Any] = column.to_pylist()

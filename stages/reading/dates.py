@@ -1,4 +1,4 @@
-"""Dates of records as microseconds since 1970."""
+"""Conversion of records' dates to microseconds since 1970."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-YEARS = range(1678, 2262)  # years whose times every reader of tables can hold: 64 bits of nanoseconds
+YEARS = range(1678, 2262)  # years whose times fit into 64 bits of nanoseconds, which some readers of tables use
 LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microseconds=1) for year in (YEARS.start, YEARS.stop))
 
 
 def microseconds(at: datetime) -> int:
-    """Return microseconds since 1970; a time without a zone is UTC. Raise ValueError for a year outside `YEARS`."""
+    """Return `at` in microseconds since 1970; a time without a zone is UTC. Raise ValueError for a year outside `YEARS`."""
     if at.tzinfo is None:
         at = at.replace(tzinfo=UTC)
     count = (at - EPOCH) // timedelta(microseconds=1)
@@ -21,7 +21,7 @@ def microseconds(at: datetime) -> int:
 
 
 def moment(value: Any) -> int | None:
-    """Return a date, a time, ISO text or (milli)seconds since 1970 as microseconds; 0 for an empty value; None for any other."""
+    """Return a date, a time, ISO text or (milli)seconds since 1970 in microseconds; 0 for None or ""; None for any other value or year."""
     try:
         time = _moment(value)
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
 """Sizes that the pages of a Parquet file and the packed buffers of an Arrow stream declare, read before anything is unpacked.
 
-A Parquet file's footer may declare less than its pages unpack to, and an Arrow message is unpacked whole. Numbers are cut to their bits as
-Arrow's readers cut them: a file that is read in another way there would hide its sizes here.
+A Parquet file's footer may declare less than the pages unpack to, and an Arrow message is unpacked whole. Integers are truncated to the
+same bit widths as in Arrow's readers; otherwise a crafted file could show other sizes here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 from typing import Any, BinaryIO
 
-HEAD_BYTES = (1 << 9, 1 << 16, 1 << 24)  # of a page's header: what most have, all but a few, and the most that Arrow reads
-DEPTH = 64  # most structs in one another, as Thrift has it
-LENGTHS = {1: 0, 2: 0, 3: 1, 7: 8, 13: 16}  # of Thrift's values: true, false, a byte, a double, a UUID
+HEAD_BYTES = (1 << 9, 1 << 16, 1 << 24)  # bytes to read of a page's header: enough for most, for nearly all; Arrow's maximum
+DEPTH = 64  # maximum nesting of structs, as in Thrift
+LENGTHS = {1: 0, 2: 0, 3: 1, 7: 8, 13: 16}  # Thrift type → bytes of a value: true, false, byte, double, UUID
 
 
 def page_bytes(handle: BinaryIO, column: Any) -> int:
-    """Return the unpacked bytes of a column chunk's pages and their headers, as an honest footer declares them, up to a damaged page."""
+    """Return the unpacked bytes of a column chunk's pages, headers included (what an honest footer declares), up to a damaged page."""
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)
@@ -26,12 +26,12 @@ def page_bytes(handle: BinaryIO, column: Any) -> int:
 
 
 def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
-    """Return the size of a page with its header, packed and unpacked; None if the header is damaged, where Arrow's reader ends, too."""
+    """Return a page's packed and unpacked size, header included; None if the header is damaged (Arrow's reader stops there, too)."""
     for most in HEAD_BYTES:
         handle.seek(at)
         try:
             return _sizes(handle.read(most))
-        except IndexError:  # it may be longer
+        except IndexError:  # the header may be longer
             continue
         except ValueError:
             break
@@ -39,7 +39,7 @@ def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
 
 
 def _sizes(data: bytes) -> tuple[int, int]:
-    """Return what `_page` does, from the page's header: a struct of Thrift's compact protocol."""
+    """Return a page's packed and unpacked size from its header, a struct in Thrift's compact protocol. Raise IndexError if `data` ends."""
     numbers: dict[int, int] = {}
     at, field = 0, 0
     while kind := data[at]:
@@ -56,7 +56,7 @@ def _sizes(data: bytes) -> tuple[int, int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return a signed number, and the place after it."""
+    """Return the zigzag-encoded integer at `at`, and the index after the integer."""
     value, at = _varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
@@ -72,9 +72,9 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the place after a value of a Thrift type."""
+    """Return the index after the value at `at`, which has the Thrift type `kind`."""
     if depth > DEPTH:
-        raise ValueError("structs lie too deep in one another")
+        raise ValueError("structs are nested too deeply")
     if kind in LENGTHS:
         return at + LENGTHS[kind]
     if kind in (4, 5, 6, 8):  # whole numbers, and text by its length
@@ -101,7 +101,7 @@ def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
 
 
 def stream_bytes(handle: BinaryIO) -> int:
-    """Return the bytes that the packed messages of an Arrow stream unpack to, by what stands before each packed buffer."""
+    """Return the bytes that the compressed buffers of an Arrow stream unpack to, by the length declared before each buffer."""
     place, total = handle.tell(), 0
     try:
         while len(head := handle.read(4)) == 4 and (size := struct.unpack("<i", head)[0]):
@@ -111,21 +111,21 @@ def stream_bytes(handle: BinaryIO) -> int:
             buffers, length = _message(handle.read(size))
             body = handle.tell()
             for offset, packed in buffers:
-                if packed >= 8 and 0 <= offset <= length - 8:  # no reader follows another place, and that may hide none after it
+                if packed >= 8 and 0 <= offset <= length - 8:  # readers reject other places; these must not hide later buffers
                     handle.seek(body + offset)
                     total += max(0, struct.unpack("<q", handle.read(8))[0])
             if length < 0:
                 break
             handle.seek(body + length)
     except (struct.error, IndexError, ValueError, OverflowError, OSError):
-        pass  # Arrow's reader names what is wrong, at the same place
+        pass  # Arrow's reader reports the error at the same place
     finally:
         handle.seek(place)
     return total
 
 
 def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Return the packed buffers (place in the body, bytes) of a message, which is a FlatBuffer, and the length of its body."""
+    """Return the compressed buffers (offset in the body, bytes) of a message, a FlatBuffer, and the length of the message's body."""
 
     def field(table: int, number: int) -> int:
         vtable = table - struct.unpack_from("<i", data, table)[0]
@@ -139,10 +139,10 @@ def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
     message = at(0)
     kind, header, body = field(message, 1), field(message, 2), field(message, 3)
     which, batch = data[kind] if kind else 0, at(header) if header else 0
-    if which == 2 and (inner := field(batch, 1)):  # of a dictionary
+    if which == 2 and (inner := field(batch, 1)):  # a dictionary batch
         batch = at(inner)
     length = struct.unpack_from("<q", data, body)[0] if body else 0
-    packed = batch and (field(batch, 3) or b"ARROW:experimental_compression" in data)  # the way of Arrow 0.17, which is read still
+    packed = batch and (field(batch, 3) or b"ARROW:experimental_compression" in data)  # as in Arrow 0.17, which is still read
     if which not in (2, 3) or not packed or not (several := field(batch, 2)):
         return [], length
     start = at(several)

@@ -1,4 +1,4 @@
-"""Detection of the fields of rows that hold the page, its address and its date."""
+"""Detection of the fields that hold a row's page, URL and date."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_h
 URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
 TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
 ROWS, FILES = 50, 50  # maximum rows and files that are examined
-TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40  # minimum mean lengths of a page in a field without a usual name
-CELL_BYTES = 1 << 26  # bytes of the longest row that is examined
+TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40  # minimum mean lengths of pages (text, HTML) in a field with an unusual name
+CELL_BYTES = 1 << 26  # maximum bytes of an examined row
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the fields that hold the page in an input's rows; None if there are none. Raise PunaError if all files are rows without text.
+    """Return the page's fields in an input's rows; None if no file has any. Raise PunaError instead if all files hold textless rows.
 
     If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
     """
@@ -70,7 +70,7 @@ def sniff(external: External) -> Found | None:
 
 
 def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
-    """Return the fields of flat rows that hold the page: the usual name, else the field with the longest texts."""
+    """Return the fields of flat rows. The page's field is one with a usual name (HTML first), else the one with the longest mean text."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     texts = {name: [value for row in rows if isinstance(value := row.get(name), str | bytes) and value] for name in names}
     texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}
@@ -106,5 +106,5 @@ def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
     kind = FORMATS[suffix(file.name)]
     with file.open() as handle:
-        # Lines that are no objects are skipped; `ingest` reports them.
+        # Lines that are not objects are skipped; `ingest` reports such lines.
         yield from (row.fields for row in read_rows(handle, file.location, kind, CELL_BYTES) if isinstance(row, Row))

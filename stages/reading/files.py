@@ -1,4 +1,4 @@
-"""Files of rows and pages: kind by name, streaming decompression, fields of a row by path; shards of the hub's data sets."""
+"""Functions for files of rows and pages: suffixes, streaming decompression, a row's fields by path, and jobs for files and hub shards."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
 
 
 def slices(data: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in slices of at most `SLICE_BYTES`."""
+    """Yield the bytes of `data` in slices of at most `SLICE_BYTES`."""
     for chunk in data:
         for at in range(0, len(chunk), SLICE_BYTES):
             yield chunk[at : at + SLICE_BYTES]
 
 
 def decompress(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:
-    """Return a reader of a file's bytes. If the name has a compression suffix, they are decompressed, and counted by `unpacking`."""
+    """Return a reader of a file's bytes, decompressed if the name has a suffix of `COMPRESSED`. `unpacking` counts decompressed bytes."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
     unpacking = unpacking or Unpacking(name, handle)
@@ -112,12 +112,12 @@ def decompress(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) 
 
 
 def address(source: str, name: str) -> str:
-    """Return a file URL, of the input and the name, for a file without an address."""
+    """Return the URL file:///SOURCE/NAME, for a page or row of a file that gives no URL."""
     return f"file:///{quote(source)}/{quote(name)}"
 
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
-    """Return a row's address: `given`, appended to the file's address if it is relative; else the file's address and `row`."""
+    """Return a row's URL: `given` if it is absolute; else the file's URL followed by `given`, or by the number `row` if `given` is ""."""
     if "://" in given:
         return given
     return f"{address(source, name)}/{quote(given, errors='replace') or row}"
@@ -146,7 +146,7 @@ def field_at(row: Any, path: str) -> Any:
 
 
 class Job(NamedTuple):
-    """One file to read, or one shard of a data set on the hub."""
+    """One file to read, or (if `file` is None) one shard of a data set on the hub."""
 
     source: str
     format: str
@@ -169,7 +169,7 @@ class Job(NamedTuple):
 def jobs_of(
     inputs: Sequence[External], subset: str | None, split: str, format_of: Callable[[External, ExternalFile], str | None]
 ) -> Iterator[Job]:
-    """Yield one job per file, or per shard of a data set (an input without files); skip files without a format."""
+    """Yield one job per file, or per shard of a hub data set (an input without files); skip files whose `format_of` is None."""
     for external in inputs:
         if not external.files:
             shards = hub_stream(external.uri, subset, split).num_shards

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Page(NamedTuple):
-    """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: file and place in it."""
+    """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: file, and the record's place in the file."""
 
     url: str
     fetched_at: int
@@ -21,7 +21,7 @@ class Page(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A record that was rejected: the rule, the record's file and place, a message."""
+    """A record that was rejected: the rule, the record's file and place, a message, and for a limit the value and the threshold."""
 
     rule: str
     where: str
@@ -42,13 +42,13 @@ def page_id(source: str, page: Page) -> str:
 
 
 def rejected_id(source: str, rejected: Rejected) -> str:
-    """Return a hash, as 32 hex digits, of the source and the record's place."""
+    """Return a hash, as 32 hex digits, of the source and the rejected record's `where`."""
     text = f"rejected\0{source}\0{rejected.where}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def repetitions(ids: list[str]) -> tuple[NDArray[np.bool_], dict[int, str]]:
-    """Return a mask bool[n], true at the first row of each id of a sorted list; and index → new id of each repetition (same shard)."""
+    """Return a mask bool[n], true where an id of a sorted list first occurs, and index → new id (of the same shard) of each repetition."""
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
     others, number = {}, 0
     for at in np.flatnonzero(~first).tolist():

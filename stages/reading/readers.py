@@ -42,7 +42,7 @@ FIELDS_SHOWN = 8  # maximum fields that a message names, for a record without a 
 
 
 class Columns:
-    """The fields of a row that hold the page; see `IngestConfig` for the names."""
+    """The fields that hold a row's page, URL and date; see `IngestConfig` for the names."""
 
     def __init__(self, text: str, html: str | None, url: str | None, date: str | None) -> None:
         self.body = html or text
@@ -52,7 +52,7 @@ class Columns:
         self.option = "html_column" if html else "text_column"
 
     def check(self, names: list[str], where: str) -> None:
-        """Raise PunaError if a needed column is missing from `names`."""
+        """Raise PunaError if a named column is missing from `names`, the columns of the file `where`."""
         options = [(self.body, self.option), (self.url, "url_column"), (self.date, "date_column")]
         for column, option in options:
             if column is not None and column.split(".")[0] not in names:
@@ -61,9 +61,9 @@ class Columns:
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield one file as one page; its media type follows from its name, its date is 1970-01-01.
+    """Yield a file as one page or rejection. The media type follows from the file's name; the date is 1970-01-01.
 
-    At most one byte over `max_bytes` is decompressed.
+    At most `max_bytes` + 1 bytes are decompressed.
     """
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
@@ -81,7 +81,7 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
 
 
 def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield one page per record of a file of JSON, CSV or TSV."""
+    """Yield one page or rejection per record of a JSON, CSV or TSV file."""
     for record in read_rows(handle, name, kind, max_bytes):
         if isinstance(record, Row):
             yield _row(record.fields, source, name, record.number - 1, columns)
@@ -97,9 +97,9 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield one page per row of a Parquet file, read in batches.
+    """Yield one page or rejection per row of a Parquet file, read in batches.
 
-    A dictionary-encoded text is decoded once per batch; a text longer than `max_bytes` is not decoded.
+    A dictionary-encoded text is decoded once per batch, or rejected without decoding if it is longer than `max_bytes`.
     """
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
     column_names = _existing(file.schema_arrow.names, name, columns)
@@ -134,7 +134,7 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
 
 
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """Yield one page per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
+    """Yield one page or rejection per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
     number, unpacking = 0, Unpacking(name, handle)
     for batch in batches(handle, name, "dataset"):
         batch = batch.select(_existing(batch.schema.names, name, columns))
@@ -144,7 +144,7 @@ def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
 
 
 def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """Yield one page per row of a streaming Hugging Face data set (any iterable of dicts)."""
+    """Yield one page or rejection per row of a streaming Hugging Face data set (any iterable of dicts)."""
     for number, row in enumerate(rows):
         if number == 0:
             columns.check(list(row), name)

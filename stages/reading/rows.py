@@ -1,7 +1,7 @@
-"""Rows of files: JSON documents, arrays and lines, Parquet, CSV and TSV, saved Hugging Face data sets.
+"""Readers of rows from files: JSON documents, arrays and lines, Parquet, CSV and TSV, saved Hugging Face data sets.
 
-Each reader yields a `Row` per valid record, else a `Fault` with its number and reason. Rows stream: memory is bounded by
-`max_row_bytes` and a batch, whatever the size of the file.
+Each reader yields a `Row` per valid record, else a `Fault` with the record's number and the reason. Rows stream: memory is bounded
+by `max_row_bytes` and a batch, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from puna.storage import PunaError
 
 CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
-BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16, which no UTF-8 has
+BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # escaped first bytes of UTF-16, which never occur in UTF-8
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
 BROKEN_RECORDS = 10  # a broken record counts as this many: a line of brackets costs as much time as many records
 LONGEST_TOKEN = 16  # maximum characters of a number, name or escape after the place where the decoder stops
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A record that is not a row: its number, the wrong field (empty: the record), the rule, a message."""
+    """A record that is not a row: its number, the wrong field ("": the whole record), the rule, a message."""
 
     number: int
     field: str
@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
 
 def format_of(name: str, head: bytes) -> str | None:
-    """Return the format by a file's name, else by its first bytes, else None."""
+    """Return a file's format, a value of `FORMATS`, by the name, else by the first bytes `head`; None if neither decides."""
     kind = FORMATS.get(suffix(name))
     if kind is not None:
         return kind
@@ -56,7 +56,7 @@ def format_of(name: str, head: bytes) -> str | None:
 
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """Yield the records of a file of the format `kind`, in order."""
+    """Yield a row or a fault for each record of a file in the format `kind`, in order."""
     unpacking = Unpacking(name, handle)
     if kind in COLUMNAR:
         number = 0
@@ -121,7 +121,7 @@ class _Values:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._raw_decode = json.JSONDecoder(object_pairs_hook=self._fields).raw_decode
         self._text, self._at, self._ended = "", 0, False
-        self._passed, self._line_start = 0, 0  # characters of the file before the text, and before the line
+        self._passed, self._line_start = 0, 0  # characters of the file before `_text`, and before the line of `_at`
         self.line, self.damage, self.repeated = 1, "", ""
 
     def head(self) -> str:
@@ -138,7 +138,7 @@ class _Values:
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:
-        """Return the value at the cursor and move past it. Raise _Broken if it is not valid JSON, or longer than `most` characters."""
+        """Return the value at `_at` and move past the value. Raise _Broken if it is not valid JSON, or longer than `most` characters."""
         while True:
             error: Exception | None = None
             self.repeated = ""
@@ -164,7 +164,7 @@ class _Values:
                 raise _Broken(rule, f"is no JSON: {error.msg}, at {self._place(end)}") from error  # type: ignore[attr-defined]
 
     def skip(self) -> int:
-        """Skip to the next line that begins with a brace or bracket, or to the end; return the number of skipped lines."""
+        """Skip to the next line that begins with { or [, or to the end of the file; return the number of skipped lines."""
         before = self.line
         while (start := LINE_OF_VALUE.search(self._text, self._at)) is None and not self._ended:
             self._go(max(self._at, len(self._text) - 1))
@@ -208,7 +208,7 @@ class _Values:
 def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
     """Yield the values of a JSON file: one value, one per line, or one after the other. If the file begins with an array, yield its items.
 
-    Commas between values may be missing. After a broken value, reading continues at the next line that begins with a brace or bracket.
+    Commas between values may be missing. After a broken value, reading continues at the next line that begins with { or [.
     """
     values = _Values(source)
     first = values.head()
@@ -302,7 +302,7 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
 
 
 def delimiter_of(head: bytes) -> str:
-    """Return the delimiter of a CSV file: comma, semicolon, tab or bar, whichever splits the header into most names."""
+    """Return the delimiter of a CSV file: comma, semicolon, tab or vertical bar, whichever splits the header into the most names."""
     lines = io.StringIO(head.decode("utf-8-sig", "replace"), newline="")
 
     def names(delimiter: str) -> int:

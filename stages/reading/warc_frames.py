@@ -19,9 +19,9 @@ from puna.stages.reading.bodies import unzstd
 from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC, Unpacking
 
 CHUNK_BYTES = 1 << 20
-PACKED_BYTES = 1 << 14  # compressed bytes per call: zlib copies what follows a member, and most members are small
+PACKED_BYTES = 1 << 14  # compressed bytes per call: zlib copies the bytes after a member, and most members are small
 OUTPUT_BYTES = 1 << 24
-OVERRUNS = 8  # members that may run to the end of the file; for each, the rest of the file is read again
+OVERRUNS = 8  # maximum damaged members after which the rest of the file is searched again from the member's start
 MAX_HEADER_BYTES = 1 << 16
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
 ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
@@ -35,7 +35,7 @@ START_BYTES = len(b"\nWARC/1.0\r\n")
 
 @dataclass(frozen=True)
 class Frame:
-    """One record: its offset in the file (if compressed: its member's offset), and its bytes, or the rule and the problem."""
+    """One record: its offset in the file (compressed: the offset of its member), and its bytes, or the violated rule and the problem."""
 
     offset: int
     problem: str = ""
@@ -57,7 +57,7 @@ def frames(handle: BinaryIO, max_record_bytes: int, unpacking: Unpacking) -> Ite
 
 
 Block = tuple[int, bytes | str]
-"""Offset in the file of the bytes (plain) or of their compressed member; and the bytes, or why a stretch of input cannot be read."""
+"""File offset of bytes (plain) or of their compressed member; and the bytes, or the reason why a stretch of the file cannot be read."""
 
 
 def _counted(blocks: Iterator[Block], unpacking: Unpacking) -> Iterator[Block]:
@@ -74,8 +74,8 @@ def _plain_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 
 def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
-    """Yield decompressed gzip members; after a damaged one, continue at the next member's magic number."""
-    base, data, at = 0, handle.read(CHUNK_BYTES), 0  # offset of `data` in the file, data, number of bytes done
+    """Yield decompressed gzip members. After a damaged member, continue at the next member that begins with a record."""
+    base, data, at = 0, handle.read(CHUNK_BYTES), 0  # offset of `data` in the file, data, bytes of `data` consumed
     overruns = 0
     while data:
         if not data[at] and not data[at:].strip(b"\0"):  # padding after the last member
@@ -109,7 +109,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             else:
                 yield member, b"".join(pending)
         except zlib.error as error:
-            if "check" not in str(error):  # bytes before the damage are right; a wrong checksum does not locate it
+            if "check" not in str(error):  # bytes before the damage are right; a wrong checksum locates no damage
                 yield member, b"".join(pending)
             yield member, f"damaged gzip data ({error})"
             base, data, at = _next_member(handle, base, data, start + 3 if base + start == member else start)
@@ -137,7 +137,7 @@ def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int
 
 
 def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
-    """Yield decompressed zstd frames, slice by slice; after a damaged one, continue at the next frame's magic number.
+    """Yield decompressed zstd frames. After a damaged frame, continue at the next frame's magic number.
 
     A dictionary may come first, in a skippable frame (WARC-Zstandard).
     """
@@ -178,7 +178,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 
 def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None, int]:
-    """Return the dictionary at the start of an archive and the bytes of its frame; (None, 0) without one. `handle` stands after it."""
+    """Return an archive's dictionary and the size of the dictionary's frame; (None, 0) without one. `handle` is left after the frame."""
     head = handle.read(8)
     if head[:4] != ZSTD_DICTIONARY_MAGIC:
         handle.seek(0)
@@ -192,7 +192,7 @@ def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None,
 
 
 def _next_frame(handle: BinaryIO, offset: int) -> int:
-    """Return the offset of the first frame from `offset` on, or of the end of the file."""
+    """Return the offset of the first zstd magic number from `offset` on, or of the end of the file."""
     handle.seek(offset)
     data = b""
     while more := handle.read(SLICE_BYTES):  # small reads: the next frame is often near
@@ -225,7 +225,7 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
 
 
 def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
-    """Return the rule and a message for a wrong header; the message is empty if the header is right."""
+    """Return the violated rule and a message for an invalid header; the message is "" if the header is valid."""
     if header is None and buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
         return "malformed_record", f"no header of at most {MAX_HEADER_BYTES} bytes"
     if header is None:
@@ -238,7 +238,7 @@ def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
     if HEADER_END.search(header) is None:
         return "malformed_record", "the next record begins inside the record's header"
     if any(int(other) != int(length[1]) for other in ANY_LENGTH.findall(header)):
-        # Another reader may use the other length and allocate as much memory.
+        # Another reader may use another of the lengths, and allocate as much memory.
         return "malformed_record", "the record's header announces several lengths"
     return "truncated_record", ""
 
@@ -270,7 +270,7 @@ class _Buffer:
         return offset if self._members else offset + self._dropped - before
 
     def _more(self) -> bool:
-        """Read one block; False at the end of the file and at damage, which stays until `resynchronize`."""
+        """Read one block; return False at the end of the file and at damage. `damage` stays set until `resynchronize`."""
         block = next(self._blocks, None) if self.damage is None else None
         if block is None:
             return False
@@ -319,9 +319,9 @@ class _Buffer:
                 return None
 
     def _member_end(self) -> int | None:
-        """Return the length of the first member if another one follows that begins with a record.
+        """Return the number of bytes before the next member that begins with a record; None if no such member is in the buffer.
 
-        Members of a fixed size, as bgzip makes them, end anywhere.
+        Other members do not count: members of a fixed size, as bgzip writes them, may end inside a record.
         """
         while self._records and self._records[0] <= self._dropped:
             self._records.popleft()
@@ -344,7 +344,7 @@ class _Buffer:
         return None
 
     def discard(self, count: int) -> bool:
-        """Drop `count` bytes without holding them; False when there are fewer in the file or in the member."""
+        """Drop `count` bytes without holding them all; return False if the file or the member has fewer."""
         while not self._is_cut(count):
             if count <= len(self._data):
                 self._drop(count)

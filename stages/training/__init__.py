@@ -1,1 +1,1 @@
-"""Training on artifacts, packed tokens and the corpus, shared by pretraining, the experiments and alignment."""
+"""Training code that pretraining, the experiments and alignment share: the corpus, packed tokens, models, rewards."""

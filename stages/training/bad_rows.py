@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 class BadRowsConfig(StageConfig):
-    """Configuration of a stage that renders rows by a chat template."""
+    """Settings of a stage that renders rows with a chat template."""
 
     bad_rows: Literal["drop", "refuse"] = Field(
         "drop",
@@ -48,7 +48,7 @@ class BadRows:
         self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit,
         *others: tuple[Callable[[T], int], Limit],
     ) -> list[tuple[Row, T]]:  # fmt: skip
-        """Return the rows with their examples. Drop rows that `make` refuses or whose size exceeds a limit; see `drop`."""
+        """Return (row, example) of each usable row. Drop rows that `make` refuses or whose size exceeds a limit; see `drop`."""
         results = []
         for row, example in self.rendered(rows, make):
             over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(example)) > bound.tokens), None)
@@ -61,7 +61,7 @@ class BadRows:
         return results
 
     def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
-        """Yield the rows with their examples, whatever their size. Drop rows that `make` refuses; see `drop`."""
+        """Yield (row, example) for each row that `make` accepts, whatever the size. Drop the other rows; see `drop`."""
         for row in rows:
             try:
                 example = make(row)
@@ -83,7 +83,7 @@ class BadRows:
         raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
 
     def write(self, run: StageRun) -> None:
-        """Write the table `dropped` and its counts, for a stage that writes other rows than it reads."""
+        """Write the table `dropped`, and its counts as metrics, for a stage whose output rows are not its input rows."""
         # Two inputs may hold rows with the same id: the table has one row per id and rule, the metrics count both.
         run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
         run.metric("dropped_rows", len(self.dropped))

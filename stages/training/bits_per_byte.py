@@ -1,4 +1,4 @@
-"""Bits per byte: how well a model predicts documents it has not seen, and how well n-grams and a compressor do."""
+"""Bits per byte: how well a model, an n-gram model and a compressor predict unseen documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """A part of a document, tokens start..stop, that goes through the model at once; its tokens from `first` on are scored."""
+    """A part of a document, tokens [start, stop), computed in one forward pass; the tokens [first, stop) are scored."""
 
     start: int
     stop: int
@@ -44,7 +44,7 @@ def document_nats(
     model: Transformer, documents: Sequence[Sequence[int]], context: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return -log p of each document (token ids, given its first token), in nats.
+    """Return -log p of each document of token ids, given the document's first token, in nats.
 
     Windows are packed into rows of about `micro_batch_tokens` tokens. Passes are exact if dtype and device allow (`can_be_exact`).
     """
@@ -80,7 +80,7 @@ Floats = NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """Counts of one order: sorted `keys` (context x vocabulary + token) with `counts`; `contexts` with `totals` and distinct tokens."""
+    """n-gram counts of one order: sorted `keys` (context x vocabulary + token), `counts`; `contexts`, `totals`, distinct tokens `kinds`."""
 
     keys: Ints
     counts: Ints
@@ -111,7 +111,7 @@ class NGrams:
             contexts = np.roll(ids, 1)
 
     def nats(self, documents: Sequence[Sequence[int]], *, page: bool = False) -> list[float]:
-        """Return -log p of each document, given its first token.
+        """Return -log p of each document, given the document's first token, in nats.
 
         `page`: also interpolate with n-gram counts of the document's own earlier tokens (a cache LM): a baseline for repetition."""
         tokens, places = _flat(documents)
@@ -135,7 +135,7 @@ class NGrams:
         return share
 
     def _with_page_counts(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
-        """Return `share` interpolated with counts of the tokens that precede each token in its document, order by order."""
+        """Return `share` interpolated, order by order, with n-gram counts of the tokens before each token in the same document."""
         contexts = np.cumsum(places == 0) - 1
         for length in range(self.order):
             valid = places >= length
@@ -149,7 +149,7 @@ class NGrams:
 
 
 def _flat(documents: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Return all tokens, and each token's index in its document."""
+    """Return the tokens of all documents as one array, and each token's index in its document."""
     tokens = np.concatenate([np.asarray(document, np.int64) for document in documents])
     return tokens, np.concatenate([np.arange(len(document)) for document in documents])
 
@@ -173,13 +173,13 @@ def _earlier(groups: Ints, values: Ints) -> Ints:
 
 
 def _interpolate(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
-    """Return Witten and Bell's probability; the lower order's for a context that was never seen."""
+    """Return Witten-Bell probabilities, which interpolate with `lower`, the lower order's; for an unseen context, `lower` itself."""
     below = np.maximum(totals + kinds, 1)
     return np.where(totals > 0, (counts + kinds * lower) / below, lower)
 
 
 def dictionary_bits(texts: Sequence[str], training: bytes, level: int = 19) -> list[int]:
-    """Return the bits of each text compressed by zstd with the training text as dictionary, without the fields for size and checksum."""
+    """Return each text's size in bits, compressed by zstd with `training` as the dictionary, without fields for size and checksum."""
     import zstandard
 
     dictionary = zstandard.ZstdCompressionDict(training, dict_type=zstandard.DICT_TYPE_RAWCONTENT)

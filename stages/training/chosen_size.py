@@ -1,4 +1,4 @@
-"""The chosen size of a training run: the stage `choose_size` writes it, and `pretrain` reads it."""
+"""The chosen size of a model, with its training settings: the stage `choose_size` writes them, and `pretrain` reads them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.storage import Artifact, PunaError
 
 RECIPE = "recipe.yaml"
-"""File of an artifact of `choose_size`, with the fields of a recipe that trains this size."""
+"""File in an artifact of `choose_size`, with the fields of a recipe that trains the chosen size."""
 
 
 class ChosenSize(StageConfig):
-    """The settings of a training that `choose_size` derives from a budget and the points of a scaling ladder."""
+    """The settings of a training run that `choose_size` derives from a budget and the points of a scaling ladder."""
 
     sequence_length: int = Field(ge=2, description="Tokens of a row")
     model: ModelShape = Field(description="Sizes and variations of the model")
@@ -27,14 +27,14 @@ class ChosenSize(StageConfig):
     phase: Phase = Field(description="The first phase")
 
     def write(self, folder: Path) -> None:
-        """Write the recipe's fields to an artifact's folder, defaults included: those of `pretrain` and the ladder differ."""
+        """Write the recipe's fields to an artifact's folder, including defaults, since `pretrain` and the ladder have different ones."""
         training = self.model_dump(mode="json", include={"model", "optimizer"}) | {"phases": [self.phase.model_dump(mode="json")]}
         fields = {"tokenize": {"sequence_length": self.sequence_length}, "pretrain": training}
         (folder / RECIPE).write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
 
     @classmethod
     def read(cls, artifact: Artifact) -> ChosenSize:
-        """Return the size in an artifact; raise PunaError if it holds none."""
+        """Return the chosen size in an artifact; raise PunaError if the artifact holds none."""
         if RECIPE not in artifact.manifest.files:
             raise PunaError(f"{artifact.id} holds no size: give an artifact of the stage choose_size, not of {artifact.manifest.stage}")
         fields = yaml.safe_load(artifact.path(RECIPE).read_text(encoding="utf-8"))
@@ -43,26 +43,26 @@ class ChosenSize(StageConfig):
 
 
 class SizedConfig(SeededConfig):
-    """Settings of a training, of which an input model or an input size may decide some."""
+    """Settings of a training run. An input model or an input size may decide some of them."""
 
     model: ModelShape = Field(SHAPE, description="Sizes and variations of a decoder trained from scratch; an input model has its own")
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Phases of training, in order; an input size sets the first")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases; an input size has its own")
 
     def in_vain(self, source: str) -> list[str]:
-        """Return the names of settings that have no effect, because the input `source` (model or size) decides them."""
+        """Return the names of changed settings that have no effect, because the input `source` (model or size) decides them."""
         first = self.phases[0].replace(name=Phase().name) != Phase()
         settings = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
         return [name for name, is_set in settings.items() if is_set and (source == "size" or name == source)]
 
     def with_size(self, size: ChosenSize) -> Self:
-        """Return the settings with the model, the optimizer and the first phase of a size."""
+        """Return the settings with the model, the optimizer and the first phase (except its name) of a chosen size."""
         first = size.phase.replace(name=self.phases[0].name)
         return self.replace(model=size.model, optimizer=size.optimizer, phases=(first, *self.phases[1:]))
 
 
 def report_outcome(size: Artifact, loss: float, run: StageRun) -> None:
-    """Write the measured loss of a chosen size and its forecast with bounds as metrics."""
+    """Write as metrics the measured loss of a chosen size, and the forecast loss with its bounds."""
     (forecast,) = (row for row in size.read().to_pylist() if row["metric"] == "loss")
     columns = {"predicted_loss": "value", "predicted_loss_low": "low", "predicted_loss_high": "high"}
     for name, value in {**{name: forecast[column] for name, column in columns.items()}, "measured_loss": loss}.items():

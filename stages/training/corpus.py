@@ -30,7 +30,7 @@ class Chosen(NamedTuple):
 def split_documents(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
     """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, all documents once.
 
-    A selection yields every document once: its category is `kept`, or the rule that drops it."""
+    If `mixture` is a selection (kind documents), yield every document once; the category is `kept`, or the rule that drops the document."""
     ids = documents.column("id").to_pylist()
     if not ids:
         return
@@ -55,12 +55,12 @@ def split_documents(documents: pa.Table, mixture: Artifact | None, split: str) -
 
 
 def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
-    """Return the documents that `chosen` yields for one part of a documents table; for workers."""
+    """Return the documents that `split_documents` yields for one part of a documents table; for workers."""
     return list(split_documents(part.read(), mixture, split))
 
 
 def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None:
-    """Raise PunaError if the mixture names other documents or lacks some. Shards are compared in workers."""
+    """Raise PunaError if the mixture and `documents` do not hold the same ids. Workers compare one range of ids each."""
     cut = max(1, documents.record().cut)
     sides, spans = (mixture.beside(["id"]), documents.beside(["id"])), [span(cut, number) for number in range(cut)]
     differences = list(run.map(_unlike, [(around, *(side.within(*around) for side in sides)) for around in spans]))
@@ -84,13 +84,13 @@ def of_part(part: Partition, function: Callable[..., Any], *args: Any) -> Any:
 
 
 Ranked = tuple[int, str, int, Any]
-"""A document in a hashed order: its hash, id, size in bytes, and any further value."""
+"""A document in hash order: its hash, id, size in bytes, and any further value."""
 
 
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
     """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes (at least one).
 
-    Memory holds the best rows so far and about as many new ones, or `held` if that is more.
+    Memory holds the best rows so far, and about as many new rows, or about `held` new rows if these are more.
     """
     documents: list[Ranked] = []
     waiting: list[Ranked] = []
@@ -114,5 +114,5 @@ def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
 
 
 def rank(*parts: object) -> int:
-    """Return a 63-bit hash, by which rows are ordered whatever the order of files or the number of workers."""
+    """Return a 63-bit hash that orders rows independently of the order of files and the number of workers."""
     return place(*parts) >> 1

@@ -1,4 +1,4 @@
-"""95 % intervals of the numbers an evaluation reports."""
+"""95 % confidence intervals of the numbers that an evaluation reports."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 Z95 = 1.959963984540054
-"""The normal distribution's 97.5 % point."""
+"""The standard normal distribution's 97.5 % quantile."""
 
 
 @lru_cache(maxsize=4096)
 def student(freedom: int) -> float:
-    """Return the 97.5 % point of Student's t with `freedom` degrees of freedom.
+    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom.
 
-    Up to 100 degrees, it is found by bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). Above, it follows
-    from the expansion around the normal distribution's point (26.7.5), which is right to 9 digits there.
+    Up to 100 degrees, bisection on the exact distribution finds the quantile (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). Above, it
+    is the expansion around the normal distribution's quantile (26.7.5), which is accurate to 9 digits there.
     """
     if freedom < 1:
         raise ValueError(f"Student's t needs at least one degree of freedom, not {freedom}")
@@ -32,7 +32,7 @@ def student(freedom: int) -> float:
 
 
 def within(angle: float, freedom: int) -> float:
-    """Return P(|t| < sqrt(freedom) tan(angle))."""
+    """Return P(|t| < sqrt(freedom) tan(angle)) for Student's t with `freedom` degrees of freedom."""
     cosine = math.cos(angle)
     odd = freedom % 2
     term = total = cosine if odd and freedom > 1 else 0.0 if odd else 1.0
@@ -43,7 +43,7 @@ def within(angle: float, freedom: int) -> float:
 
 
 class Interval(NamedTuple):
-    """A value with the ends of its 95 % interval."""
+    """A value with the ends of its 95 % confidence interval."""
 
     value: float
     low: float
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
 
 def evaluation_row(task: str, metric: str, value: Interval | float, n: int) -> dict[str, Any]:
-    """Return a row of the evaluation table, of `n` measurements; a bare number has no interval."""
+    """Return a row of the evaluation table. `n`: number of measurements; a plain number has no interval."""
     number, low, high = value if isinstance(value, Interval) else (float(value), None, None)
     return {"task": task, "metric": metric, "value": number, "low": low, "high": high, "n": n}
 
@@ -90,16 +90,16 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """Return a mean with the interval of Student's t (1908)."""
+    """Return the mean of `values` with the interval of Student's t (1908); see `ratio`."""
     return ratio(values, [1.0] * len(values))
 
 
 def paired_difference(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
-    """Return the mean difference one - other over common items, with Student's interval of the differences.
+    """Return the mean difference one - other over the common items, with Student's interval of the mean.
 
     For two models on the same prompts, this interval is usually narrower than an unpaired one: the prompts' difficulty cancels.
     """
     both = sorted(set(one) & set(other))
     if not both:
-        raise ValueError("paired needs items that both have")
+        raise ValueError("paired_difference needs items that are in both mappings")
     return mean([one[item] - other[item] for item in both])

@@ -1,4 +1,4 @@
-"""Low-rank adapters through PEFT: added to a model, and merged into it again."""
+"""Low-rank adapters (LoRA) through PEFT: injection into a model, saving, and merging into the model's weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
-    """Return PEFT's settings for this model. Raise PunaError for a target that the model lacks."""
+    """Return PEFT's `LoraConfig` for this model. Raise PunaError for a target that the model lacks."""
     from peft import LoraConfig
 
     from puna.models.training.trainer import inner_matrices
@@ -42,9 +42,9 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """Add adapters for the context if `method` is `lora`; save (see `keeps`) and merge them on leaving. Yield `learning_rate_scales`.
+    """Add adapters if `method` is `lora`, and save (see `keeps`) and merge them at the end of the context. Yield `learning_rate_scales`.
 
-    With 4-bit matrices, `save_model` merges them instead: until then the model needs less memory.
+    With 4-bit matrices, `save_model` merges the adapters instead: until then the model needs less memory. With `full`, yield {}.
     """
     from puna.models.formats.quantised import held_bytes, merge
 
@@ -63,7 +63,7 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
     """Add adapters to the model's projections; freeze all other weights except a scalar head. Return the number of trained parameters.
 
-    The model's outputs do not change, with PiSSA up to rounding: its adapters start as a part of the matrix, which is subtracted.
+    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which loses this part).
     """
     import torch
     from peft import inject_adapter_in_model
@@ -81,12 +81,12 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
 
 
 def keeps(lora: LoraSettings) -> bool:
-    """True if adapters are saved. PiSSA's are useless without its changed base matrices, which are not saved."""
+    """True if `lora.keep` asks to save adapters, except for PiSSA: its adapters need the changed base matrices, which are not saved."""
     return lora.keep and lora.initialization == "zero"
 
 
 def keep(model: Transformer, folder: Path) -> None:
-    """Write the adapters, and a scalar head if the model has one, in PEFT's format."""
+    """Write the model's adapters, and a scalar head if there is one, to `folder` in PEFT's format."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

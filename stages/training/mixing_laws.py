@@ -35,7 +35,7 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 
 
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
-    """Fit a law to losses [n] at mixtures [n, M]; it takes at least M + 1 mixtures.
+    """Return the law fitted to losses [n] at mixtures [n, M]; at least M + 1 mixtures are needed.
 
     For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by
     the square of the loss above the floor, which turns an error of the logarithm into an error of the loss.
@@ -59,10 +59,10 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 
 
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
-    """Return the shares within least..most that have the lowest value; `value` maps mixtures [n, M] to [n], in nats.
+    """Return the shares between `least` and `most` [M] with the lowest value; `value` maps mixtures [n, M] to [n], in nats.
 
-    Projected gradient descent with an adaptive step from the three best of the `starts` [S, M]: a sum of convex laws has one minimum, a
-    Gaussian process may have several.
+    Projected gradient descent with an adaptive step starts from the three best of `starts` [S, M]: a sum of convex laws has one minimum,
+    but a Gaussian process may have several.
     """
     low, high = np.asarray(least, dtype=np.float64), np.asarray(most, dtype=np.float64)
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
@@ -92,7 +92,7 @@ def _descend(value: Callable[[Floats], Floats], shares: Floats, low: Floats, hig
 
 
 def project(point: Floats, low: Floats, high: Floats) -> Floats:
-    """Return the nearest point of {low <= r <= high, sum r = 1}: `point` plus a constant, found by bisection, and clipped."""
+    """Return the point of {low <= r <= high, sum r = 1} nearest to `point`: `point` plus a constant (by bisection), clipped."""
     below, above = float((low - point).min()), float((high - point).max())
     for _ in range(100):
         middle = (below + above) / 2
@@ -107,8 +107,8 @@ def project(point: Floats, low: Floats, high: Floats) -> Floats:
 def simplex_design(categories: int, points: int, least: float, generator: np.random.Generator) -> Floats:
     """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
-    The first are the M mixtures that favour one category, and the uniform mixture. Every further mixture is the candidate that is farthest
-    from the mixtures chosen so far (a maximin design).
+    The first M + 1 are the corners, each of which favours one category, and the uniform mixture. Every further mixture is the random
+    candidate that is farthest from the mixtures chosen so far (a maximin design).
     """
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
@@ -150,7 +150,7 @@ def _kernel(a: Floats, b: Floats, length: float) -> Floats:
 
 
 def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
-    """Fit a Gaussian process to losses [n] at mixtures [n, M] by marginal likelihood: grid over length scale and noise, exact variance."""
+    """Return the process fitted to losses [n] at mixtures [n, M] by marginal likelihood: grid over length and noise, variance exact."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
     best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
@@ -169,7 +169,7 @@ def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Weighted mean of the exponential law and the Gaussian process. `share`: weight of the process; `left_out`: see `fit_surrogate`."""
+    """The weighted mean of an exponential law and a Gaussian process. `share`: the process's weight; `left_out`: see `fit_surrogate`."""
 
     law: MixingLaw
     process: Gaussian
@@ -182,7 +182,7 @@ class Surrogate:
 
 
 def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
-    """Fit both surrogates to losses [n] at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
+    """Return both laws fitted to losses [n] at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
 
     `left_out` [n] of the result: the weighted mean's prediction of a loss from all other mixtures, minus the measured loss.
     """
@@ -197,5 +197,5 @@ def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
 
 
 def divergence(mixtures: Floats, natural: Floats) -> Floats:
-    """Return the Kullback-Leibler divergence [n] of mixtures [n, M] from the natural one, in nats."""
+    """Return the Kullback-Leibler divergence [n] of mixtures [n, M] from the mixture `natural` [M], in nats."""
     return np.asarray((mixtures * np.log(np.maximum(mixtures, 1e-12) / natural)).sum(-1))

@@ -19,13 +19,13 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
-    """Return the models of these inputs that already exist, without repeats."""
+    """Return the models of these inputs that already exist, each once."""
     models = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
     return list({model.key: model for model in models}.values())
 
 
 def chat_template(facts: Facts, *inputs: str) -> list[str]:
-    """Return a complaint for each model of these inputs without a tokenizer or a chat template."""
+    """Return an error message for each model of these inputs without a tokenizer or a chat template."""
     results = []
     for model in models_of(facts, *inputs):
         if TOKENIZER not in model.manifest.files:
@@ -39,7 +39,7 @@ def chat_template(facts: Facts, *inputs: str) -> list[str]:
 
 
 def documents_apart(facts: Facts, *inputs: str) -> list[str]:
-    """Return a complaint for each model of these inputs whose tokenizer has no token to separate packed documents."""
+    """Return an error message for each model of these inputs whose tokenizer has no BOS or EOS token to separate packed documents."""
     return [
         f"{model.id} has a tokenizer without bos_token and eos_token, by which packed documents are told apart; "
         "name one in its tokenizer_config.json and import it again"
@@ -49,7 +49,7 @@ def documents_apart(facts: Facts, *inputs: str) -> list[str]:
 
 
 def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
-    """Return a complaint if the models of these inputs encode text differently."""
+    """Return an error message if the models of these inputs encode text differently; a missing tokenizer.json is no error here."""
     models = models_of(facts, *inputs)
     sums = [model.manifest.files.get("tokenizer.json") for model in models]
     if None in sums or len({record.sha256 for record in sums if record is not None}) < 2:
@@ -62,7 +62,7 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
 
 
 def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[str]:
-    """Return a complaint if even the parameters do not fit into free memory."""
+    """Return an error message if `parameters` of `bytes_each` bytes do not fit into free memory. Activations are not counted."""
     free, needed = facts.available_memory_bytes, parameters * bytes_each
     if free is None or needed <= free:
         return []
@@ -73,7 +73,7 @@ def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[
 
 
 def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None) -> list[str]:
-    """Return complaints about the memory for training the model of input `name`; `method`: `full` or `lora`, if the stage has both."""
+    """Return error messages if memory cannot hold the training of the model of input `name`. `method`: full, lora, or None (no choice)."""
     remedy = "take a smaller model or another machine"
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"
@@ -82,7 +82,7 @@ def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, metho
 
 
 def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettings) -> list[str]:
-    """Return a complaint for each model of input `name` whose moments (in `file`) are Muon's but `optimizer` is not Muon, or vice versa."""
+    """Return an error message for each model of input `name` with Muon's moments (in `file`) if `optimizer` is not Muon, or vice versa."""
     from safetensors import safe_open
 
     complaints = []
@@ -96,12 +96,12 @@ def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettin
 
 
 def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: AdapterConfig) -> list[str]:
-    """Return complaints about training the model of input `name`, or its adapters, on conversations: chat template, memory, packages."""
+    """Return error messages if the model of input `name` cannot be trained on conversations: chat template, memory, packages."""
     return [*chat_template(facts, name), *training_memory(facts, name, optimizer, config.method), *config.unmet()]
 
 
 def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:
-    """Return complaints about training the input `model` on conversations; see `adaptable`."""
+    """Return error messages if the input `model` cannot be trained on conversations; see `adaptable`."""
     return adaptable(facts, "model", config.training.optimizer, config)
 
 
@@ -110,7 +110,7 @@ def model_template(config: object, facts: Facts) -> list[str]:
 
 
 def size(model: Artifact) -> int:
-    """Return a model's number of parameters, from the bytes of its weights."""
+    """Return a model's number of parameters, estimated from the bytes of its safetensors files."""
     dtype = json.loads(model.path("config.json").read_bytes()).get("torch_dtype", "float32")
     weight_bytes = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors"))
     return weight_bytes // (2 if dtype in ("bfloat16", "float16") else 4)

@@ -1,4 +1,4 @@
-"""A phase of pretraining: its schedule and its reader."""
+"""Phases of pretraining: their settings, steps and readers of tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Acceptance(StageConfig):
 
     short_loss: float = Field(0.01, ge=0, description="Maximum rise of the validation loss over the phase, nats per token")
     needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at the phase's length; 0: any")
-    attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase, each continuing from the one before on other rows")
+    attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase, each continuing from the run before on other rows")
 
 
 class Phase(StageConfig):
@@ -58,16 +58,16 @@ class Phase(StageConfig):
     until: int | None = Field(None, ge=1, description="End of the phase in tokens of the run, every row counted as full; null: `steps`")
     rows_per_step: int = Field(2, ge=1, description="Rows of a step, each of join_rows packed rows, until `ramp` says otherwise")
     length: int | None = Field(None, ge=2, description="Tokens to which rows are cut until `ramp` says otherwise; null: whole rows")
-    ramp: tuple[Growth, ...] = Field((), description="Larger steps, in order: pairs of rows and length (Llama 3, section 3.4.1)")
+    ramp: tuple[Growth, ...] = Field((), description="Changes in order: larger steps (Llama 3, section 3.4.1), or other tokens")
     optimizer: Literal["keep", "fresh"] = Field(
         "keep", description="keep: continue with the moments of the phase before, or of the input model if it has any; fresh: begin at 0"
     )
     join_rows: int = Field(1, ge=1, description="Packed rows joined into one: the context grows by this factor (long context)")
     rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
-    rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies from here on; null: as before")
+    rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies from here on; null: as before")
     accept: Acceptance | None = Field(
-        None, description="Conditions for accepting the phase. If they fail, it runs again; after the last attempt, training stops. null: "
-        "none. `until` and `ramp` of later phases count only one run of this phase"
+        None, description="Conditions for accepting the phase; null: none. A phase that fails them runs again; after the last attempt, "
+        "training stops. `until` and `ramp` of later phases count only one run of this phase"
     )  # fmt: skip
     schedule: ScheduleSettings = Field(ScheduleSettings(learning_rate=6e-3), description="Learning rate over the phase")
 
@@ -98,11 +98,11 @@ class Phase(StageConfig):
 
     @property
     def full_rows(self) -> int:
-        """Return the rows per step after all growth."""
+        """Return the number of rows per step after all growth."""
         return self.ramp[-1].rows if self.ramp else self.rows_per_step
 
     def longest(self, row: int) -> int:
-        """Return the tokens of the longest sequence, in rows of `row` tokens."""
+        """Return the length in tokens of the phase's longest sequences, after all growth, in rows of `row` tokens."""
         return min(self.ramp[-1].length or row if self.ramp else self.length or row, row)
 
     @property
@@ -111,7 +111,7 @@ class Phase(StageConfig):
         return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
-        """Return (first step, rows, length, tokens) of every stretch; and the tokens read before the last stretch, and its first step."""
+        """Return (first step, rows, length, tokens) of each stretch; and, of the last one, the tokens read before it and its first step."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
             # A stretch begins with the first step that starts after `after_tokens` tokens.
@@ -124,7 +124,7 @@ class Phase(StageConfig):
         return changes, read, step
 
     def counted(self, row: int, before: int = 0) -> Phase:
-        """Return the phase with `steps` instead of `until`. Raise PunaError if it ends before it begins, or its schedule does not fit.
+        """Return the phase with `steps` instead of `until`. Raise PunaError if `until` lies before the phase, or the schedule does not fit.
 
         `row`: tokens of a whole row (of `join_rows` packed ones); `before`: tokens of the run before the phase."""
         steps = self.steps
@@ -140,21 +140,21 @@ class Phase(StageConfig):
             raise PunaError(f"phase {self.name} has {steps} steps: {why}") from error
 
     def growth(self, row: int, before: int = 0) -> Ramp:
-        """Return the rows of each step; see `counted` for the arguments."""
+        """Return the number of rows of each step, as a ramp; see `counted` for the arguments."""
         from puna.models.training.schedules import Ramp
 
         starts, rows, *_ = zip(*self._changes(row, before)[0], strict=True)
         return Ramp(rows, starts)
 
     def relay(self, sources: Mapping[str, Packed], aside: Collection[str], seed: int, begin: int, before: int = 0) -> Relay:
-        """Return the readers of a phase that begins after `before` tokens of the run, without the documents set `aside`."""
+        """Return the readers of this phase, which begins after `before` tokens of the run; they skip the documents in `aside`."""
         row = sources[self.tokens].row_length * self.join_rows
         starts, _, _, names = zip(*self._changes(row, before)[0], strict=True)
         readers = {name: self.reader(sources[name], sources[name].of(aside), seed, begin, before) for name in names}
         return Relay([readers[name] for name in names], starts)
 
     def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0) -> Reader:
-        """Return the reader of these tokens in a phase that begins after `before` tokens of the run."""
+        """Return this phase's reader of `packed`, without the `excluded` pieces; the phase begins after `before` tokens of the run."""
         from puna.models.training.schedules import Ramp
 
         row = packed.row_length * self.join_rows
@@ -163,6 +163,6 @@ class Phase(StageConfig):
         return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest)
 
     def check_plain(self, why: str) -> None:
-        """Raise ValueError if the phase reads other tokens than `initial`, ends by tokens, or joins, cuts or ramps rows."""
+        """Raise ValueError if the phase reads tokens other than `initial`, sets `until`, or joins, cuts or ramps rows."""
         if self.join_rows != 1 or self.ramp or self.length or self.until or self.tokens != "initial":
             raise ValueError(f"phase.join_rows must be 1, phase.tokens initial, and phase.ramp, length and until unset: {why}")

@@ -1,4 +1,4 @@
-"""Text by category for small runs: a pool to train on, and held-out pages, chosen by hashes."""
+"""Text by category for small runs: a training pool and held-out documents, chosen by hashes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 TEXT_PER_TOKEN = 6
-"""Bytes of text per needed token: more than a token usually has, so that a pool is seldom short."""
+"""Bytes of text to take per needed token: more than a token usually has, so that a pool is seldom short."""
 MOST_PER_TOKEN = 64
 """Upper bound on a long text's characters per token."""
 JOB_ROWS = 1 << 14
@@ -35,7 +35,7 @@ STEPS = 1024
 
 @dataclass(frozen=True)
 class Sizes:
-    """Text that small runs need of each group, in tokens.
+    """The amounts of text, in tokens, that small runs need from each group.
 
     `row`: length of a packed row. `document`: maximum tokens read from a document, so that a small run reads many documents."""
 
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Amount:
-    """Size of one category: documents, bytes, and the bytes to read in each range of hashes."""
+    """The size of one category: documents, bytes, and the bytes to read in each of the `STEPS` ranges of hashes."""
 
     documents: int
     bytes: int
@@ -149,7 +149,7 @@ def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int
 
 
 def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
-    """Return a group's training pool and its held-out documents: the first in hash order, at least one, up to a third of its text."""
+    """Return a group's training pool and held-out documents. The first by hash are held out: at least one, up to a third of the text."""
     rows = rows.sort_by([("order", "ascending"), ("id", "ascending")])
     reached = np.cumsum(rows["bytes"].to_numpy())
     limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)
@@ -164,7 +164,7 @@ def _pack(rows: pa.Table, sequence_length: int) -> Packed:
 
 @dataclass(frozen=True)
 class Pools:
-    """Packed training text, held-out pieces and ids of the held-out documents, for each group."""
+    """The packed training text, the held-out pieces and the held-out documents' ids of each group."""
 
     training: tuple[Packed, ...]
     heldout: tuple[list[Any], ...]
@@ -187,7 +187,7 @@ class Pools:
 
 
 def _pieces(packed: Packed, limit: int) -> list[Any]:
-    """Return pieces with a token to predict, until they have `limit` tokens."""
+    """Return the first pieces of at least two tokens that together have at least `limit` tokens, or all such pieces."""
     useful = np.flatnonzero(packed.sizes > 1)
     count = int(np.searchsorted(np.cumsum(packed.sizes[useful]), limit)) + 1
     return [packed.piece(index).astype(np.int64) for index in useful[:count].tolist()]

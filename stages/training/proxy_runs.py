@@ -63,9 +63,9 @@ def train_proxy(
     model: Transformer, name: str, batches: Callable[[int], Any], lengths: Callable[[int], Sequence[int]], settings: TrainConfig, seed: int,
     state: Path, moments: Mapping[str, Tensor] | None = None,
 ) -> Proxy:  # fmt: skip
-    """Train a model in place. `lengths` gives a step's document lengths, for the cost; `state` is the folder of checkpoints.
+    """Train a model in place; return it with the cost. `lengths`: step → document lengths, for the cost; `state`: folder of checkpoints.
 
-    `moments`: the optimizer's state to continue with; None: a new one.
+    `moments`: the optimizer's state to continue with; None: a new state.
     """
     from puna.models import accounting
     from puna.models.training.loop import train
@@ -108,7 +108,7 @@ def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tu
 
 
 def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in `file`; make and write it first if it is missing. `make` gets a folder for training state."""
+    """Return the JSON object in `file`; if the file is missing, write `make(state)` to it first. `state`: a folder for training state."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))
@@ -124,7 +124,7 @@ def trial_row(number: int, name: str, parameters: dict[str, Any], loss: float, p
 
 @functools.lru_cache(maxsize=1)
 def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDArray[np.bool_]]:
-    """Return packed tokens, and the mask of their pieces set aside to measure the loss on (`Packed.validation`)."""
+    """Return an artifact's packed tokens, and the mask of the pieces held out to measure the loss on (`Packed.validation`)."""
     packed = Packed.read(tokens)
     return packed, packed.validation(share, wanted)
 
@@ -142,7 +142,7 @@ def resize(shape: ModelShape, width: int) -> ModelShape:
     return shape.replace(
         hidden_size=width,
         intermediate_size=max(8, 8 * round(shape.intermediate_size * share / 8)),
-        # One layer alone cannot copy (it has no induction heads): its loss would not follow the other sizes' scaling law.
+        # A model of one layer cannot copy (it has no induction heads): its loss would not follow the other sizes' scaling law.
         num_hidden_layers=max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
         num_attention_heads=heads,
         num_key_value_heads=groups if groups and heads % groups == 0 else 1,

@@ -1,4 +1,4 @@
-"""Preferences as examples: a prompt, once, with its ranked or labelled answers."""
+"""Training examples made from preferences: each prompt once, with its ranked or labelled answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tiers = list[list[Message]]
 
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return the preferences of these levels (None: all) or without a level, sorted by id."""
+    """Return the artifacts' preferences that have one of `levels` (None: any) or no level, sorted by id."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
     rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
@@ -41,7 +41,7 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:
-    """Return the answers of a preference in tiers of equals, best first: edited, chosen, others between, rejected."""
+    """Return a preference's answers in tiers of equals, best first: edited, chosen, others between, rejected. Raise BadRow if one-sided."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
@@ -50,7 +50,7 @@ def by_tier(row: dict[str, Any]) -> Tiers:
 
 
 def by_label(row: dict[str, Any]) -> Tiers:
-    """Return the good and the bad answers of a preference as two tiers, which may be empty; answers between them are in neither."""
+    """Return a preference's good and bad answers as two tiers, one of which may be empty; answers between good and bad are left out."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
@@ -58,7 +58,7 @@ def by_label(row: dict[str, Any]) -> Tiers:
 
 
 def _sides(row: dict[str, Any]) -> tuple[Tiers, Tiers]:
-    """Return the edited, the best and the worst answers; and the tiers between them."""
+    """Return a preference's edited, best and worst answers, and the tiers between best and worst."""
     tiers: dict[int, list[Message]] = {}
     for other in others_of(row):
         tiers.setdefault(other.pop("rank"), []).append(other)
@@ -76,7 +76,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
-    """Render each prompt with the ranked answers of its preferences. Answers beyond `limit` tokens make another example of the prompt."""
+    """Return an example per prompt, with the ranked answers of its preferences; beyond `limit` tokens, another example of the prompt."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []
@@ -113,7 +113,7 @@ def order(difference: float) -> float:
 
 
 def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
-    """Return (better, worse) indices: answers of a ranking's best tier with answers of its worst tier (`best_worst`), or of all others."""
+    """Return (better, worse) indices: answers of a ranking's best tier with answers of its worst tier (`best_worst`) or all other tiers."""
     return [
         (better, worse)
         for tiers in example.groups

@@ -1,4 +1,4 @@
-"""Answers as the targets of a preference loss, and their log-probabilities under the reference."""
+"""Answers as the targets of a preference loss, and the answers' log-probabilities under the reference model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
-    """Pack prompts with their answers into one row. `mask_format`: leave masked tokens out of preference terms."""
+    """Return prompts with their answers, packed into one row. `mask_format`: leave masked tokens out of preference terms."""
     from puna.models.training.objectives import Targets
 
     masks = [e.masks if mask_format else [[True] * len(a) for a in e.answers] for e in examples]
@@ -30,7 +30,7 @@ def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
 
 
 class Reference:
-    """Log-probabilities of answers under the reference of a preference loss: stored ones, or computed."""
+    """Answers' log-probabilities under the reference model of a preference loss, read from `stored` or computed."""
 
     def __init__(self, config: DpoConfig, run: StageRun, stored: Mapping[str, float] | None = None) -> None:
         self._config, self._run, self._stored = config, run, stored or {}
@@ -75,14 +75,14 @@ def sum_logprobs(
 
 
 def stored_logprobs(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
-    """Return the log-probabilities that `reference_logprobs` stored with these preferences, of this model in this precision."""
+    """Return answer id → log-probability under `model` in the training precision, as `reference_logprobs` stored it with `preferences`."""
     name = name_of(model, config.mask_format, training_precision(config.training.compute, run))
     tables = [artifact.read("scores").to_pylist() for artifact in preferences if "scores" in artifact.tables]
     return {row["id"]: row["value"] for rows in tables for row in rows if row["name"] == name}
 
 
 def name_of(model: Artifact, mask_format: bool, precision: Precision) -> str:
-    """Return the name of a model's log-probabilities in `scores`."""
+    """Return the `name` of a model's log-probabilities in the table `scores`."""
     return f"{'content' if mask_format else 'answer'}_logprob {precision} {model.data_digest}"
 
 

@@ -40,7 +40,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
     """Fit the model's scalar head to these rankings, with equal weight for each prompt; nothing else changes.
 
     The penalty is the one in `PENALTIES` whose fits predict left-out prompts best (of equals, the strongest). Metrics: `penalty`, and with
-    enough prompts `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its prompt. As its baseline,
+    enough prompts `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its prompt. The baseline
     `cross_validated_longer_accuracy` prefers the longer answer.
     """
     import torch
@@ -59,7 +59,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
 
 
 def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tensor) -> tuple[Pairs, Tensor]:
-    """Return all pairs of ranked answers, their states scaled to unit variance; and the standard deviations [D]. `folds`: of examples."""
+    """Return all pairs of ranked answers, with states scaled to unit variance; and the standard deviations [D]. `folds`: per example."""
     import torch
 
     doubles = [one.double() for one in states]
@@ -102,7 +102,7 @@ def answer_states(
 
 
 def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
-    """Return the penalty with the smallest cross-validated loss; the strongest for a single fold. The fits are saved in `scratch`."""
+    """Return the penalty with the smallest cross-validated loss; with a single fold, the strongest. The fits are saved in `scratch`."""
     numbers = pairs.fold.unique().tolist()
     if len(numbers) < 2:
         return PENALTIES[-1]

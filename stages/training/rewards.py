@@ -40,7 +40,7 @@ REWARDS = (
 Center = Literal["start", "zero"]
 CENTER = (
     "With reward product: the number whose sigmoid is one half. Preferences determine only differences of numbers, so 0 has no meaning. "
-    "start: the mean over the right answers that the model gives before training (as InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
+    "start: the mean over the right answers that the model gives before training (as in InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
 )
 
 
@@ -58,7 +58,7 @@ class RewardSettings(StageConfig):
 class Rewards:
     """Rewards of answers to prompts, given as ids: `gold` returns the verifiers' scores, `numbers` the reward models' numbers.
 
-    With both, the reward is the score times the sum of `floor` and the sigmoid of number - `center`; if `watched`, the number alone."""
+    With both, the reward is the score times (`floor` + sigmoid(number - `center`)); if `watched`, it is the number alone."""
 
     gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None
@@ -70,7 +70,7 @@ class Rewards:
         return self.parts(prompts, completions)["score"]
 
     def parts(self, prompts: Ids, completions: Completions) -> Parts:
-        """Return the rewards as `score`, their parts by name, and the `steps` of the verifiers."""
+        """Return the rewards as `score`, their parts `verifier` and `reward_model`, and `steps`, if verifiers reward steps."""
         parts = {} if self.gold is None else self.gold(prompts, completions)
         if self.numbers is not None:
             parts["reward_model"] = self.numbers(prompts, completions)
@@ -81,7 +81,7 @@ class Rewards:
         return {"score": scores, **parts}
 
     def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards centered at the mean number of these answers, weighted by verifier scores; unchanged if all scores are 0."""
+        """Return rewards whose `center` is these answers' mean number weighted by scores; unchanged without both or if scores are all 0."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
@@ -100,7 +100,7 @@ def rewards_of(
 
 
 def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: int, how: Ensemble) -> Scores:
-    """Return a function that returns the combined number of the reward models for each answer."""
+    """Return a function that gives each answer the combined number of the reward models."""
     from puna.models.training.rollouts import reward_model_scorer
 
     members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
@@ -120,8 +120,8 @@ def combine(numbers: Sequence[float], how: Ensemble) -> float:
 def gold_of(
     scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, steps: bool = False
 ) -> Callable[[Ids, Completions], Parts]:
-    """Return a function that returns each answer's verifier score (0 if the verifier fails); with `steps`, also the end of each step, in
-    tokens, and its reward. `asked`: the token ids of the prompts in `rows`."""
+    """Return a function that gives each answer its verifier's score (0 if the verifier fails); with `steps`, also (end in tokens, reward)
+    of each step. `asked`: the token ids of the prompts in `rows`."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         first_row = by_ids.setdefault(tuple(ids), row)

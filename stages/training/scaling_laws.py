@@ -1,4 +1,4 @@
-"""Laws of the loss, fitted to small runs: the surface over parameters and tokens, IsoFLOP parabolas, and accuracy from likelihood."""
+"""Scaling laws, fitted to small runs: a loss surface over parameters and tokens, IsoFLOP parabolas, and accuracy from likelihood."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from puna.stages.training.intervals import Z95, student
 
 Floats = npt.NDArray[np.float64]
 HUBER = 1e-3
-"""Residual of the log loss above which its weight falls (Hoffmann et al. 2022, appendix D.3)."""
+"""Residual of the log loss above which a point's weight falls (Hoffmann et al. 2022, appendix D.3)."""
 BUDGET = 1.5
-"""Minimum ratio of two budgets; points nearer to each other count as one budget."""
+"""Minimum ratio of two budgets in FLOPs; points whose FLOPs differ less may count as one budget."""
 JOINTS = (1.0, 0.1)
-"""Values of `joint` to try: 1, if parameters and tokens limit the loss independently; 0.1, if the scarcer one does (Kaplan: .095)."""
+"""Values of `joint` to try: 1, if parameters and tokens limit the loss independently; 0.1, if only the scarcer does (Kaplan: .095)."""
 FEWEST, SHAPES = 6, 3
-"""Minimum points to fit a surface's five numbers, and minimum shapes among them. Further seeds of a point do not count."""
+"""Minimum number of points to fit a surface's five parameters, and of shapes among them. Further seeds of a point do not count."""
 
 
 # --- the surface ----------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ class Points:
     @property
     def enough(self) -> bool:
         """True if there are enough points to determine a surface: six different ones, of three shapes."""
-        # The token counts of a point's seeds differ a little.
+        # Rounded, because the token counts of a point's seeds differ a little.
         different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
         return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
 
     @property
     def trunks(self) -> npt.NDArray[np.int64]:
-        """Return the number of each point's trunk, [n]: runs of one shape and seed, which share their random error."""
+        """Return the number of each point's trunk, [n]. A trunk is the runs of one shape and seed, which share a random error."""
         seeds = np.zeros(len(self)) if self.seeds is None else self.seeds
         return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
 
@@ -184,7 +184,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Backtest:
-    """A measured budget, forecast from the points below it: its mean FLOPs, the highest FLOPs below it, predicted and measured loss."""
+    """A measured budget, forecast from the points below: its mean FLOPs, the highest FLOPs below, the predicted and the measured loss."""
 
     flops: float
     below: float
@@ -210,14 +210,14 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of one more run, and its 95 % interval by a bootstrap of residuals and seeds, which trusts the surface's form."""
+        """Return the predicted loss of a run and the 95 % interval by bootstrapped residuals and seeds, which trusts the surface's form."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])
         return value, float(low), float(high)
 
     def at(self, parameters: float, tokens: float, flops: float) -> tuple[float, float, float]:
-        """Return (loss, low, high) of a run.
+        """Return the forecast (loss, low, high) of a run.
 
         The interval covers the bootstrap's interval, the forecast without the lowest budget, and the largest error of the backtests. That
         error grows in proportion to the distance in log FLOPs from the largest run.
@@ -234,7 +234,7 @@ class Forecaster:
 
 
 def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Forecaster:
-    """Fit the surface, `draws` bootstrap copies of it, a surface without the lowest budget, and the surfaces of the backtests."""
+    """Return the forecaster of `points`: fit a surface, `draws` bootstrap copies, one without the lowest budget, and the backtests."""
     n, d = points.parameters, points.tokens
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
@@ -277,14 +277,14 @@ class Power:
 
 
 def fit_power(x: npt.ArrayLike, y: npt.ArrayLike) -> Power:
-    """Fit a least-squares line to the logarithms of at least two points."""
+    """Return the power law fitted to at least two points by a least-squares line through their logarithms."""
     exponent, level = np.polyfit(np.log(np.asarray(x, dtype=np.float64)), np.log(np.asarray(y, dtype=np.float64)), 1)
     return Power(math.exp(float(level)), float(exponent))
 
 
 @dataclass(frozen=True)
 class Parabola:
-    """The loss over the logarithm of the parameters at one budget: points [k], coefficients, and the minimum."""
+    """A parabola of the loss over the logarithm of the parameters at one budget: points [k], coefficients, and the minimum."""
 
     flops: float
     parameters: Floats
@@ -293,7 +293,7 @@ class Parabola:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Return parameters and loss of the minimum; None if it does not lie among the points."""
+        """Return parameters and loss of the minimum; None if the parabola has no minimum within the points' range."""
         a, b, _ = self.coefficients
         if a <= 0:
             return None
@@ -303,7 +303,7 @@ class Parabola:
 
 
 def parabolas(points: Points) -> list[Parabola]:
-    """Return IsoFLOP parabolas at budgets of the points that at least three shapes reach (Llama 3, section 3.2.1).
+    """Return IsoFLOP parabolas at budgets of the points, 1.4 or more apart, that at least three shapes reach (Llama 3, section 3.2.1).
 
     A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends.
     """
@@ -338,7 +338,7 @@ class Sigmoid:
 
 
 def fit_sigmoid(nll: npt.ArrayLike, accuracy: npt.ArrayLike, chance: float) -> Sigmoid:
-    """Fit accuracy from the right option's likelihood: logistic regression of the share above chance, by reweighted squares."""
+    """Return the law of accuracy given the right option's `nll`: logistic regression of the share above chance, by reweighted squares."""
     x = np.asarray(nll, dtype=np.float64)
     share = np.clip((np.asarray(accuracy, dtype=np.float64) - chance) / (1 - chance), 1e-4, 1 - 1e-4)
     design = np.stack([x, np.ones_like(x)], 1)

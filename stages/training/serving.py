@@ -1,4 +1,4 @@
-"""Loading of models that answer in a stage, and distribution of their prompts over the stage's processes."""
+"""Loading of models that answer in a stage, and distribution of prompts over the stage's processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if no draft is used and `serving` has its defaults, except speculate, memory, layout. Raise PunaError if it cannot be shared."""
+    """True without a draft and with `serving` at its defaults but for speculate, memory, layout. Raise PunaError if sharing is unproved."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
         raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 bits "
@@ -34,7 +34,7 @@ def load_served(
     artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None,
     draft: Transformer | None = None,
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
-    """Load a language model as `serving` configures it; return it with its tokenizer and its engine's limits.
+    """Load a language model as `serving` configures it; return model, tokenizer and the engine's arguments.
 
     With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact if
     possible: no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
@@ -73,7 +73,7 @@ class DealtEngine:
     def generate(
         self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return `Engine.generate`'s answers. Equal prompts go to one process, so that they draw different answers."""
+        """Return the answers that `Engine.generate` gives. Equal prompts go to one process; else they would get equal answers."""
         from puna.models.generation import Completion
 
         def drawn(own: list[Sequence[int] | str]) -> list[list[Completion]]:

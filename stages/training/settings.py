@@ -16,33 +16,33 @@ from puna.stages.training.bad_rows import BadRowsConfig
 
 CLEAR: tuple[Level, ...] = ("significantly_better", "better")
 TRL_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "apo_down")
-"""Losses that TRL's DPOTrainer computes like `models.training.losses`."""
+"""Losses that TRL's DPOTrainer and `models.training.losses` compute in the same way."""
 TRL_ONLY: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",), "optimizer.embedding_scale": (1.0,), "optimizer.spike_window": (0,),
     "schedule.shape": ("cosine", "linear", "constant"), "schedule.final_ratio": (0.0,), "schedule.anneal_steps": (0.0,),
     "schedule.average": (0,), "schedule.ema": (0.0,), "compute.deterministic": (False,),
 }  # fmt: skip
-"""Settings, with the only values for which TRL's trainers do the same as Puna."""
+"""Setting → the only values for which TRL's trainers do the same as Puna's."""
 
 
 class AdapterConfig(BadRowsConfig, SeededConfig):
-    """Configuration of a stage that trains all weights of a model, or adapters."""
+    """Settings of a stage that trains all weights of a model, or adapters."""
 
     method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
     lora: LoraSettings = Field(LoraSettings(), description="Settings of the adapters, if method is `lora`")
 
     @property
     def quantization(self) -> Literal["none", "nf4"]:
-        """Return the number format of the model's matrices in training."""
+        """Return the number format that frozen matrices are quantised to in training, or none."""
         return self.lora.quantization if self.method == "lora" else "none"
 
     def unmet(self) -> list[str]:
-        """Return complaints about requirements of the adapters that this machine does not meet."""
+        """Return error messages for requirements of the adapters that this machine does not meet."""
         return self.lora.unmet("lora") if self.method == "lora" else []
 
 
 class AdaptableConfig(AdapterConfig):
-    """Configuration of a stage that Puna's loop or TRL's trainer runs."""
+    """Settings of a stage whose training runs in Puna's loop or in TRL's trainer."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Trainer: Puna's own loop, or TRL's for this objective")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
@@ -63,7 +63,7 @@ class AdaptableConfig(AdapterConfig):
 
 
 class SftConfig(AdaptableConfig):
-    """Settings of fine-tuning."""
+    """Settings of supervised fine-tuning."""
 
     training: TrainingSettings = Field(
         TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt, see `answers_together`"
@@ -73,19 +73,19 @@ class SftConfig(AdaptableConfig):
         0.0, ge=0, le=100, description="Uniform noise on the embeddings in training, up to this / sqrt(mean tokens of an example x width "
         "of the model) (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none"
     )  # fmt: skip
-    more_steps: int = Field(0, ge=0, description="Steps beyond those of `training`, for the control of a round of reinforcement learning")
+    more_steps: int = Field(0, ge=0, description="Steps beyond those of `training`, for a control run of reinforcement learning")
     ask_every: int = Field(100, ge=1, description="Steps between evaluations on the input tasks; also after the last step")
 
     @model_validator(mode="after")
     def _noise_has_an_engine(self) -> Self:
         if self.engine == "trl" and self.neftune_alpha:
-            raise ValueError("neftune_alpha needs engine puna: TRL's trainer is not given it")
+            raise ValueError("neftune_alpha needs engine puna: this setting is not passed to TRL's trainer")
         if self.engine == "trl" and self.answers_together > 1:
             raise ValueError("answers_together needs engine puna: TRL's trainer reads each answer with a prompt of its own")
         return self
 
     def with_more_steps(self, examples: int) -> Self:
-        """Return the settings with `more_steps` added to the steps that `training` takes for this number of examples."""
+        """Return the settings with `more_steps` added to the steps that `training` takes for `examples` examples."""
         if not self.more_steps:
             return self
         steps = self.training.train_config(examples).steps + self.more_steps
@@ -131,7 +131,7 @@ class DpoConfig(AdaptableConfig):
     loss_parameters: dict[str, float] = Field(
         {}, description=f"The loss's own parameters. {parameters_help({name: one.function for name, one in LOSSES.items()})}"
     )
-    beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference: the scale of the implicit reward")
+    beta: float = Field(0.1, gt=0, description="Scale of the implicit reward: larger values keep the policy closer to the reference")
     nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
     nll_normalization: Literal["sequence", "tokens"] = Field(
         "sequence", description="Likelihood term: the mean over answers of an answer's mean, or the mean over all tokens (TRL's)"

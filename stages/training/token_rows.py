@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Pack documents (lists of token ids) into rows, in order; return columns `tokens`, `lengths` and `documents` (of `ids`)."""
+    """Return rows packed from documents (lists of token ids), in order: `tokens`, and of each piece `lengths` and `documents` (ids)."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     flat = tokens.flatten()
@@ -54,7 +54,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packed:
-    """All rows as flat arrays. A piece is the part of a document in one row.
+    """All packed rows as flat arrays. A piece is the part of a document in one row.
 
     tokens   [T] int32
     starts   [P + 1], where each piece starts in `tokens`
@@ -72,8 +72,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Read the table `tokens` of an artifact, or a table in memory. With `file`, write the tokens to it and map the file into memory:
-        there may be more tokens than memory holds. Every rank of a training writes a share of the tokens."""
+        """Read the table `tokens` of an artifact, or a table in memory. With `file`, write the tokens to this file and map it into memory:
+        there may be more tokens than memory holds. Every rank of a training run writes a share of the tokens."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -117,26 +117,26 @@ class Packed:
 
     @property
     def sizes(self) -> Ints:
-        """Return the tokens of each piece, [P]."""
+        """Return the number of tokens of each piece, [P]."""
         return np.diff(self.starts)
 
     @property
     def row_length(self) -> int:
-        """Return the tokens of the longest row."""
+        """Return the number of tokens of the longest row."""
         return int(np.diff(self.starts[self.rows]).max())
 
     def piece(self, index: int) -> npt.NDArray[np.int32]:
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
     def of(self, ids: Collection[str]) -> npt.NDArray[np.bool_]:
-        """Return a mask [P] of the pieces of these documents."""
+        """Return a mask [P] of the pieces of the documents `ids`."""
         return np.asarray(np.array([id_ in ids for id_ in self.ids], dtype=bool)[self.owners], dtype=np.bool_)
 
     def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
         """Return a mask [P] of the pieces held out to measure the validation loss on.
 
-        These are the documents with the smallest hashes of their ids: at most `share` of all, until one copy of each adds up to `tokens`
-        tokens; at least one document. Equal arguments give equal documents.
+        They are all pieces of the documents whose ids have the smallest hashes: at most `share` of all documents, until one copy of each
+        adds up to `tokens` tokens; at least one document. Raise PunaError if no other document remains.
         """
         order = sorted(range(len(self.ids)), key=lambda d: (rank("validation", self.ids[d]), self.ids[d]))
         once = self._first_copies()
@@ -150,7 +150,7 @@ class Packed:
         return np.asarray(mask[self.owners], dtype=np.bool_)
 
     def _first_copies(self) -> npt.NDArray[np.bool_]:
-        """Return a mask [P] of every document's first copy: its pieces up to the first that does not continue in the next row."""
+        """Return a mask [P] of every document's first copy: the pieces up to the first that does not continue in the next row."""
         first_of_row = np.zeros(len(self.owners) + 1, dtype=bool)
         first_of_row[self.rows] = True
         # A piece continues in the next row if the next piece opens that row and is of the same document. Two copies
@@ -162,18 +162,18 @@ class Packed:
         return np.arange(len(self.owners)) <= ends[np.unique(self.owners[ends], return_index=True)[1]][self.owners]
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
-        """Return the token ids of the held pieces, each document once."""
+        """Return the token ids of each piece in the mask `held` that has a token to predict, each document once."""
         candidates = np.flatnonzero(held & self._first_copies() & (self.sizes > 1))
         return [self.piece(int(index)).astype(np.int64) for index in candidates]
 
 
 @dataclass
 class Reader:
-    """A reader of each training step's rows: every row once per epoch, each epoch in another order.
+    """A reader of each training step's rows. It reads every row once per epoch, each epoch in another order.
 
     `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut
-    between them is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a
-    number of rows for each step. `longest` cuts a row's documents at multiples of its tokens: shorter sequences, same tokens."""
+    between these rows is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step`
+    with a number of rows for each step. `longest` gives a length for each step, at whose multiples a row's documents are cut."""
 
     packed: Packed
     excluded: npt.NDArray[np.bool_]
@@ -195,14 +195,14 @@ class Reader:
 
     @property
     def epoch_rows(self) -> int:
-        """Return the rows (of `join` packed ones each) of one epoch."""
+        """Return the number of rows, each of `join` packed rows, in one epoch."""
         return len(self._groups)
 
     def _shuffle(self, epoch: int) -> Ints:
         return np.random.default_rng([self.seed, epoch]).permutation(self._groups)
 
     def pieces(self, step: int) -> list[tuple[int, int]]:
-        """Return (start, stop) in `packed.tokens` of all pieces of step `step` (from 1)."""
+        """Return (start, stop) in `packed.tokens` of all pieces of step `step` (1-based)."""
         results: list[tuple[int, int]] = []
         for position in range(self.rows_before(step), self.rows_before(step + 1)):
             epoch, index = divmod(position, len(self._groups))
@@ -211,7 +211,7 @@ class Reader:
         return results
 
     def rows_before(self, step: int) -> int:
-        """Return the number of rows of all earlier steps."""
+        """Return the number of rows of all steps before `step`."""
         return (step - 1) * self.rows_per_step if self.growth is None else self.growth.before(step)
 
     def _row(self, first: int) -> list[tuple[int, int]]:
@@ -235,7 +235,7 @@ class Reader:
         return [stop - start for start, stop in self.pieces(step)]
 
     def later(self, step: int, micro_batch_tokens: int) -> list[Later[Targets]]:
-        """Return the step as micro-batches of about `micro_batch_tokens`, whose gradients add up; each is read only when it is needed."""
+        """Return the step as micro-batches of about `micro_batch_tokens` tokens, whose gradients add up; each is read when needed."""
         spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
         return [Later(sum(stop - start for start, stop in some), partial(self._targets, some)) for some in spans]
 
@@ -251,7 +251,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Relay:
-    """Readers of a phase that take over from each other: `readers[i]` from step `starts[i]` (from 1) on."""
+    """The readers of a phase, which take over from each other: `readers[i]` reads from step `starts[i]` (1-based) on."""
 
     readers: Sequence[Reader]
     starts: Sequence[int]
@@ -265,7 +265,7 @@ class Relay:
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:
-    """Yield functions that read given columns of up to 4096 rows: one Arrow array of lists cannot hold more than 2^31 elements."""
+    """Yield functions that read given columns of up to 4096 rows each: an Arrow array of lists cannot hold more than 2^31 elements."""
     if isinstance(source, Artifact):
         yield from (lambda columns, part=part: part.of(columns).read() for part in source.parts("tokens", rows=4096))
     else:
@@ -273,7 +273,7 @@ def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Ta
 
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of a row's documents, cut at multiples of `length` tokens."""
+    """Return the (start, stop) of a row's documents, cut where the row reaches multiples of `length` tokens."""
     cuts, at = [], 0
     for start, stop in row:
         while start < stop:

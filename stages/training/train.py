@@ -1,4 +1,4 @@
-"""Common parts of the training stages: rendering, loading, the loop, the log, the checkpoint."""
+"""Functions that the training stages share: rendering, loading, the training loop, the log, saving."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from puna.stages.evaluation.training_tasks import TaskWatch
 
 CHECKPOINTS = "training"
-"""Folder of checkpoints in a run's scratch folder."""
+"""Name of the folder of checkpoints in a run's scratch folder."""
 CHECKPOINT_STEPS = 50
-"""Steps between checkpoints of a run; they change no result."""
+"""Steps between checkpoints of a run; checkpoints change no result."""
 WATCH = "puna.stages.evaluation.training_tasks"
-"""Module that evaluates tasks during training. It is imported by name, so that the keys of models without tasks do not cover it."""
+"""Module that evaluates tasks during training, imported by name, so that its code is not part of the keys of models without tasks."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One prompt with its answers as token ids.
 
-    masks   per answer token, True if it counts: in a preference term, or, in a conversation to learn, in the loss
+    masks   per answer token, True if it enters the preference term or, in a conversation to learn, the loss
     groups  rankings of answers, as indices: a ranking is a list of tiers of equally good answers, the best tier first
     """
 
@@ -55,7 +55,7 @@ class Example:
 
 
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
-    """Tokenize a row's context and its ranked answers; answer tokens that only the chat template writes are masked.
+    """Return a row's context and ranked answers, tokenized; answer tokens that only the chat template writes are masked.
 
     `groups`: rankings as tiers of equals, the best first. An answer ends in its stop token unless its message has `finished: false`.
     """
@@ -73,7 +73,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 
 
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
-    """Tokenize a conversation for training on the assistant's turns and their end tokens; tokens between the turns are masked.
+    """Return a conversation, tokenized to learn the assistant's turns and their end tokens; tokens between the turns are masked.
 
     There are several examples if the template renders earlier answers differently once a later turn follows.
     """
@@ -90,7 +90,7 @@ def by_answer(
     examples: Sequence[Example], micro_batch_tokens: int, compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return a tensor for each example, one row per answer; `compute` gets the examples of one packed row.
+    """Return a tensor for each example, with one row per answer; `compute` is called with the examples of one packed row.
 
     `progress` gets (examples done, examples in all).
     """
@@ -109,7 +109,7 @@ def row_limit(training: TrainingSettings) -> Limit:
 
 
 def context_limit(model: Transformer, max_tokens: int) -> Limit:
-    """Return the limit of a prompt with its answer: the model's longest context."""
+    """Return the limit of a prompt with an answer of `max_tokens`: the model's maximum context."""
     what = f"the prompt with an answer of max_tokens={max_tokens}"
     return Limit(model.config.max_position_embeddings, "the model's max_position_embeddings", what, "lower max_tokens")
 
@@ -128,7 +128,7 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 def training_prompts(
     given: Sequence[dict[str, Any]], model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
-    """Return the rows of the training prompts; and the rows that fit the context, with their token ids.
+    """Return the training prompts' rows; and (row, prompt token ids) of each row that fits. Raise PunaError if none does.
 
     A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
     """
@@ -172,7 +172,7 @@ def _threads() -> int:
 
 
 def on_threads(model: Transformer) -> Transformer:
-    """Return the model. Set torch to one thread, unless a model in use is large: then as many as the environment allows."""
+    """Return the model. Set torch to one thread or, if a model in use has `SMALL` parameters or more, to all threads of the environment."""
     import torch
 
     everything = _threads()
@@ -189,11 +189,11 @@ def load_model(
     artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none",
     layout: Layout | None = None,
 ) -> tuple[Transformer, Tokenizer]:  # fmt: skip
-    """Load a model artifact's weights and tokenizer. Raise PunaError if it has another head.
+    """Return a model artifact's model and tokenizer. Raise PunaError if the model has another head than `head`.
 
-    `new` makes a missing scalar head, of zeros. A `frozen` model is not trained and computes in bf16 on a GPU. `quantization`
-    `nf4` converts the layers' matrices to 4 bits one by one. If `layout` cuts the model, its weights stay mapped from the file, in the
-    file's number format, until each rank has read its own pieces."""
+    `new`: add a scalar head of zeros to a language model. `frozen`: the model is not trained, and computes in bf16 on a GPU.
+    `quantization` nf4 converts the layers' matrices to 4 bits one by one. If `layout` splits the model, its weights stay mapped from the
+    file, in the file's number format, until each rank has read its own pieces."""
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load, read_config
@@ -230,7 +230,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
 
 
 def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = None) -> Transformer:
-    """Return a language model with embeddings for the tokens that a tokenizer artifact adds. Raise PunaError if their tokenizers differ.
+    """Return a language model with embeddings for the tokens that `tokenizer` adds. Raise PunaError if the tokenizers differ otherwise.
 
     layout: see `load_model`.
     """
@@ -246,7 +246,7 @@ def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = 
 
 @contextlib.contextmanager
 def divergence_named(what: str) -> Iterator[None]:
-    """Raise PunaError that names the model (`what`) if its training diverges within the context."""
+    """Raise a PunaError that names the training (`what`) if it diverges within the context."""
     from puna.models.training.loop import TrainingDiverged
 
     try:
@@ -285,17 +285,17 @@ def fit(
 def task_watch(
     tasks: Sequence[External] | None, every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun
 ) -> TaskWatch | None:
-    """Return an evaluator of these tasks during training; None without tasks."""
+    """Return the object that evaluates `tasks` during training, every `every` steps; None without tasks."""
     return importlib.import_module(WATCH).TaskWatch(tasks, every, tokenizer, compute, run) if tasks else None
 
 
 def code_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return (module, symbol) of the code that evaluates a training's tasks; empty without tasks."""
+    """Return (module, symbol) of the code that evaluates the input `tasks` during training; [] without tasks."""
     return [*importlib.import_module(WATCH).code(inputs["tasks"])] if inputs["tasks"] else []
 
 
 def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
-    """Return the precision of this run's training; a resumed run keeps its own."""
+    """Return the precision of this run's training; a resumed run keeps the precision with which it began."""
     from puna.models.training.loop import as_begun
 
     return as_begun(compute, run.scratch / CHECKPOINTS).precision_on(device().type)
@@ -315,7 +315,7 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
 
 
 def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: StageRun) -> None:
-    """Write metrics with the first and the last value of those named columns that the log has."""
+    """Write the first and the last value of each column in `names` that the log has, as metrics."""
     for name in names:
         if name in log[0]:
             run.metric(f"first_{name}", log[0][name])
@@ -323,7 +323,7 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the model and its tokenizer, on rank 0. 4-bit matrices are first merged with their adapters, on the CPU."""
+    """Write the model and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters, on the CPU."""
     if ranks.follows():
         return
     from puna.models.formats.checkpoint import save

@@ -1,4 +1,4 @@
-"""TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and the same tokens.
+"""TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and tokens as Puna's engine.
 
 Puna tokenizes conversations by the chat template of the model's tokenizer, and TRL gets token ids. TRL's defaults that are slow on a CPU
 (bf16, gradient checkpointing) are off, and so is telemetry. An interrupted run resumes from its saved state.
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
     from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
 
-# Read when huggingface_hub is imported, by the imports inside the functions below.
+# huggingface_hub reads this variable when the imports inside the functions below import it.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
 def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: SftConfig, run: StageRun) -> Transformer:
-    """Run TRL's SFTTrainer. The loss is the mean over a step's answer tokens, as in Puna's own engine."""
+    """Return the model trained by TRL's SFTTrainer. The loss is the mean over a step's answer tokens, as in Puna's own engine."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -56,7 +56,7 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
 
 def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun) -> Transformer:
-    """Run TRL's RewardTrainer. A row is a pair of a better and a worse answer of one ranking."""
+    """Return the model trained by TRL's RewardTrainer. A row is a pair of a better and a worse answer of one ranking."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
@@ -79,10 +79,10 @@ def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any
 
 
 def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
-    """Run TRL's DPOTrainer with the preference loss and `sft`. Reference: a copy of the policy, or with LoRA the policy without adapters.
+    """Return the model trained by TRL's DPOTrainer with a preference term and a likelihood term (TRL's loss `sft`).
 
-    TRL has one mask for both terms: with `mask_format`, the likelihood term also leaves out the tokens of the
-    chat template. The likelihood term is a mean over tokens.
+    The reference is a copy of the policy, or with LoRA the policy without adapters. The likelihood term is a mean over tokens.
+    TRL has one mask for both terms: with `mask_format`, the likelihood term also leaves out the chat template's tokens.
     """
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -90,7 +90,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
     from puna.models.formats.hub import PunaForCausalLM
 
     class PreparedDPOTrainer(DPOTrainer):
-        """TRL's trainer on rows that already hold token ids."""
+        """A DPOTrainer for rows that already hold token ids."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset
@@ -131,13 +131,13 @@ def sft_row(example: Example) -> dict[str, list[int]]:
 
 
 class PreferenceCollator:
-    """A collator of pairs into one padded batch, all better answers first; masked tokens are not completion tokens."""
+    """A function that collates pairs into one padded batch, all better answers first; masked tokens are not completion tokens."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Return [2n, T] int64 `input_ids`, `attention_mask` and `completion_mask`, as DPOTrainer takes them."""
+        """Return `input_ids`, `attention_mask` and `completion_mask`, [2n, T] int64, for DPOTrainer."""
         import torch
 
         sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
@@ -168,7 +168,7 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
 
 
 def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
-    """Load the tokenizer with transformers. TRL uses only its padding token; a missing one is taken from `tokenizer`."""
+    """Return the artifact's tokenizer, loaded by transformers. TRL uses only the padding token; a missing one comes from `tokenizer`."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(artifact.path())
@@ -178,7 +178,7 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
 
 
 def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
-    """Return the model trained by the trainer of `make`, with adapters merged if `config` asks for them; write `training_log`."""
+    """Return the model trained by the trainer that `make` builds, with any adapters merged; write `training_log` and kept adapters."""
     import torch
     from transformers import PrinterCallback
 
@@ -196,16 +196,16 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
     write_log(recorder.rows, run)
     if config.method == "lora" and keeps(config.lora):
         trainer.model.save_pretrained(str(run.folder / ADAPTER), selected_adapters=["default"])
-        (run.folder / ADAPTER / "README.md").unlink(missing_ok=True)  # a form to fill in
+        (run.folder / ADAPTER / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     trained = trainer.model.merge_and_unload() if config.method == "lora" else trainer.model
     return cast("Transformer", trained.to_transformer())
 
 
 class Recorder:
-    """The record of one training: a row per step, and the training's state, saved at the times that `Saver` chooses.
+    """The record of one training run: a row per step, and the training state, saved at the times that `Saver` chooses.
 
     The state is tensors and JSON, as in Puna's own loop; TRL's checkpoints are pickles, which Puna's store does not hold.
-    `Recorder` is a callback without transformers' base class, because every command imports the files of the stages.
+    `Recorder` is a callback without transformers' base class: every command imports this file, but should not import transformers.
     """
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any], save_seconds: float, run: StageRun) -> None:
@@ -217,7 +217,7 @@ class Recorder:
         self._found: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return a function that ignores an event without a method here."""
+        """Return a function that ignores an event (`on_…`) for which this class has no method."""
         if name.startswith("on_"):
             return lambda *event, **details: None
         raise AttributeError(name)
@@ -243,7 +243,7 @@ class Recorder:
             self._trainer.train(resume_from_checkpoint=str(mark))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the moments and the learning rate's schedule."""
+        """Restore the saved moments and learning-rate schedule, if the run resumes."""
         if self._found is None:
             return
         tensors, record = self._found
@@ -268,7 +268,7 @@ class Recorder:
             self._restore_random()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add a step's row; save the state if a save is due, and end the training if a signal asks for its end."""
+        """Add a step's row; save the state if a save is due; end the training if a signal asked to stop it."""
         if not logs or "loss" not in logs:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", self._tokens))
@@ -324,5 +324,5 @@ def _random() -> list[Tensor]:
 
 
 def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a part of the state, sorted by name, without the part's name."""
+    """Return the tensors of one part of the state (`moments`, `weights`, …), sorted by name; their names lack the part's name."""
     return {name.partition(".")[2]: tensors[name] for name in sorted(tensors) if name.startswith(f"{part}.")}

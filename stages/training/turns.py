@@ -1,4 +1,4 @@
-"""Answers in several turns as conversations: the turns of an answer, and the replies to them."""
+"""Multi-turn answers as conversations: the model's turns, and the replies of tools and environments between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TurnsConfig(StageConfig):
         1, ge=1, le=64, description="Maximum turns of the model in an answer; max_tokens covers all turns and the replies between them"
     )
     tools: tuple[ToolName, ...] = Field(
-        (), description="Tools that the model may call between its turns: calculator, and python in the sandbox; it calls them by "
+        (), description="Tools that the model may call between its turns: calculator, and python in the sandbox; a call is written as "
         '<tool_call>{"name": …, "arguments": …}</tool_call>'
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ class TurnsConfig(StageConfig):
 
 
 def offered(row: dict[str, Any], names: Sequence[ToolName]) -> dict[str, Any]:
-    """Return the row of a prompt with the definitions of these tools added to its own tools."""
+    """Return a prompt's row with the definitions of the tools `names` added to the row's own tools."""
     return {**row, "tools": dump([*(tools_of(row) or ()), *(TOOLS[name].definition(name) for name in names)])} if names else row
 
 
@@ -70,7 +70,7 @@ def in_turns(
 
 
 def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:
-    """Return an answer's turns: those of the model, and the replies between them."""
+    """Return an answer as messages: the model's turns, and the replies between these turns."""
     messages, start = list[Message](), 0
     for begin, end, replies in answer.replies:
         messages += [{"role": "assistant", "content": answer_text(answer.tokens[start:begin], tokenizer)}, *replies]
@@ -79,13 +79,13 @@ def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:
 
 
 def to_score(row: dict[str, Any], answer: Completion, tokenizer: Tokenizer) -> tuple[dict[str, Any], str]:
-    """Return the prompt of an answer's last turn, with the turns before it, and that turn's text."""
+    """Return the row and the text to score: `row` with the turns before the answer's last turn added to it, and the last turn's text."""
     *before, last = turns_of(answer, tokenizer)
     return (row | {"messages": dump([*messages_of(row), *before])} if before else row), last["content"]
 
 
 def steps_of(score: Score, answer: Completion, tokenizer: Tokenizer) -> list[tuple[int, float]]:
-    """Return where each step of an answer's last turn ends, in tokens of the answer, and its reward."""
+    """Return (end, reward) of each step of an answer's last turn; `end` counts tokens from the start of the answer."""
     start = answer.replies[-1][1] if answer.replies else 0
     places = range(start, len(answer.tokens))
 
@@ -110,7 +110,7 @@ class Job(NamedTuple):
     tools: Sequence[str]
 
     def reply(self, config: ScoringConfig) -> list[Message]:
-        """Return the results of the last turn's calls, else the environment's reply; none if the answer is complete."""
+        """Return the results of the last turn's tool calls, else the verifier's reply; [] if the answer is complete."""
         if self.tools and (messages := tools.results(self.turns[-1]["content"], self.tools, config)):
             return messages
         if self.verifier is None:
@@ -122,7 +122,7 @@ class Job(NamedTuple):
 
 
 def environment_reply(job: dict[str, Any]) -> dict[str, Any]:
-    """Return an environment's reply to a conversation."""
+    """Return {"reply": the verifier's reply to a conversation, None if the answer is complete}; an exception becomes the reply."""
     verifier = from_json(job["verifier"])
     try:
         return {"reply": verifier.reply(Question(*job["question"]), job["turns"])}
@@ -141,7 +141,7 @@ def _reply_chunk(jobs: list[Job], config: ScoringConfig) -> list[list[Message]]:
 
 @dataclass(frozen=True)
 class Replies:
-    """Function that replies to answers (`Respond`). `rows`: prompts by token ids; `names`: tools to offer; `means`: to run the tools."""
+    """A function that replies to answers (`Respond`). `rows`: token ids → prompt; `names`: offered tools; `means`: resources."""
 
     rows: dict[tuple[int, ...], dict[str, Any]]
     tokenizer: Tokenizer
@@ -160,7 +160,7 @@ class Replies:
         return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, chain(*done), strict=True)]
 
     def _tokens(self, prompt: list[int], answer: Completion, messages: list[Message]) -> tuple[list[int], list[Message]] | None:
-        """Return messages with their tokens; None if the answer did not end with the end of a turn."""
+        """Return a reply's token ids and messages; None if the answer was cut off, without the token that ends a turn."""
         row = self.rows[tuple(prompt)]
         with rendering(row):
             stop, ids = self.tokenizer.reply(messages, tools_of(row))

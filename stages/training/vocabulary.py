@@ -1,4 +1,4 @@
-"""Loading of an artifact's tokenizer, and the check that this tokenizer made a tokens artifact."""
+"""Loading of an artifact's tokenizer, and a check of which tokenizer made a tokens artifact."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @lru_cache(maxsize=2)
 def load(folder: str) -> Tokenizer:
-    """Load the tokenizer in a folder, once per process."""
+    """Return the tokenizer in a folder. The two tokenizers used last stay in memory."""
     from puna.models.tokens.tokenizer import Tokenizer
 
     return Tokenizer.load(folder)
 
 
 def tokenizer_of(artifact: Artifact) -> Tokenizer:
-    """Load the tokenizer of a tokenizer or model artifact."""
+    """Return the tokenizer of a tokenizer or model artifact."""
     return load(str(artifact.path()))
 
 
 def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
-    """Raise PunaError if another tokenizer made `tokens`."""
+    """Raise PunaError if a tokenizer other than the one in `vocabulary` made `tokens`."""
     own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
     for item in tokens.manifest.inputs:
         if item.kind == "tokenizer" and item.data_digest != content_digest({}, own):

@@ -1,4 +1,4 @@
-"""The protocol of a verifier: described settings, one method that scores an answer, and the limits of scoring."""
+"""The base class of verifiers, the questions and scores that verifiers exchange, and the limits of scoring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Question(NamedTuple):
-    """The part of a prompt that a verifier sees: its id, task, text and gold answer, if there is one.
+    """The part of a prompt that a verifier sees: id, task, text, and the gold answer (`reference`), if there is one.
 
     `messages`: the turns of the conversation, each with role and content; if empty, `text` is one user message.
     """
@@ -43,13 +43,13 @@ class Score:
 
 
 DETAIL = 2000
-"""Longest detail of a score, characters."""
+"""Maximum characters of a score's detail."""
 CORRECT = 1.0 - 1e-6
-"""Minimum score of a correct answer; lower scores are part marks."""
+"""Minimum score of a correct answer; lower scores are partial credit."""
 
 
 class Item(NamedTuple):
-    """One answer to score."""
+    """One answer to score, with its question and verifier."""
 
     verifier: Verifier
     question: Question
@@ -57,7 +57,7 @@ class Item(NamedTuple):
 
 
 class Verifier(StageConfig):
-    """Base of every verifier: its fields are the parameters in a prompt's JSON, and `score` scores one answer.
+    """The base class of all verifiers: its fields are the parameters in a prompt's JSON, and `score` scores one answer.
 
     Verifiers with equal settings share one instance, so a `functools.cached_property` can prepare costly state. Unless `score_many` is
     overridden, `score` runs in a separate process, which is killed if an answer takes too long. An exception becomes a score of None.
@@ -74,7 +74,7 @@ class Verifier(StageConfig):
         """Return the user's next message to an answer's turns so far, the last one the model's; None: the answer is complete.
 
         A verifier that replies is an environment (see `grpo.turns`). `score` then gets the last turn as answer, and a question whose
-        messages hold the turns before it. It runs where `score` does; an error becomes the reply."""
+        messages hold the turns before it. `reply` runs where `score` does; an exception's text becomes the reply."""
         return None
 
     def reaches(self) -> list[tuple[str, str]]:
@@ -86,11 +86,11 @@ class Verifier(StageConfig):
         return [(cls.__module__, cls.__qualname__.split(".")[0])]
 
     def parts(self) -> tuple[Verifier, ...]:
-        """Return the verifiers whose scores this one combines; none if it scores answers itself."""
+        """Return the verifiers whose scores this verifier combines; () if this verifier scores answers itself."""
         return ()
 
     def combine(self, scores: Sequence[Score]) -> Score:
-        """Combine the scores of `parts`, none of which is None, into one."""
+        """Return one score from the scores of `parts`, whose values are never None."""
         raise NotImplementedError(f"{type(self).__name__} has no method combine")
 
     def check(self, question: Question) -> None:
@@ -98,7 +98,7 @@ class Verifier(StageConfig):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a model or an isolated process is missing; called once, before any answer is scored."""
+        """Raise PunaError if a model is missing or programs cannot be isolated; called once, before any answer is scored."""
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score] | None:
@@ -115,7 +115,7 @@ class BoundedVerifier(Verifier):
 
 
 def to_json(verifier: Verifier) -> dict[str, Any]:
-    """Return the JSON value of a verifier that combines no others."""
+    """Return the JSON value of a verifier that combines no other verifiers."""
     return {"name": verifier.name, **verifier.model_dump(mode="json")}
 
 
@@ -129,7 +129,7 @@ def attempt(item: Item) -> Score:
 
 
 def check_score(score: Score, name: str) -> Score:
-    """Return the score if its value and rewards are valid (0 to 1), its detail cut to `DETAIL`; else a score of None with the reason."""
+    """Return a valid score (value and rewards from 0 to 1), with its detail cut to `DETAIL`; else a score of None with the reason."""
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
         return Score(None, f"{name} gave {value!r}, not a Score from 0 to 1"[:DETAIL])
@@ -164,10 +164,10 @@ class ScoringConfig(StageConfig):
     """Limits of scoring by verifiers."""
 
     seconds: float = Field(
-        10.0, gt=0, le=600, description="Maximum CPU seconds to score an answer (wall time: ten times as many); beyond, it has no score"
+        10.0, gt=0, le=600, description="Maximum CPU seconds to score an answer (wall time: tenfold); beyond, no score (verifier code: 0)"
     )
-    memory_mb: int = Field(512, ge=64, le=1 << 20, description="Memory of a program, all its processes together, MiB")
-    disk_mb: int = Field(64, ge=1, le=1 << 20, description="Files of a program, MiB")
+    memory_mb: int = Field(512, ge=64, le=1 << 20, description="Maximum memory of all of a program's processes together, MiB")
+    disk_mb: int = Field(64, ge=1, le=1 << 20, description="Maximum size of a program's files, MiB")
     processes: int = Field(32, ge=1, le=10_000, description="Maximum number of a program's processes and threads")
     endpoint: EndpointConfig | None = Field(
         None, description="Model at an endpoint that grades for `judge` verifiers that name no model; null: a model of the input `judges`"

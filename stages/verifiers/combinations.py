@@ -39,7 +39,7 @@ class Combination(Verifier):
 
 @register
 class Product(Combination):
-    """The product of the scores, which is high only if all scores are: for example, a checker times a reward model."""
+    """The product of the scores, which is high only if all scores are high: for example, a checker times a reward model."""
 
     name: ClassVar[str] = "product"
 

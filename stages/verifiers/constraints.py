@@ -51,13 +51,13 @@ def pattern(text: str) -> Any:
 
 @kind("keywords:existence")
 def has_keywords(answer: str, *, keywords: list[str]) -> bool:
-    """True if each keyword occurs, ignoring case; inside a word, too."""
+    """True if each keyword occurs, ignoring case, also inside a word."""
     return all(word.lower() in answer.lower() for word in keywords)
 
 
 @kind("keywords:frequency")
 def keyword_frequency(answer: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """True if a keyword occurs at least, or less than, `frequency` times, ignoring case; inside words, too."""
+    """True if a keyword occurs at least, or less than, `frequency` times, ignoring case, also inside words."""
     return compare_count(answer.lower().count(keyword.lower()), relation, frequency)
 
 
@@ -69,7 +69,7 @@ def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
 
 @kind("keywords:letter_frequency")
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """True if a letter or sign occurs at least, or less than, `let_frequency` times, ignoring case."""
+    """True if `letter`, a letter or other character, occurs at least, or less than, `let_frequency` times, ignoring case."""
     return compare_count(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -78,30 +78,30 @@ def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relati
 
 @kind("language:response_language")
 def response_language(answer: str, *, language: str) -> bool:
-    """True if the answer's language has this code of ISO 639-1, or the answer has no letters."""
+    """True if `language` is the ISO 639-1 code of the answer's language (a region is ignored), or the answer has no letters."""
     return _language(answer) in (None, language.lower().partition("-")[0])
 
 
 @kind("change_case:english_capital")
 def english_capital(answer: str) -> bool:
-    """True for English in capital letters only."""
+    """True if the answer is English and has only capital letters."""
     return answer.isupper() and _language(answer) in (None, "en")
 
 
 @kind("change_case:english_lowercase")
 def english_lowercase(answer: str) -> bool:
-    """True for English in lower-case letters only."""
+    """True if the answer is English and has only lower-case letters."""
     return answer.islower() and _language(answer) in (None, "en")
 
 
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, points and apostrophes join parts of a word."""
+    """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, periods and apostrophes join parts of a word."""
     return compare_count(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
 
 
 def _language(text: str) -> str | None:
-    """Return the text's most likely language as a code of ISO 639-1 (or 639-3 if it has none); None without letters."""
+    """Return the code of the text's most likely language (ISO 639-1, else 639-3); None for a text without letters."""
     from puna.models.languages.vote import lid
 
     text = " ".join(text.split())
@@ -129,7 +129,7 @@ def number_words(answer: str, *, num_words: int, relation: str) -> bool:
 
 @kind("length_constraints:number_paragraphs")
 def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
-    """True for this number of paragraphs, separated by ***."""
+    """True if the answer has exactly `num_paragraphs` paragraphs, separated by ***."""
     parts = [part.strip() for part in answer.split("***")]
     inner = parts[1 if not parts[0] else 0 : len(parts) - (1 if len(parts) > 1 and not parts[-1] else 0)]
     return all(inner) and len(inner) == num_paragraphs
@@ -137,7 +137,7 @@ def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
 
 @kind("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(answer: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """True if the answer has this many paragraphs, separated by empty lines, and the nth (from 1) begins with the word."""
+    """True if the answer has `num_paragraphs` paragraphs, separated by empty lines, and the nth (1-based) begins with `first_word`."""
     paragraphs = [part.strip() for part in answer.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -157,7 +157,7 @@ END = re.compile(r"([^\s.!?…]{0,20})([.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。�
 
 
 def count_sentences(text: str) -> int:
-    """Return the number of sentences: ended by . ! ? or … or the end, but not by the point of an abbreviation, initial or list number."""
+    """Return the number of sentences, which end at . ! ? … or the end, but not at the dot of an abbreviation, initial or list number."""
     count, last = 0, 0
     for match in END.finditer(text):
         word, marks = (match.group(1) or "").lower().lstrip("(\"'“‘*"), match.group(2) or ""
@@ -181,13 +181,13 @@ def count_sentences(text: str) -> int:
 
 @kind("detectable_content:number_placeholders")
 def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
-    """True for at least this number of placeholders in square brackets."""
+    """True if there are at least `num_placeholders` placeholders in square brackets."""
     return len(pattern(r"\[[^\n]*?\]").findall(answer)) >= num_placeholders
 
 
 @kind("detectable_content:postscript")
 def postscript(answer: str, *, postscript_marker: str) -> bool:
-    """True if the marker of a postscript occurs, ignoring case; in P.S. and P.P.S, a blank may follow a period."""
+    """True if `postscript_marker` occurs, ignoring case; in dotted markers (P.S., P.P.S), a space may follow a period."""
     letters = re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]?\.?", postscript_marker)
     parts = [re.escape(c) for c in postscript_marker.replace(".", "")]
     text = r"\.\s?".join(parts) + (r"\." if postscript_marker.endswith(".") else "") if letters else re.escape(postscript_marker)
@@ -196,20 +196,20 @@ def postscript(answer: str, *, postscript_marker: str) -> bool:
 
 @kind("detectable_format:number_bullet_lists")
 def number_bullet_lists(answer: str, *, num_bullets: int) -> bool:
-    """True for exactly this number of lines that begin with the bullet * or -."""
+    """True if exactly `num_bullets` lines begin with the bullet * (not **) or -."""
     lines = [line.strip() for line in answer.splitlines()]
     return sum(line.startswith("-") or (line.startswith("*") and len(line) > 1 and line[1] != "*") for line in lines) == num_bullets
 
 
 @kind("detectable_format:constrained_response")
 def constrained_response(answer: str) -> bool:
-    """True if one of three sentences occurs: My answer is yes. / no. / maybe."""
+    """True if one of the sentences "My answer is yes.", "My answer is no." and "My answer is maybe." occurs."""
     return any(f"My answer is {word}." in answer for word in ("yes", "no", "maybe"))
 
 
 @kind("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
-    """True for at least this number of spans between single or double asterisks; a span lies within one line."""
+    """True if there are at least `num_highlights` spans between single or double asterisks; a span lies within one line."""
     single = [section for section in re.findall(r"\*([^\n*]*)\*", answer) if section.strip()]
     double = [section for section in re.findall(r"\*\*([^\n*]*)\*\*", answer) if section.strip()]
     return len(single) + len(double) >= num_highlights
@@ -217,13 +217,13 @@ def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
 
 @kind("detectable_format:multiple_sections")
 def multiple_sections(answer: str, *, section_spliter: str, num_sections: int) -> bool:
-    """True if the section's word and a digit occur together at least this number of times."""
+    """True if `section_spliter`, followed by a digit, occurs at least `num_sections` times."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d", answer)) >= num_sections
 
 
 @kind("detectable_format:json_format")
 def json_format(answer: str) -> bool:
-    """True if the whole answer is JSON, with or without a fence around it."""
+    """True if the whole answer is JSON, with or without a Markdown code fence around it."""
     text = answer.strip()
     if (fenced := re.match(r"```(?:json)?\s", text, re.IGNORECASE)) and text.endswith("```"):
         text = text[fenced.end() : -3]
@@ -236,7 +236,7 @@ def json_format(answer: str) -> bool:
 
 @kind("detectable_format:title")
 def title(answer: str) -> bool:
-    """True if a title that is not empty stands in double angle brackets."""
+    """True if the answer has a title, not empty, in double angle brackets."""
     return any(heading.strip("<> \t") for heading in pattern(r"<<[^\n]+?>>").findall(answer))
 
 
@@ -245,7 +245,7 @@ def title(answer: str) -> bool:
 
 @kind("combination:two_responses")
 def two_responses(answer: str) -> bool:
-    """True for two different answers with six asterisks between them."""
+    """True if the answer consists of two different responses, separated by six asterisks."""
     parts = [part.strip() for part in answer.split("******")]
     inner = [part for at, part in enumerate(parts) if part or 0 < at < len(parts) - 1]
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
@@ -253,26 +253,26 @@ def two_responses(answer: str) -> bool:
 
 @kind("combination:repeat_prompt")
 def repeat_prompt(answer: str, *, prompt_to_repeat: str) -> bool:
-    """True if the answer begins with the given text, ignoring case."""
+    """True if the answer begins with `prompt_to_repeat`, ignoring case."""
     return answer.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 @kind("startend:end_checker")
 def end_checker(answer: str, *, end_phrase: str) -> bool:
-    """True if the answer ends with the phrase, ignoring case and double quotation marks around the answer and the phrase."""
+    """True if the answer ends with `end_phrase`, ignoring case and double quotation marks around the answer and the phrase."""
     return answer.strip().strip('"').lower().endswith(end_phrase.strip().strip('"').lower())
 
 
 @kind("startend:quotation")
 def quotation(answer: str) -> bool:
-    """True if the whole answer stands in double quotation marks."""
+    """True if the whole answer is in double quotation marks."""
     text = answer.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
 @kind("punctuation:no_comma")
 def no_comma(answer: str) -> bool:
-    """True if there is no comma."""
+    """True if the answer has no comma."""
     return "," not in answer
 
 
@@ -292,7 +292,7 @@ class Constraints(BoundedVerifier):
     )
     kwargs: tuple[dict[str, JsonValue], ...] = Field(description="Arguments of each instruction; null ones are ignored")
     loose: bool = Field(
-        False, description="Judge also variants without asterisks, first line or last line; one has to pass (IFEval's loose accuracy)"
+        False, description="Also judge variants without asterisks, first or last line; one must pass (IFEval's loose accuracy)"
     )
     partial: bool = Field(False, description="The score is the share of instructions that are followed")
 
@@ -329,7 +329,7 @@ def _arguments(arguments: dict[str, JsonValue]) -> dict[str, Any]:
 
 
 def _check_arguments(name: str, given: dict[str, Any]) -> None:
-    """Raise ValueError unless the arguments have the names and types that the instruction needs."""
+    """Raise ValueError unless the arguments `given` have the names and types that the instruction `name` needs, and are not empty or 0."""
     types = {p.name: str(p.annotation) for p in inspect.signature(KINDS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if wrong := sorted(set(types) ^ set(given)):
         raise ValueError(f"instruction {name}: {'unknown' if wrong[0] in given else 'missing'} argument {wrong[0]!r}")

@@ -1,4 +1,4 @@
-"""`guess` and `chain`: exercises to solve in several turns by hints, or in steps that are checked one by one."""
+"""`guess` and `chain`: an exercise to solve in several turns with hints, and an exercise whose steps are checked one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.stages.verifiers.registry import register
 class Guess(BoundedVerifier):
     """Score 1 if the last turn is the number, else 0. The replies to earlier turns say whether the number is higher or lower.
 
-    Without hints the replies say only that a guess is wrong: a control for what a model learns from hints.
+    With `hints` false, the replies say only that a guess is wrong: a control for what a model learns from hints.
     """
 
     name: ClassVar[str] = "guess"
@@ -43,7 +43,7 @@ class Guess(BoundedVerifier):
 
 @register
 class Chain(BoundedVerifier):
-    """Score 1 if every line ends in the right running value of an arithmetic chain, one line for each operation, else 0.
+    """Score 1 if the lines, one per operation, end in the correct running values of an arithmetic chain, else 0.
 
     The chain is worked from left to right. A line is a step, with a reward of 1 if its last number is right; see `grpo.credit`.
     """
@@ -52,7 +52,7 @@ class Chain(BoundedVerifier):
     stepwise: ClassVar[bool] = True
 
     numbers: tuple[int, ...] = Field(min_length=2, max_length=100, description="Numbers of the chain")
-    signs: tuple[Literal["+", "-", "*"], ...] = Field(description="Operations between them")
+    signs: tuple[Literal["+", "-", "*"], ...] = Field(description="Operations between the numbers")
     partial: bool = Field(False, description="The score is the share of the lines that are right")
 
     @model_validator(mode="after")

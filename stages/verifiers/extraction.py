@@ -12,7 +12,7 @@ QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’", "«": "»"}
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the last answer that the text marks as final, without its marks; None if it marks none.
+    r"""Return the last answer that the text marks as final, without the marks; None if no answer is marked.
 
     Precedence: answer tags, \boxed{}, `#### …` (as in GSM8K), "the answer is …" (to the end of its line, without a full stop).
     """
@@ -28,7 +28,7 @@ def final_answer(text: str) -> str | None:
 
 
 def boxed_text(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` with closed braces."""
+    r"""Return the content of the last `\boxed{…}` with closed braces; None if there is none."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -48,7 +48,7 @@ def _bare(text: str) -> str:
     for mark in ("**", "__", "*", "$$", "$", "\\(", "\\["):
         end = {"\\(": "\\)", "\\[": "\\]"}.get(mark, mark)
         if text.endswith(end) and not text.startswith(mark) and mark not in text[: -len(end)]:
-            text = text.removesuffix(end)  # the opening one stood before the marked words
+            text = text.removesuffix(end)  # the opening mark stood before "answer is"
         elif text.startswith(mark) and text.endswith(end) and len(text) > len(mark) + len(end):
             text = text[len(mark) : -len(end)]
     text = text.strip().removesuffix(".").strip()

@@ -26,7 +26,7 @@ class JsonSchema(Verifier):
     name: ClassVar[str] = "json_schema"
 
     json_schema: dict[str, JsonValue] | bool = Field(description="The JSON schema")
-    fenced: bool = Field(True, description="If the whole answer is no JSON, use its last fenced block (```json)")
+    fenced: bool = Field(True, description="If the whole answer is not JSON, use the last fenced code block")
 
     @cached_property
     def validator(self) -> Any:
@@ -70,7 +70,7 @@ class JsonSchema(Verifier):
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text. Raise ValueError for NaN, Infinity and repeated names in an object, too."""
+    """Return the value of a JSON text. Raise ValueError for invalid JSON, and for NaN, Infinity and repeated names in an object."""
     return json.loads(text.strip(), parse_constant=_refuse, object_pairs_hook=_unique)
 
 

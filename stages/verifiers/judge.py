@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Judge(Verifier):
     """Score by a language model: the mean of its grades, weighted by their probabilities, as a share of the highest grade.
 
-    It takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2): scores are finer than digits.
+    Scoring takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2): scores are finer than digits.
     A model at `scoring.endpoint` writes one grade instead.
     """
 
@@ -33,13 +33,13 @@ class Judge(Verifier):
     rubric: str = Field(min_length=1, description="What makes a good answer, and what each grade means")
     max_grade: int = Field(5, ge=1, le=9, description="Highest grade, one digit; the lowest is 0")
     model: str | None = Field(
-        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only one given"
+        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="First digits of the model's data digest; null: the only given model"
     )
     show_reference: bool = Field(True, description="Show the model the prompt's reference answer, where there is one")
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if the model is missing or does not distinguish the grades."""
+        """Raise PunaError if a judge's model is missing, or the model's tokenizer does not distinguish the grades."""
         for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
             if model is None and tools.endpoint is not None:
                 continue
@@ -96,7 +96,7 @@ class Grade(NamedTuple):
 
 
 def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
-    """Return the model's grade of each request, from 0 to `top`."""
+    """Return the judge's mean grade of each request, from 0 to `top`, weighted by the probabilities of the grades."""
     import torch
 
     from puna.models.forest import Forest
@@ -117,7 +117,7 @@ def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
 
 
 def _grades_of(tokenizer: Tokenizer, top: int) -> tuple[list[int], list[int]]:
-    """Return the common first tokens of all grades, and the token of each grade from 0 to `top`."""
+    """Return the first tokens that all grades share, and then the token of each grade from 0 to `top`."""
     grades = [str(grade) for grade in range(top + 1)]
     return tokens_apart([tokenizer.encode(grade) for grade in grades], grades)
 
@@ -133,7 +133,7 @@ CODE_POINTS = (
 )
 RUBRIC = "Begin with 0 and add one point for each line that is true of the answer:\n{lines}"
 LEVELS = 2
-"""The highest of three levels of difficulty."""
+"""The highest of the three levels of difficulty, which begin at 0."""
 DIFFICULTY = (
     "How difficult is it to answer the request below well?\n0: easy, anybody could.\n1: it takes care, knowledge or several steps.\n"
     "2: hard, an expert would have to think.\n\nThe request:\n<<<\n{request}\n>>>\n\nReply with the level alone, one digit from 0 to 2."
@@ -144,14 +144,14 @@ INTENTIONS = (
     "Reply with the number alone, one digit from 0 to {most}; {most} also stands for more."
 )
 DIGITS = 4
-"""Decimals of a grade: further ones depend on the machine."""
+"""Decimals to which grades are rounded: further decimals depend on the machine."""
 
 
 class JudgeSettings(StageConfig):
     """Settings of a language model's grades of instructions."""
 
     points: tuple[str, ...] = Field(POINTS, min_length=1, max_length=9, description="Criteria of an answer, one point each")
-    code_points: tuple[str, ...] = Field(CODE_POINTS, min_length=1, max_length=9, description="The same for an answer with a block of code")
+    code_points: tuple[str, ...] = Field(CODE_POINTS, min_length=1, max_length=9, description="Criteria of an answer with a code block")
     below_full: float = Field(0.5, ge=0, lt=9, description="Maximum points that a mean grade may lack to count as a full score")
     difficulty: bool = Field(True, description="Also grade difficulty and number of intentions; false: difficulty is one minus agreement")
     max_intentions: int = Field(5, ge=1, le=9, description="Highest number of intentions of a request; more count as this number")

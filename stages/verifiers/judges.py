@@ -18,9 +18,9 @@ Head = Literal["lm", "scalar"]
 HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
 T = TypeVar("T")
 DIGEST = 8
-"""Minimum hex digits in the name of a model."""
+"""Minimum hex digits of a data digest that name a model."""
 BATCH_TOKENS = 8192
-"""Tokens of one forward pass of a judge."""
+"""Approximate tokens of one forward pass of a judge."""
 
 
 class Loaded(NamedTuple):
@@ -31,14 +31,14 @@ class Loaded(NamedTuple):
 
 
 class Judges:
-    """The given models, each loaded at its first use."""
+    """The models in a stage's input `judges`, each loaded at its first use."""
 
     def __init__(self, artifacts: Sequence[Artifact]) -> None:
         self._artifacts = tuple(artifacts)
         self._loaded: dict[str, Loaded] = {}
 
     def find(self, verifier: str, head: Head, name: str | None) -> Loaded:
-        """Return the model whose data digest begins with `name`, or with None the only one with this head; else raise PunaError."""
+        """Return the model whose data digest begins with `name` (None: the only model with this head); raise PunaError if there is none."""
         if name is None:
             fitting = [judge for artifact in self._artifacts if (judge := self._load(artifact)).model.head == head]
             if len(fitting) == 1:
@@ -70,7 +70,7 @@ class Judges:
 
 
 class Tools:
-    """Resources of a verifier, passed to `Verifier.prepare` and `Verifier.score_many`."""
+    """A verifier's resources, passed to `Verifier.prepare` and `Verifier.score_many`: limits, run, models, endpoint."""
 
     def __init__(self, config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = ()) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""`numbers` and `choice`: a list with many right answers, checked by its properties, and a choice among options."""
+"""`numbers` and `choice`: a check of a list of numbers by its properties, and a check of a choice among options."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
 
 LONGEST = 10_000
-"""Maximum characters that are read of an answer."""
+"""Maximum characters that `numbers` reads of an answer."""
 
 
 @register
 class Numbers(BoundedVerifier):
     """Score 1 if the answer is `count` whole numbers with the required bounds, order, remainder and digits, else 0.
 
-    Numbers are separated by blanks or commas, with nothing else in the answer. With an order, no number may repeat.
+    Numbers are separated by white space or commas, with nothing else in the answer. With an order, no number may repeat.
     """
 
     name: ClassVar[str] = "numbers"
 
-    count: int = Field(ge=1, le=1000, description="How many numbers the answer must have")
+    count: int = Field(ge=1, le=1000, description="Number of numbers that the answer must have")
     lower: int = Field(description="Smallest number allowed")
     upper: int = Field(description="Largest number allowed")
     divisor: int = Field(1, ge=1, description="Divisor of the numbers")
@@ -95,7 +95,7 @@ class Choice(BoundedVerifier):
         return Score(float(option in self.right), f"chose {labels[option]}, expected {labels_text}")
 
     def _option(self, answer: str, labels: tuple[str, ...]) -> int | None:
-        """Return the index of the option whose label or text is the whole answer, else whose label, else whose text begins the answer."""
+        """Return the index of the option whose label or text is the answer, else whose label, else whose text begins it, else None."""
         text = answer.strip().strip("*").strip()
         for options in (labels, self.options):
             for index, option in enumerate(options):

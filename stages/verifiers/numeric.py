@@ -1,4 +1,4 @@
-"""`numeric`: a comparison of the answer's number with the expected one."""
+"""`numeric`: a comparison of the answer's number with the expected number."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-
 
 RAISED = r"(?:\s?\^\s?\{?\s?|\*\*)(?P<raised>[-−+]?\d{1,9})\s?\}?"
 IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}]\*\*[-−+])"
-"""A look-behind that excludes exponents."""
+"""A look-behind by which a match does not begin at an exponent."""
 
 
 class Number(NamedTuple):
-    """A number in a text: its value and its place."""
+    """A number in a text: the exact value, and the characters [start, end) that spell it."""
 
     value: Fraction
     start: int
@@ -37,7 +37,7 @@ class Number(NamedTuple):
 
 @register
 class Numeric(BoundedVerifier):
-    r"""Score 1 if the answer's number equals the expected one within the tolerances, else 0.
+    r"""Score 1 if the answer's number equals the expected number within the larger of the two tolerances, else 0.
 
     Numbers are read exactly: thousands separators, decimal point or comma, exponents, powers (`10^5`), `3/4`, `1 1/2`, `\frac{3}{4}`,
     `2 \times 10^3`. The number is read from the marked final answer, else from the whole answer.
@@ -45,10 +45,10 @@ class Numeric(BoundedVerifier):
 
     name: ClassVar[str] = "numeric"
 
-    answer: float | str | None = Field(None, description="Expected number; null: the last number of the prompt's reference")
+    answer: float | str | None = Field(None, description="Expected number; null: the reference's last number (of a marked final answer)")
     absolute: float = Field(0.0, ge=0, description="Maximum difference that is still right")
     relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, as a share of the expected number")
-    take: Literal["last", "first", "only"] = Field("last", description="Number of the answer to compare; only: the answer has no other")
+    take: Literal["last", "first", "only"] = Field("last", description="Which number of the answer to compare; only: no other may occur")
     decimal: Decimal = Field("point", description="Decimal separator; the other one separates thousands")
     units: dict[str, float] = Field(
         default_factory=dict, description="Allowed units, with their sizes in the expected number's unit: {m: 1, cm: 0.01}; '' is a number "
@@ -142,7 +142,7 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
 
 
 def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
-    """Return the exact value of a match; None if an exponent or power is too large, or if it divides by 0."""
+    """Return the exact value of a match; None if an exponent or power is too large, or a denominator is 0."""
     try:
         if found["top"] is not None:
             value = int(found["whole"] or 0) + _plain(found["top"], decimal) / _plain(found["bottom"], decimal)

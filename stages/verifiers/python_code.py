@@ -29,8 +29,8 @@ class Code(Verifier):
 
     The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else all of it.
     Tests are pieces of Python that use the program's names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's
-    assertions. They run in another process, which the program cannot read or write: its results reach them as plain data. A program
-    that ends before its tests or exceeds its limits passes none. Only the standard library can be imported.
+    assertions. They run in another process, which the program cannot read or write; the program's results reach it as plain data. A
+    program that ends before its tests or exceeds its limits passes none. Only the standard library can be imported.
     """
 
     name: ClassVar[str] = "code"
@@ -85,7 +85,7 @@ class PythonFunction(Verifier):
     """Score by a function's result: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
 
     The function is called as `function(answer, **parameters)`, also with `prompt`, `reference` and `task` if it has these parameters.
-    It runs in a process of its own, which is killed if an answer takes too long. This process is not a sandbox.
+    The function runs in a separate process, which is killed if an answer takes too long. This process is not a sandbox.
     """
 
     name: ClassVar[str] = "python"
@@ -98,7 +98,7 @@ class PythonFunction(Verifier):
 
     @cached_property
     def called(self) -> Callable[..., Any]:
-        """Return the function; raise ValueError if it is missing, or if only the data names its module."""
+        """Return the function; raise ValueError if it is missing, or if data may not name its module (`plugins.is_allowed`)."""
         module, colon, attribute = self.function.partition(":")
         if not colon:
             value = plugins.offers("puna.verifiers").get(module)

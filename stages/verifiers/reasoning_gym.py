@@ -1,4 +1,4 @@
-"""`reasoning_gym`: the scorer of the question's generator, and a filter of the texts that it would evaluate as Python."""
+"""`reasoning_gym`: the scorer of the question's generator, and a filter of texts that this scorer would evaluate as Python."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_formula(text: str) -> None:
 
 
 def check_literal(text: str) -> None:
-    """Raise Refused for Python that is more than a literal; a text that is not Python cannot be evaluated and passes."""
+    """Raise Refused for a Python expression of more than literals and names; a text that is not Python cannot be evaluated and passes."""
     tree = _parse(text)
     for node in () if tree is None else ast.walk(tree):
         if not isinstance(node, PLAIN):
@@ -127,7 +127,7 @@ class ReasoningGym(Verifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the generator's score, 0 to 1; 0 for a text that its scorer must not evaluate."""
+        """Return the generator's score of the answer, 0 to 1; 0 for a text that the generator's scorer must not evaluate."""
         whole = self._score(answer.strip())
         final = final_answer(answer) if self.extract and not is_correct(whole.value) else None
         if final is None:

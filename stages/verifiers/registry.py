@@ -1,4 +1,4 @@
-"""The registry of verifiers: Puna's own, and those of other packages by the entry-point group `puna.verifiers`."""
+"""The registry of verifiers: Puna's own, and those that other packages offer in the entry-point group `puna.verifiers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN: dict[str, type[Verifier]] = {}
 
 
 def register(verifier: type[V]) -> type[V]:
-    """Register a verifier class by its name and return it, as a decorator. Raise PunaError if another class has this name."""
+    """Register a verifier class under its `name` and return it (a decorator). Raise PunaError if it is invalid or the name is taken."""
     name = getattr(verifier, "name", None)
     if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
         raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")
@@ -33,7 +33,7 @@ def register(verifier: type[V]) -> type[V]:
 
 
 def all_verifiers() -> dict[str, type[Verifier]]:
-    """Return all verifiers by name, after registering Puna's own."""
+    """Return the verifier classes registered so far, by name: Puna's own, and those of other packages that `kind_of` has loaded."""
     _import_own()
     return _KNOWN
 
@@ -49,14 +49,14 @@ def _import_own() -> None:
 
 
 def from_json(given: Any) -> Verifier:
-    """Return the verifier of a JSON value `{"name": …, …parameters}`; raise PunaError for a faulty one."""
+    """Return the verifier that a JSON value `{"name": …, …parameters}` describes; raise PunaError if the value is invalid."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         raise PunaError(f'a verifier is a JSON object {{"name": …, …parameters}}, not {str(given)[:80]}')
     return parse(kind_of(given["name"]), {key: value for key, value in given.items() if key != "name"}, given["name"])
 
 
 def kind_of(name: str) -> type[Verifier]:
-    """Return the verifier class of that name; raise PunaError if there is none."""
+    """Return the verifier class with this name, loading other packages' verifiers if necessary; raise PunaError if there is none."""
     if name not in all_verifiers():
         for offered in plugins.offers("puna.verifiers").values():
             if isinstance(offered, type) and issubclass(offered, Verifier):
@@ -68,7 +68,7 @@ def kind_of(name: str) -> type[Verifier]:
 
 @lru_cache(maxsize=8192)
 def from_text(text: str) -> Verifier:
-    """Return the verifier of a JSON text, cached; raise PunaError for a faulty one."""
+    """Return the verifier that a JSON text describes, from a cache if possible; raise PunaError if the text is invalid."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -77,7 +77,7 @@ def from_text(text: str) -> Verifier:
 
 
 def to_text(name: str, /, **parameters: Any) -> str:
-    """Return a verifier's JSON text for a prompt's column `verifier`; raise PunaError for a faulty one."""
+    """Return a verifier's JSON text for a prompt's column `verifier`; raise PunaError if the name or a parameter is invalid."""
     text = json.dumps({"name": name, **parameters}, sort_keys=True)
     from_text(text)
     return text
@@ -85,7 +85,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
 
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) that a verifier (JSON text) reaches; create the verifier only if the code depends on parameters."""
+    """Return the code (module, symbol) that a verifier (JSON text) reaches; create the verifier only if its class overrides `reaches`."""
     values = json.loads(text)
     name = values.get("name") if isinstance(values, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:

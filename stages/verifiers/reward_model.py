@@ -25,10 +25,10 @@ class RewardModel(Verifier):
     name: ClassVar[str] = "reward_model"
 
     model: str | None = Field(
-        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only one given"
+        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only reward model"
     )
-    center: float = Field(0.0, description="Reward with a score of one half")
-    scale: float = Field(1.0, gt=0, description="Difference of rewards that counts as one")
+    center: float = Field(0.0, description="Reward that scores 0.5")
+    scale: float = Field(1.0, gt=0, description="Divisor of the reward's difference from center")
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
@@ -59,7 +59,7 @@ def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
 
 
 def _render(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
-    """Return token ids of the prompt and of the answer; a score of None if they do not fit the model."""
+    """Return the token ids of prompt and answer, or a Score of None if the chat template refuses them or they exceed the context."""
     from puna.models.tokens.tokenizer import ChatError, TemplateError
 
     messages = list(item.question.messages) or [{"role": "user", "content": item.question.text}]
@@ -73,7 +73,7 @@ def _render(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
 
 
 def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-    """Return the reward of each answer."""
+    """Return the reward model's raw reward for each (prompt, answer), given as token ids."""
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards

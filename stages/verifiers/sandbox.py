@@ -1,4 +1,4 @@
-"""A sandbox for untrusted programs: own namespaces, limits, no network, no files except the interpreter's and system libraries."""
+"""A sandbox for untrusted programs: own namespaces, limits, no network, and only files of the interpreter and system libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program
 from puna.storage import PunaError
 
 Mode = Literal["root", "user"]
-"""Rights that make the namespaces: root's, or a user's in a user namespace."""
+"""Privileges that create the namespaces: root's, or a user's inside a user namespace."""
 OUTPUT_BYTES = 1 << 16
 GRACE_SECONDS = 10.0
 MEGABYTE = 1 << 20
@@ -46,7 +46,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program over all its processes: CPU seconds (and `CLOCK` times as much wall time), memory, files, processes."""
+    """Limits of a program over all its processes: CPU seconds (and `CLOCK` times as much wall time), memory and files (MiB), processes."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -58,10 +58,10 @@ class Limits:
 class Outcome:
     """The outcome of a program.
 
-    results  per test None or its error; None if the program ended before its tests
-    ended    the reason for an early end: time, "time by the clock", memory, "signal 9", "exit status 1"; otherwise empty
-    output   the first 64 KiB of printed text
-    refused  the reason why it was not run
+    results  per test None (passed) or the error; None if the run ended before all tests did
+    ended    the reason for such an early end, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty
+    output   the first 64 KiB of text that the program and the tests printed
+    refused  the reason why the sandbox could not run the program; otherwise empty
     """
 
     results: list[str | None] | None
@@ -72,9 +72,9 @@ class Outcome:
 
 @cache
 def mode() -> Mode:
-    """Return the way to isolate programs here: no network, no surviving process, no file but the interpreter's and system libraries.
+    """Return the mode in which this machine isolates programs, after a trial run; raise PunaError if isolation fails.
 
-    Raise PunaError if programs cannot be isolated in this way.
+    An isolated program has no network, leaves no process, and reads no files but its own, the interpreter's and system libraries'.
     """
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
@@ -87,7 +87,7 @@ def mode() -> Mode:
 
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
-    """Run `prefix` followed by a program, and the tests in another process, which runs the prefix's complete definitions itself."""
+    """Run `prefix` + `program` in one process and `tests` in another, which has its own copy of the prefix (see `whole_statements`)."""
     with group(limits.memory_mb * MEGABYTE) as memory:
         readable, hidden = _visible()
         procs = () if memory is None else (memory.procs,)
@@ -115,7 +115,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
 
 @cache
 def _modules() -> list[tuple[str, types.CodeType]]:
-    """Return the compiled modules that run inside the sandbox; the entry module is last."""
+    """Return (name, code) of the modules that run inside the sandbox; the entry module is last."""
     modules = (sandbox_wire, sandbox_calls, sandbox_program, sandbox_tester, sandbox_inside)
     return [(module.__name__, compile(Path(str(module.__file__)).read_bytes(), f"<{module.__name__}>", "exec")) for module in modules]
 
@@ -126,7 +126,7 @@ def _interpreter() -> str:
 
 @cache
 def _visible() -> tuple[list[str], list[str]]:
-    """Return the paths that a program may read (some are links), and package folders inside them that it may not."""
+    """Return the paths that a program may read (some are symbolic links), and the package folders inside these paths to hide."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
     own = [standard, _interpreter(), *map(str, sorted(Path(_interpreter()).parents[1].glob("lib/libpython*")))]
     paths: list[str] = []
@@ -139,7 +139,7 @@ def _visible() -> tuple[list[str], list[str]]:
 
 
 def _supervise(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Run a command with these open files; return its report and its output, both truncated. Kill it after `seconds`."""
+    """Run a command that reads `job` and inherits the descriptors `handles`; return its report and output. Kill it after `seconds`."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
@@ -176,24 +176,24 @@ def _read(process: subprocess.Popen[bytes], report: int, job: bytes, end: float)
 MOUNT = "/sys/fs/cgroup"
 OWN = "/proc/self/cgroup"
 TRIES = 200
-"""Number of checks, 5 ms apart, whether the last process has ended."""
+"""Maximum number of attempts, 5 ms apart, to remove a cgroup whose processes are still ending."""
 
 
 class Group:
-    """A cgroup (version 2) and its open file `procs`: a process that writes 0 to it enters."""
+    """A cgroup (version 2). `procs`: a descriptor of its file `cgroup.procs`; a process joins the cgroup by writing 0 there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.procs = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CREAT)
 
     def is_exceeded(self) -> bool:
-        """True if the kernel killed a process that exceeded the group's memory."""
+        """True if the kernel killed a process because the cgroup exceeded its memory limit."""
         with contextlib.suppress(OSError):
             return int(dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())["oom_kill"]) > 0
         return False
 
     def close(self) -> None:
-        """End the processes that are left, and remove the group."""
+        """Kill the processes that remain in the cgroup, and remove the cgroup."""
         os.close(self.procs)
         with contextlib.suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")
@@ -209,7 +209,7 @@ class Group:
 
 @contextlib.contextmanager
 def group(memory_bytes: int) -> Iterator[Group | None]:
-    """Yield a cgroup with this memory limit beside this process's own, under the limits of their parents; None if none can be made."""
+    """Yield a new cgroup with this memory limit, beside this process's own, or None if it cannot be created; remove it afterwards."""
     folder = _beside()
     cgroup = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
     try:

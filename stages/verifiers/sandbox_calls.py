@@ -1,4 +1,4 @@
-"""System calls, namespaces, root file system and rights of a sandboxed program. Imports only the standard library."""
+"""Isolation of a sandboxed program: namespaces, root file system, privileges, filter of system calls. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ REFUSED_CALLS = {
     "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323, 101, 310, 311, 275, 276, 278, 253, 294),
     "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282, 117, 270, 271, 76, 77, 75, 26),
 }
-# io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, landlock (whose rules are the kernel's memory), memfd_secret
+# io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, landlock (whose rules take kernel memory), memfd_secret
 REFUSED_ANYWHERE = (425, 428, 429, 430, 432, 438, 444, 445, 446, 447)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: str | int | None) -> None:
-    """Call a function of the C library; raise OSError if it fails."""
+    """Call a function of the C library; raise OSError if the function does not return 0."""
     values = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
     if getattr(libc, name)(*values) != 0:
         number = ctypes.get_errno()
@@ -37,9 +37,9 @@ def call(name: str, *arguments: str | int | None) -> None:
 
 
 def refuse_calls() -> None:
-    """Refuse system calls that hold memory outside every process (shared mappings, memfds, queues, pages in pipes) and tracing.
+    """Install a filter that refuses tracing, new namespaces, and memory outside processes (shared mappings, memfds, queues, pipe pages).
 
-    Raise OSError if the kernel takes no filter. All shared mappings are refused, because their pages stay after a process drops them.
+    Raise OSError if this fails. All shared mappings are refused, because their pages remain after a process unmaps them.
     Only Unix sockets are allowed: sockets of virtual machines (vsock) ignore namespaces and reach the host. No process may change its
     action for SIGCHLD: if it ignored the signal, the kernel would not count the CPU time of its ended children.
     """
@@ -49,7 +49,7 @@ def refuse_calls() -> None:
     load, equal, at_least, has_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, absent = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
     steps = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
-    steps += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the second numbering of x86-64
+    steps += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x32, the second set of call numbers on x86-64
     for number in REFUSED_CALLS[machine] + REFUSED_ANYWHERE:
         steps += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     steps += [(equal, 0, 1, SYS_CLONE3), (answer, 0, 0, absent)]  # its flags cannot be read here; libraries then call clone
@@ -76,7 +76,7 @@ NOBODY = 65534
 
 
 def enter(unprivileged: bool) -> None:
-    """Leave the machine's namespaces: file systems, processes, network, shared memory, host name."""
+    """Enter new namespaces: mounts, network, IPC, host name, processes (only for children), and users if `unprivileged`."""
     user, group = os.getuid(), os.getgid()
     call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | (NEWUSER if unprivileged else 0))
     if unprivileged:
@@ -86,7 +86,7 @@ def enter(unprivileged: bool) -> None:
 
 
 def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
-    """Build a root file system with the interpreter, read-only, and one empty folder in memory as the working directory."""
+    """Build a read-only root file system of `readable` without `hidden`. The working directory is empty, writable and in memory."""
     size = f"size={disk_bytes},nr_inodes=4096"
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     call("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=755")
@@ -114,14 +114,14 @@ def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
 
 
 def pivot(root: str, old: str) -> None:
-    """Make `root` the root; the previous root is at `old`."""
+    """Make `root` the root file system, and move the previous root to `old`, a folder inside `root`."""
     if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], root.encode(), old.encode()) != 0:
         raise OSError(ctypes.get_errno(), f"pivot_root: {os.strerror(ctypes.get_errno())}")
     os.chdir("/")
 
 
 def show(path: str) -> None:
-    """Make a file or folder of the machine visible under the new root, read-only; a link stays a link."""
+    """Make a file or folder of the machine visible under the new root, read-only; a symbolic link stays one."""
     source, target = f"/old{path}", f"/root{path}"
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
@@ -138,7 +138,7 @@ def show(path: str) -> None:
 
 
 def become_nobody(mode: str, user: int) -> None:
-    """Give up all privileges of this process and of the processes that it starts."""
+    """Drop all privileges of this process and its later children; as root, switch to the user id `user` first."""
     call("prctl", PR_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getuid() == 0 or mode == "root":
         os.setgroups([])

@@ -1,10 +1,10 @@
 """The run of one program and its tests inside a sandbox, started by `sandbox` as a script. Imports only the standard library.
 
-The steps: leave the machine's namespaces, see only the interpreter and an empty folder, give up all rights, and set limits. Refuse system
-calls that hold memory outside every process. Run the program in one child and its tests in another, and watch their time and memory. All
-processes end with PID 1. The report goes to the file descriptor in the first argument, printed text to the file descriptor 1.
+The steps: enter new namespaces, and build a root file system of the interpreter and an empty folder. Run the program in one child and its
+tests in another; each drops all privileges, sets limits and installs a filter of system calls. Watch their time and memory. All processes
+end with PID 1. The report goes to the file descriptor in the first argument, printed text to the file descriptor 1.
 
-Modes: `root` makes the namespaces with root's rights, `user` in a user namespace.
+Modes: `root` creates the namespaces with root's privileges, `user` inside a user namespace.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FIRST_USER = 1_000_000_000
 WATCH_SECONDS = 0.02
 OPEN_FILES = 64
 PIPES_BYTES = OPEN_FILES << 16
-"""Maximum bytes in the pipes of one process."""
+"""Maximum bytes in the pipes of one process: 64 KiB per open file."""
 LOCK_BYTES = 256
 AREA_BYTES, AREAS = 256, 65_530
-"""Kernel memory of a mapped area (of one page or more), bytes; and maximum number of areas of a process."""
+"""Kernel memory of one memory mapping (of a page or more), bytes; and maximum number of a process's mappings (`vm.max_map_count`)."""
 INODE_BYTES = 1024
-"""Memory of a file besides its content, bytes."""
+"""Kernel memory of one file besides its content, bytes."""
 
 
 class Job(TypedDict):
@@ -57,7 +57,7 @@ class Job(TypedDict):
 
 
 def main(job: Job) -> None:
-    """Run the job and report; the program and its tests follow on standard input."""
+    """Run the job, and report an OSError in setting up the sandbox. The tests' process reads program and tests from standard input."""
     try:
         supervise(job)
     except OSError as error:
@@ -70,11 +70,11 @@ def report(job: Job, value: dict[str, object]) -> None:
 
 
 def supervise(job: Job) -> None:
-    """Make the namespaces, start PID 1 in them and wait for its end."""
+    """Create the namespaces, start PID 1 in them and wait until it ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set it to be ignored
-    job["user"] = FIRST_USER + 4 * os.getpid()  # and the next two: no other process has these users
+    job["user"] = FIRST_USER + 4 * os.getpid()  # this user id and the next two: no other process has them
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody traces this process, or those below it until they change their user
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process can trace this one, or its descendants until they change user
     with open("/proc/sys/net/core/wmem_default") as handle:  # the sandbox has no such file
         job["socket_bytes"] = int(handle.read())
     enter(job["mode"] == "user")
@@ -91,7 +91,7 @@ def supervise(job: Job) -> None:
 
 
 def init(job: Job) -> None:
-    """Build the sandbox's root file system, start the tests and the program, watch them, and report. It is PID 1: all end with it."""
+    """Build the root file system, start the tests and the program, watch them, and report. This process is PID 1: all end with it."""
     build_root(job["readable"], job["hidden"], job["disk_bytes"])
     (read, verdict), (asked, asks), (told, tells) = os.pipe(), os.pipe(), os.pipe()
     tester = fork(lambda: run_tester(job, told, asks, verdict, (job["report"], read, asked, tells)))
@@ -118,7 +118,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def limit(job: Job) -> None:
-    """Limit each process's CPU time, memory, file size and open files, and the number of processes."""
+    """Limit each process's CPU time, address space, file size and open files, and the user's number of processes."""
     for kind, value in (
         (resource.RLIMIT_CPU, int(job["seconds"]) + 1), (resource.RLIMIT_AS, job["memory_bytes"]),
         (resource.RLIMIT_FSIZE, job["disk_bytes"]), (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -130,7 +130,7 @@ def limit(job: Job) -> None:
 
 
 def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> None:
-    """Become the program under test, which holds no test and only its own ends of the pipes."""
+    """Turn this process into the program under test, which has no test, no input, and only its own ends of the pipes."""
     for handle in foreign:
         os.close(handle)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -141,7 +141,7 @@ def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> No
 
 
 def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int, ...]) -> None:
-    """Become the process of the tests, which cannot be traced and reads the tests from standard input, which the program lacks."""
+    """Turn this process into the tests' process. It cannot be traced, and only it has the standard input, which holds the tests."""
     for handle in foreign:
         os.close(handle)
     confine(job, job["user"] + 2)
@@ -150,7 +150,7 @@ def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int
 
 
 def confine(job: Job, user: int) -> None:
-    """Enter the cgroup, give up all privileges and set all limits, for this process and its children."""
+    """Join the cgroup, drop all privileges, set all limits and filter system calls, for this process and its children."""
     for procs in job["groups"]:
         os.write(procs, b"0")
         os.close(procs)
@@ -160,7 +160,7 @@ def confine(job: Job, user: int) -> None:
 
 
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait until the tests end or a limit of time or memory is exceeded; return the tests' results or the reason for the end."""
+    """Wait until the tests end or a limit of time or memory is exceeded; return the tests' results or the reason for an early end."""
     end = time.monotonic() + job["clock_seconds"]
     message = b""
     while True:
@@ -191,15 +191,15 @@ def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
 
 
 def _how(status: int) -> str:
-    """Return a process's signal or exit status; empty after a normal end."""
+    """Return the signal or exit status that ended a process, as text; empty for exit status 0."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     return f"exit status {os.WEXITSTATUS(status)}" if status else ""
 
 
 def usage_of(job: Job) -> tuple[int, float]:
-    """Return the bytes that the program's processes, files in memory, sockets and locks hold, and its pipes and areas may hold; and the
-    CPU seconds of the processes, ended children included."""
+    """Return the memory in bytes and the CPU seconds of all processes but PID 1. Memory: resident pages, files, sockets, locks, and the
+    maximum that pipes and the kernel's records of memory mappings can take. CPU seconds include ended children."""
     page, total, ticks = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"]), 0
     for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
@@ -211,12 +211,12 @@ def usage_of(job: Job) -> tuple[int, float]:
 
 
 def files_in_memory() -> int:
-    """Return the bytes of files that the program wrote to its file system in memory."""
+    """Return the bytes that the files in `/work`, a file system in memory, take: contents and inodes."""
     size = os.statvfs("/work")
     return (size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES
 
 
 def kernel_holds(socket_bytes: int) -> int:
-    """Return the bytes of the program's file locks and Unix sockets. A socket counts as a full buffer and a last message of that size."""
-    with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # a program chooses the sockets' names
+    """Return the bytes counted for file locks and Unix sockets: per socket a full buffer and one more message of the same size."""
+    with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # as bytes: programs choose the sockets' names
         return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

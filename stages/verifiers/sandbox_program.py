@@ -14,7 +14,7 @@ from puna.stages.verifiers.sandbox_wire import BASES, PLAIN_CLASSES, Ended, Pack
 
 
 class Program(Peer):
-    """The program's end of the connection, which runs calls of the tests in the program's namespace."""
+    """The program's end of the connection to its tests: it runs the functions that the tests call."""
 
     NAMES, START, CAPTURED, CONTENT, COMPLETE = range(5)
 
@@ -27,13 +27,13 @@ class Program(Peer):
             self.export(value)
 
     def run(self) -> None:
-        """Answer the tests' calls until they end."""
+        """Answer the tests' calls until the connection ends."""
         with contextlib.suppress(Ended):
             while True:
                 self.serve(self.receive())
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return a reference: a builtin class's name, an exception class with its bases, the number of a test's object, or a new number."""
+        """Return a reference: a builtin class's name, an exception class with its bases, or the number of an object of either end."""
         if isinstance(value, type):
             if PLAIN_CLASSES.get(class_name(value)) is value or (value.__module__ == "builtins" and issubclass(value, BaseException)):
                 return ["n", class_name(value)]
@@ -46,7 +46,7 @@ class Program(Peer):
         return ["h", self.export(value), type(value).__name__, base]
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
-        """Return an object of this process, an object of the standard library, or a proxy for a function of the tests."""
+        """Return what a reference stands for: an object of this process or the standard library, or a proxy for a function of the tests."""
         kind, what, *more = reference
         if kind != "h":
             return self.exported[what] if kind == "o" else standard(what)
@@ -66,7 +66,7 @@ class Program(Peer):
         return result
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function. If it forks, end the child process as soon as the call returns or raises in it."""
+        """Call a function. If the function forks, end the child process as soon as the call returns or raises there."""
         self.depth += 1
         try:
             return function(*args, **kwargs)
@@ -91,7 +91,7 @@ class Program(Peer):
         exec(compile(source, "answer.py", "exec"), self.names)
 
     def _capture(self, given: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, str, int]:
-        """Return a call's result, the text that it printed, and the number of characters that it read from its input."""
+        """Call a function with `given` as standard input; return its result, its printed text, and the number of characters read."""
         before, sys.stdin = sys.stdin, io.StringIO(given)
         try:
             with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -1,9 +1,9 @@
 """The process of an answer's tests, which sends calls to the program under test.
 
-The program's process gets the arguments of calls, never the tests or their expected values. Its results arrive as data of builtin
-types, or as a `Remote`: an object that stays there. An operator between a Remote and a value of the tests would show that value
-to the program, which could then fake the result: `==` is False, any other operator is refused. A context manager of the program
-cannot suppress a test's error.
+The program's process gets the arguments of calls, never the tests or their expected values. Results arrive as plain data, or as a
+`Remote`, a proxy for an object of the program. An operator between a Remote and a value of the tests would show that value to the
+program, which could then fake the result. So `==` gives False, `!=` gives True, and every other operator raises TypeError. A context
+manager of the program cannot suppress a test's error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from puna.stages.verifiers.sandbox_wire import PLAIN_CLASSES, Packing, Peer, The
 JUDGING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "symmetric_difference"})
 """Methods of builtin classes that compare an object with a value that the tests expect."""
 COMPARING = JUDGING | {"difference", "union", "intersection", "removeprefix", "removesuffix", "replace"}
-"""Methods that compare in builtin classes; in other classes these names may mean something else."""
+"""Methods of builtin classes that a Remote runs in the tests' process, on a copy, so that the program does not see the arguments."""
 FUNCTIONS = frozenset(name for name, value in vars(builtins).items() if not (isinstance(value, type) and issubclass(value, BaseException)))
 REPORT_CHARACTERS = 6000
 STOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -44,7 +44,7 @@ class Link(Peer):
         self.failed: AssertionError | None = None
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return a reference: an object of the program by number, of the standard library by name, a function or iterator to call back."""
+        """Return a reference: the number of the program's object or of the tests' function or iterator, or a standard library name."""
         if type(value) is Remote:
             return ["o", value.puna_number]
         if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, "puna_number"):
@@ -56,7 +56,7 @@ class Link(Peer):
         raise TypeError(f"the tests give the program an object of their own {type(value).__name__}: define that class in `prefix`")
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
-        """Return a Remote, a builtin class, a class that stands for the program's exception, or a function of the tests."""
+        """Return what a reference stands for: a Remote, a coroutine, a builtin or stand-in class, or a function of the tests."""
         kind, what, *more = reference
         if kind == "h":
             if what not in self.remotes:
@@ -71,20 +71,20 @@ class Link(Peer):
         return PLAIN_CLASSES.get(what) or builtin_error(what)
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the tests; raise TypeError if the tests did not pass it to the program."""
+        """Call a function of the tests, or advance an iterator of theirs; raise TypeError if the tests never passed it to the program."""
         if id(function) not in self.numbers:
-            raise TypeError("the tests never gave that away")
+            raise TypeError("the tests never passed that object to the program")
         return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return an error in the tests' own function as JSON. A failed assertion there fails the test, even if the program catches it."""
+        """Return an error that a function of the tests raised, as JSON. An AssertionError fails the test even if the program catches it."""
         if isinstance(error, AssertionError):
             self.failed = error
         kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or hasattr(kind, "puna_number"))
         return [packing.encode(next(kinds)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return an error of the program. StopIteration passes only if the tests ask for the next item."""
+        """Return the exception that the program raised. An exception of `STOPS` becomes a RuntimeError unless `function` is `next`."""
         kind, args, text, where, itself = [self.decode(part, objects) for part in described]
         if not issubclass(kind, BaseException):
             raise TypeError("no error")
@@ -92,7 +92,7 @@ class Link(Peer):
             kind, args = RuntimeError, (f"the program raised {kind.__name__}",)
         try:
             error: BaseException = kind(*args)
-        except Exception:  # noqa: BLE001  some take arguments of other kinds
+        except Exception:  # noqa: BLE001  some exceptions take other arguments
             error = Exception(f"{kind.__name__}: {text}")
         error.__dict__.update(puna_where=str(where)[:100], puna_text=str(text), puna_itself=itself)
         return error
@@ -126,17 +126,17 @@ async def drive(coroutine: Remote) -> Any:
 
 
 def ask(function: Callable[..., Any], remote: Any, *args: Any) -> Any:
-    """Call a function on an object in the program's process."""
+    """Return `function(remote, *args)`, computed in the program's process."""
     return remote.puna_link.call(function, (remote, *args))
 
 
 def operand(value: Any) -> Any:
-    """Return the content of a Remote whose class derives from a builtin class, as an instance of that class; other values unchanged."""
+    """Return a builtin copy of a Remote whose class derives from a builtin class (a list for a subclass of list); else the value itself."""
     return ask(Theirs(Program.CONTENT), value) if type(value) is Remote and value.puna_base else value  # type: ignore[arg-type]
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Apply an operator to data here, to two Remotes in the program's process. Mixed pairs are unequal; other operators raise TypeError."""
+    """Apply an operator here to data, in the program's process to two Remotes. For mixed pairs, operators but == and != raise TypeError."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):
@@ -150,7 +150,7 @@ def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
 
 
 class Remote:
-    """An object of the program; its operations run there and return data or another Remote."""
+    """A proxy for an object of the program; its operations run in the program's process and return data or another Remote."""
 
     __slots__ = ("puna_base", "puna_link", "puna_name", "puna_number")
     puna_link: Link
@@ -240,7 +240,7 @@ _operator("or", operator.or_)
 
 
 class Uses:
-    """The names in all tests and their uses, from the syntax trees."""
+    """The names in syntax trees, by use: read, bound (assigned, defined, imported), called, or followed by a dot."""
 
     def __init__(self, trees: Iterable[Any]) -> None:
         self.read: set[str] = set()
@@ -271,7 +271,7 @@ class Uses:
 
 
 def parse(source: str) -> Any:
-    """Return the syntax tree of source; an empty one if it does not compile."""
+    """Return the syntax tree of source code, or an empty tree if the code does not parse."""
     try:
         return compile(source, "test.py", "exec", ast.PyCF_ONLY_AST)
     except (SyntaxError, ValueError, RecursionError):
@@ -279,7 +279,7 @@ def parse(source: str) -> Any:
 
 
 def whole_statements(prefix: str) -> Any:
-    """Return the tree of a prefix without its classes and its last definition, which an answer may continue."""
+    """Return the syntax tree of a prefix up to its last function or class, which the answer may continue; earlier classes are left out."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
     tree = parse(prefix[:last])
     tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
@@ -287,10 +287,10 @@ def whole_statements(prefix: str) -> Any:
 
 
 class Names(dict[str, Any]):
-    """A namespace for names that the tests do not define: builtins, then the task's own code, then the program's.
+    """A namespace for names that the tests do not define: builtins, then the prefix's, then standard modules, then the program's.
 
-    If the tests call one builtin function and use no name of the program, that function is the program's (`sum` in MBPP).
-    A standard module's name followed by a dot means that module, even if the program uses the name.
+    If the tests call exactly one builtin function and no other name is the program's, that function is the program's (`sum` in MBPP).
+    A standard module's name followed by a dot means the module, even if the program uses the name.
     """
 
     def __init__(self, link: Link, prefix: str, tests: list[str], names: dict[str, Any]) -> None:
@@ -328,7 +328,7 @@ def attempt(link: Link, work: Callable[[], object]) -> str | None:
         work()
         if link.failed is not None:
             raise link.failed
-    except BaseException as error:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
+    except BaseException as error:  # noqa: BLE001  a program may raise anything, even SystemExit and KeyboardInterrupt
         try:
             text = str(error)[:300]
         except BaseException:  # noqa: BLE001
@@ -338,7 +338,7 @@ def attempt(link: Link, work: Callable[[], object]) -> str | None:
 
 
 def run_tests(read: int, write: int, verdict: int) -> None:
-    """Read the tests from standard input, run the program and each test, and write the outcomes."""
+    """Read program and tests from standard input, run the program and then each test, and write the results to `verdict` as JSON."""
     with open(0, "rb") as stdin:
         job = json.load(stdin)
     os.open(os.devnull, os.O_RDONLY)  # takes the descriptor 0, which is free now

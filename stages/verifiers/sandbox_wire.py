@@ -1,9 +1,9 @@
 """Calls and plain data between two processes over a pair of pipes: a program under test, and its tests.
 
-Either side calls functions of the other side and waits. Values of builtin types, and of some types of the standard library, cross as
-data of exactly these types. Any other object stays, and the other side gets its number in a table. A message is a length and a JSON text.
-Containers are in a list beside the values, which refer to them by position: so containers may share parts and contain themselves.
-Changes that a function makes to its arguments return with its result.
+Either side calls functions of the other side and waits. Values of builtin types, and of some types of the standard library, are copied
+with exactly these types. Any other object stays in its process, and the other side gets its number. A message is a length and a JSON text.
+Mutable containers are in a list beside the values, which refer to them by position, so that containers may share parts and contain
+themselves. Changes that a function makes to its arguments return with its result.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CONTAINERS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], list[Any
     "collections.OrderedDict": (lambda parts: OrderedDict(), _flat, _refill_pairs),
     "collections.defaultdict": (lambda parts: defaultdict(), lambda v: [v.default_factory, *_flat(v)], _refill_default),
 }
-"""Mutable containers: functions that make an empty one, return its parts, and fill it with parts."""
+"""Mutable containers by class name: functions that make an empty container, return its parts, and replace its parts."""
 
 _DAY = ("year", "month", "day")
 _TIME = ("hour", "minute", "second", "microsecond", "tzinfo")
@@ -82,11 +82,11 @@ VALUES: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]] 
     "datetime.timedelta": (_fields("days", "seconds", "microseconds"), None),
     "datetime.timezone": (lambda v: [v.utcoffset(None)], None),
 }
-"""Immutable values: functions that return the parts, and that make the value from its parts (None: the value's class)."""
+"""Immutable values by class name: functions that return a value's parts, and make a value from parts (None: the class itself)."""
 
 
 class Ended(BaseException):
-    """The end of the other process, or an invalid message from it."""
+    """An error: the other process has ended, or has sent an invalid message."""
 
 
 def class_name(kind: type) -> str:
@@ -103,7 +103,7 @@ def standard(name: str) -> Any:
 
 
 def standard_name(value: Any) -> str | None:
-    """Return the name of a function or class of the standard library; None for any other."""
+    """Return the full name of a function or class in a top-level module of the standard library; None for any other value."""
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(path, str) and module.split(".")[0] in sys.stdlib_module_names):
         return None
@@ -114,13 +114,13 @@ def standard_name(value: Any) -> str | None:
 
 
 class Theirs(NamedTuple):
-    """A function of the other end, by its number there."""
+    """A reference to a function of the other end, by its number in that end's `exported`."""
 
     number: int
 
 
 class Packing:
-    """The values of one message, as JSON; `objects` are its containers, `table` their contents."""
+    """An encoder of one message's values as JSON. `objects`: the message's mutable containers; `table` returns their contents."""
 
     def __init__(self, peer: Peer, objects: Iterable[Any] = ()) -> None:
         self.peer = peer
@@ -148,7 +148,7 @@ class Packing:
         return [name, *[v if type(v) in ATOMS else self.encode(v) for v in CONTAINERS[name][1](value)]]
 
     def table(self, begin: int) -> list[list[Any]]:
-        """Return the contents of the containers from a position on."""
+        """Return the contents of `objects[begin:]`, including containers that are found in these contents."""
         rows: list[list[Any]] = []
         while begin + len(rows) < len(self.objects):
             rows.append(self.contents(self.objects[begin + len(rows)]))
@@ -156,7 +156,7 @@ class Packing:
 
 
 class Peer:
-    """One end of the pipes; `exported` holds the objects that the other end may use, by number."""
+    """One end of the connection. `exported`: the objects that the other end may use, by number."""
 
     def __init__(self, read: int, write: int) -> None:
         self.reader, self.writer = os.fdopen(read, "rb"), os.fdopen(write, "wb")
@@ -180,7 +180,7 @@ class Peer:
         raise NotImplementedError
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return an error that a call raised, as JSON: its class, arguments, text, place, and itself if it has attributes."""
+        """Return an error that a call raised, as JSON: its class, arguments, text, place, and a reference to the error object or None."""
         raise NotImplementedError
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
@@ -194,7 +194,7 @@ class Peer:
         return self.numbers[id(value)]
 
     def call(self, function: Any, args: Iterable[Any], kwargs: dict[str, Any] | None = None) -> Any:
-        """Call a function at the other end and return its result, or raise its error."""
+        """Call a function at the other end and return its result, or raise its error; raise Ended if the connection has ended."""
         with self.lock:
             if self.over:
                 raise Ended(self.over)
@@ -238,7 +238,7 @@ class Peer:
             result = self.invoke(callee, arguments, keywords)
         except Ended:
             raise
-        except BaseException as raised:  # noqa: BLE001  a program may raise anything, SystemExit and KeyboardInterrupt among it
+        except BaseException as raised:  # noqa: BLE001  a program may raise anything, even SystemExit and KeyboardInterrupt
             error = raised
         try:
             self.send(self._reply(number, objects[:size], table, result if error is None else None, error))
@@ -255,14 +255,14 @@ class Peer:
         return ["result" if error is None else "error", number, packing.table(len(objects)), value, changes]
 
     def unpack(self, table: list[list[Any]], objects: list[Any]) -> None:
-        """Add a message's containers to `objects`."""
+        """Append a message's containers, decoded from `table`, to `objects`."""
         begin = len(objects)
         objects.extend(CONTAINERS[name][0](parts) for name, *parts in table)
         for value, (name, *parts) in zip(objects[begin:], table, strict=True):
             CONTAINERS[name][2](value, [self.decode(part, objects) for part in parts])
 
     def decode(self, value: Any, objects: list[Any]) -> Any:
-        """Return the value that JSON stands for."""
+        """Return the value that a JSON value encodes. `objects`: the message's containers."""
         if type(value) in ATOMS:
             return value
         name, *parts = value
@@ -273,12 +273,12 @@ class Peer:
         return (VALUES[name][1] or standard(name))(*[self.decode(part, objects) for part in parts])
 
     def ended(self, why: str) -> Ended:
-        """Return the error that ends the conversation; the first reason stays."""
+        """Return the Ended error that this and every later call raises; its reason is the first one given."""
         self.over = self.over or why
         return Ended(self.over)
 
     def send(self, message: list[Any]) -> None:
-        """Write a message; raise ValueError if it is too long."""
+        """Write a message; raise ValueError if it exceeds `MESSAGE_BYTES`, Ended if the other end is closed."""
         text = json.dumps(message).encode()
         if len(text) > MESSAGE_BYTES:
             raise ValueError(f"values of more than {MESSAGE_BYTES >> 20} MiB cannot pass between a program and its tests")
@@ -308,12 +308,12 @@ BASES: dict[type, Callable[[Any], Any]] = {
     str: lambda v: str.__getitem__(v, slice(None)), bytes: lambda v: bytes.__getitem__(v, slice(None)),
     tuple: lambda v: tuple.__getitem__(v, slice(None)), list: lambda v: list.__getitem__(v, slice(None)),
 }  # fmt: skip
-"""Functions that turn an instance of a subclass into one of the class itself."""
+"""Class → function that copies an instance of a subclass into an instance of the class itself."""
 PLAIN_CLASSES = {class_name(kind): kind for kind in (*BASES, bool, complex, bytearray, range, object, type)}
 
 
 def place(error: BaseException) -> str:
-    """Return file and line of the last place in the program or its tests that an error passed; empty if there is none."""
+    """Return the innermost file and line of the program or its tests in an error's traceback; empty if there is none."""
     position, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Scores of answers by each prompt's verifier; users' verifiers run in a process that is killed when an answer takes too long."""
+"""Scores of answers by each prompt's verifier. Verifiers that do not override `score_many` run in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from puna.storage import Artifact, PunaError
 from puna.storage.errors import DamagedArtifact
 
 CHUNK = 64
-"""Answers that a worker is given at once."""
+"""Number of answers that a worker gets at a time."""
 
 
 class Child(Apart):
     """A process that scores answers one at a time."""
 
     def score(self, item: Item, seconds: float) -> Score:
-        """Return the score of one answer; its value is None if scoring computes for more than `seconds`, or ends the process."""
+        """Return the score of one answer; its value is None if scoring takes more than `seconds` CPU seconds or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
         reply = self.ask(job, seconds)
         return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(**reply)
@@ -44,7 +44,7 @@ def score_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
-    """Return scores by `Verifier.score` in separate processes; a process is killed after `scoring.seconds` CPU seconds for an answer."""
+    """Return scores by `Verifier.score`, run in child processes; an answer may take `tools.config.seconds` CPU seconds."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     scores = (score for chunk in tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds) for score in chunk)
     return [check_score(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
@@ -60,14 +60,14 @@ Row = dict[str, Any]
 class Scorer:
     """A scorer of answers to a stage's prompts.
 
-    The constructor raises PunaError for the first prompt whose verifier is wrong or lacks a model. With `needed` it also does so for a
-    prompt without a verifier.
+    The constructor raises PunaError if a prompt's verifier is invalid or needs a model that is not among `judges`. With `needed` it also
+    raises PunaError if a prompt has no verifier.
     """
 
     def __init__(
         self, prompts: Sequence[Row], config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = (), *, needed: str | None = None
     ) -> None:
-        """Check all prompts. `needed`: the purpose of the scores if every prompt must have a verifier."""
+        """Check all prompts. `needed`: the beginning of the error if a prompt has no verifier; None: verifiers are optional."""
         self._tools = Tools(config, run, judges)
         self._run = run
         self.failures: tuple[int, str] = 0, ""
@@ -98,7 +98,7 @@ class Scorer:
         return results
 
     def report(self) -> None:
-        """Write metrics: the number of answers that could not be scored, and the first reason."""
+        """Write metrics: the number of answers that could not be scored, and the first reason. Write the endpoint's exchanges, if any."""
         count, first = self.failures
         self._run.metric("unscored_answers", count)
         if self._tools.endpoint is not None:
@@ -108,9 +108,9 @@ class Scorer:
 
 
 def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) of the verifiers in the input `prompts`: a scoring stage declares this as `named`.
+    """Return the code (module, symbol) of the verifiers in the input `prompts`; a scoring stage declares this function as `named`.
 
-    A faulty verifier is skipped: the stage that needs it refuses it, with the prompt's name.
+    An invalid verifier is skipped here: the stage that scores with it raises an error, which names the prompt.
     """
     pairs: set[tuple[str, str]] = set()
     for prompts in inputs["prompts"]:
@@ -130,7 +130,7 @@ def question_of(row: Row) -> Question:
 
 
 def leaves(verifier: Verifier) -> list[Verifier]:
-    """Return the verifiers of a combination that score answers themselves; a simple verifier is its own leaf."""
+    """Return the verifiers in a combination that score answers themselves; a verifier without parts is its own leaf."""
     parts = verifier.parts()
     return [leaf for part in parts for leaf in leaves(part)] if parts else [verifier]
 
@@ -151,7 +151,7 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
-    """Return the score of a verifier from the scores of its leaves, in their order."""
+    """Return a verifier's score from its leaves' scores, which `following` returns one by one; a Score of None if a part has one."""
     parts = verifier.parts()
     if not parts:
         return following()
@@ -163,7 +163,7 @@ def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
 
 
 def _verifier(row: Row) -> Verifier:
-    """Return the verifier of a prompt, checked against it; raise PunaError with the prompt's name."""
+    """Return a prompt's verifier, checked against the prompt; if either is invalid, raise PunaError with the prompt's id."""
     try:
         verifier = from_text(row["verifier"])
         verifier.check(question_of(row))

@@ -15,7 +15,7 @@ from puna.stages.verifiers.registry import register
 
 @register
 class Exact(BoundedVerifier):
-    """Score 1 if the answer, or its marked final answer, is one of the expected texts, else 0.
+    """Score 1 if the answer, or with `extract` its marked final answer, is one of the expected texts, else 0.
 
     Blanks around a text are ignored; Unicode is normalised (NFC).
     """
@@ -23,9 +23,9 @@ class Exact(BoundedVerifier):
     name: ClassVar[str] = "exact"
 
     answer: str | None = Field(None, description="Expected answer; null: the prompt's reference")
-    also: tuple[str, ...] = Field((), description="Other answers that are right too")
-    ignore_case: bool = Field(False, description="Upper and lower case are the same")
-    ignore_space: bool = Field(False, description="Any run of blanks and line ends is one blank")
+    also: tuple[str, ...] = Field((), description="Further correct answers")
+    ignore_case: bool = Field(False, description="Ignore the case of letters")
+    ignore_space: bool = Field(False, description="Treat each run of white space as one blank")
     ignore_punctuation: bool = Field(False, description="Ignore punctuation, and runs of blanks")
     extract: bool = Field(True, description="Also accept a final answer that the text marks (answer tags, \\boxed, ####, 'the answer is')")
 
@@ -53,9 +53,9 @@ class Exact(BoundedVerifier):
 
 @register
 class RegularExpression(BoundedVerifier):
-    """Score 1 if the pattern occurs in the answer (with `absent`: if it does not), else 0.
+    """Score 1 if the pattern matches the answer (with `absent`: if it does not), else 0.
 
-    The syntax is RE2's: Python's without look-around and back-references, whose time has no bound.
+    The syntax is RE2's: like Python's, but without look-around and back-references, which cannot be matched in linear time.
     """
 
     name: ClassVar[str] = "regex"
@@ -64,7 +64,7 @@ class RegularExpression(BoundedVerifier):
         min_length=1, max_length=10_000, description="Regular expression in RE2's syntax; (?i) ignores case, (?s) lets . match line ends"
     )
     match: Literal["anywhere", "whole"] = Field("anywhere", description="Match anywhere, or match the whole answer without outer blanks")
-    absent: bool = Field(False, description="The answer is right if the pattern is not found")
+    absent: bool = Field(False, description="Score 1 if the pattern does not match")
     extract: bool = Field(False, description="Search only the final answer that the text marks, if it marks one")
 
     @cached_property

@@ -1,7 +1,7 @@
 """Tools that a model may call between its turns: a calculator, and Python in the sandbox.
 
 A call is JSON with `name` and `arguments`, in `<tool_call>` tags (Hermes, Qwen, SmolLM) or as the whole turn (Llama 3.1, which writes
-`parameters`). If a call fails, the model gets the error as its result.
+`parameters` instead). If a call fails, the model gets the error as the result.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 LONGEST = 1000
 """Maximum characters of a tool's result that the model gets."""
 FAILED = "Error"
-"""Beginning of a result that says why a call did not run."""
+"""Beginning of a tool's result that is an error message."""
 MOST = 4
-"""Maximum calls of one turn to run."""
+"""Maximum number of calls in one turn that are run; further calls get an error."""
 
 
 class Tool(NamedTuple):
-    """A function of one text: its purpose, its argument's name and meaning, and its code."""
+    """A tool that takes one text: its description, the argument's name and description, and the function that runs it."""
 
     about: str
     argument: str
@@ -34,14 +34,14 @@ class Tool(NamedTuple):
     run: Callable[[str, ScoringConfig], str]
 
     def definition(self, name: str) -> dict[str, Any]:
-        """Return the JSON schema that chat templates show."""
+        """Return the tool's JSON schema for chat templates."""
         properties = {self.argument: {"type": "string", "description": self.meaning}}
         parameters = {"type": "object", "properties": properties, "required": [self.argument]}
         return {"type": "function", "function": {"name": name, "description": self.about, "parameters": parameters}}
 
 
 def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
-    """Return one message of the role `tool` for each call in a turn; an empty list if the turn calls nothing."""
+    """Run the calls in a turn; return one message of the role `tool` per call, so an empty list for a turn without calls."""
     calls = CALL.findall(turn) or ([turn] if turn.lstrip().startswith("{") and '"name"' in turn else [])
     refused = f"Error: a turn has at most {MOST} calls"
     texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls))
@@ -63,7 +63,7 @@ def _result(call: str, names: Sequence[str], config: ScoringConfig) -> str:
 
 
 def calculate(expression: str, config: ScoringConfig) -> str:
-    """Return the value of a formula: a whole number exactly, else twelve digits."""
+    """Return a formula's value as text, or an error message: an integer in full, any other number to 12 significant digits."""
     formula = expression.strip().replace("^", "**")
     try:
         check_formula(formula)  # leaves only operators on numbers and names, and no name is defined
@@ -74,7 +74,7 @@ def calculate(expression: str, config: ScoringConfig) -> str:
 
 
 def run_python(code: str, config: ScoringConfig) -> str:
-    """Return a program's error, if any, and the text that the program prints."""
+    """Run a program in the sandbox; return its error, if any, and the beginning of the text that it prints."""
     limits = sandbox.Limits(config.seconds, config.memory_mb, config.disk_mb, config.processes)
     outcome = sandbox.run(code, ["pass"], limits, sandbox.mode())
     fault = outcome.refused or outcome.ended or next(filter(None, outcome.results or []), "")

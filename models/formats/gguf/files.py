@@ -1,4 +1,4 @@
-"""Reading and writing GGUF files through the package `gguf`, after a check of every length in the header against the file."""
+"""Reading and writing of GGUF files by the package `gguf`. Before reading, each length in the header is checked against the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRING, ARRAY = 8, 9
 
 
 class GgufFile:
-    """A GGUF file open for reading: its shape, tokenizer and tensors. Raise ValueError if it is damaged or of an unsupported type."""
+    """A GGUF file open for reading: its shape, tokenizer and tensors. The constructor raises ValueError if the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -99,7 +99,7 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
         _add(writer, name, value)
     for name, value in tokenizer.generation.items() if tokenizer.generation.get("do_sample") else ():
         if name == "top_k":
-            writer.add_int32(SAMPLING[name], value)  # not `_add`: llama.cpp reads it signed
+            writer.add_int32(SAMPLING[name], value)  # not `_add`: llama.cpp reads `top_k` as signed
         elif name in SAMPLING:
             writer.add_float32(SAMPLING[name], float(value))
     for name, tensor in tensors.items():
@@ -118,7 +118,7 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
 
 
 def _add(writer: Any, name: str, value: Any) -> None:
-    """Add a field of the type that fits the Python value; integers are unsigned, because llama.cpp reads sizes and ids so."""
+    """Add a field of the type that fits the Python value; write integers as unsigned, because llama.cpp reads sizes and ids as unsigned."""
     if isinstance(value, bool):
         writer.add_bool(name, value)
     elif isinstance(value, int):
@@ -141,7 +141,7 @@ def check_header(path: Path) -> None:
 
 
 class _Walk:
-    """A reader of a file's header that checks every claimed size."""
+    """A reader of a GGUF file's header that checks every size that the header claims."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.elements, self.alignment = data, 4, 0, 32
@@ -164,7 +164,7 @@ class _Walk:
         self.tensors(tensors)
 
     def tensors(self, count: int) -> None:
-        """Check that each tensor's data lie within the file, and that all tensors' data together are no larger than the file."""
+        """Raise ValueError unless each tensor's data lie within the file, and all tensors' data together are no larger than the file."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         claims: list[tuple[str, int, int]] = []
@@ -184,7 +184,7 @@ class _Walk:
             raise ValueError(f"{DAMAGED}: its tensors claim {total:,} bytes in all, the file has {whole:,}")
 
     def value(self, kind: int, name: str) -> None:
-        """Check and skip a field's value."""
+        """Skip a field's value; raise ValueError if its type is not supported, or its size exceeds the file or `ELEMENTS`."""
         if kind == STRING:
             self.skip(self.number("Q"), name)
         elif kind in SCALARS:

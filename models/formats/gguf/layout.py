@@ -1,7 +1,7 @@
 """Conversion of a model's shape and tensors between GGUF's names and Hugging Face's.
 
-In the architecture `llama`, the rows of the query and key projections have another order than in Hugging Face's layout: llama.cpp
-rotates pairs of neighbouring rows of a head, Hugging Face pairs of row i and row i + head_dim / 2.
+In the architecture `llama`, the rows of the query and key projections are ordered differently: llama.cpp rotates pairs of neighbouring
+rows of a head, Hugging Face rotates row i together with row i + head_dim / 2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def number(value: Any) -> float:
 
 
 def raw_config(fields: Mapping[str, Any], names: Container[str], vocabulary: int, frequencies: Tensor | None) -> dict[str, Any]:
-    """Return a file's configuration in Hugging Face's names. `fields`: without the architecture's prefix; `names`: of the tensors;
+    """Return a file's configuration in Hugging Face's names. `fields`: without the architecture's prefix; `names`: the tensors' names;
     `frequencies`: the tensor `rope_freqs`. Raise ValueError, naming the field, for anything missing or unsupported."""
     architecture = fields["general.architecture"]
     experts = int(fields.get("expert_count") or 0)
@@ -81,7 +81,7 @@ def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> d
             if torch.allclose(llama3_frequencies(theta, head, scale, 1.0, 4.0, 8192), frequencies, rtol=1e-4):
                 names = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
                 return {"rope_type": "llama3", "rope_theta": theta, "factor": scale, **names}
-        raise ValueError("rope_freqs scales the rotary frequencies in another way than Llama 3.1's")
+        raise ValueError("rope_freqs scales the rotary frequencies differently from Llama 3.1")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
     if kind != "none":
@@ -97,7 +97,7 @@ def llama3_frequencies(theta: float, head: int, factor: float, low: float, high:
 
 
 def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | None]:
-    """Return the architecture, its fields without the prefix, and `rope_freqs`. Raise ValueError if GGUF cannot express a setting."""
+    """Return the architecture, its fields without prefix, and `rope_freqs` or None. Raise ValueError if GGUF cannot express a setting."""
     if config.model_type not in ARCHITECTURES or config.mla is not None or config.parallel_block:
         raise ValueError(f"GGUF has no architecture for a model of the family {config.model_type}")
     if config.sliding_window is not None:
@@ -169,7 +169,7 @@ def from_state(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
 
 
 def hub_name(name: str) -> str:
-    """Return Hugging Face's name of a GGUF tensor; raise ValueError if there is none."""
+    """Return Hugging Face's name of the GGUF tensor `name`; raise ValueError if the tensor is unknown."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] in LAYER:
         return f"model.layers.{match[1]}.{LAYER[match[2]]}.{match[3]}"

@@ -30,11 +30,11 @@ SAME = {
     **dict.fromkeys(("gpt2", "mpt", "olmo", "jais"), "gpt-2"), **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), "qwen2"), **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
 }  # fmt: skip
-"""llama.cpp's other names of these pre-tokenizers."""
+"""Other names in llama.cpp → the pre-tokenizer's name in `PRE`."""
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a file's `tokenizer.*` fields. Raise ValueError for a missing or unknown field."""
+    """Return the tokenizer of a file's `tokenizer.*` fields. Raise ValueError for a missing field or an unsupported value."""
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError("the file holds no tokenizer (tokenizer.ggml.tokens)")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
@@ -75,7 +75,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """Return a SentencePiece BPE tokenizer: it first merges the neighbours whose union has the highest score."""
+    """Return a SentencePiece BPE tokenizer, which first merges the neighbours whose concatenation has the highest score."""
     scores: list[float] = fields["tokenizer.ggml.scores"]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     normal = [id_ for id_, type_ in enumerate(types) if type_ in (NORMAL, USER, UNUSED)]
@@ -131,7 +131,7 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
 
 def _splitter(raw: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for a byte-level tokenizer's pre-tokenizer; raise ValueError if it has none."""
+    """Return llama.cpp's name for a byte-level tokenizer's pre-tokenizer; raise ValueError if llama.cpp has no name for it."""
     steps = raw["pre_tokenizer"].get("pretokenizers") or [raw["pre_tokenizer"]]
     patterns: list[str] = []
     for step in steps:
@@ -155,7 +155,7 @@ def _splitter(raw: Mapping[str, Any]) -> str:
 
 
 def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a SentencePiece tokenizer's fields; a piece's score is minus the rank of its first merge. Set the `types` of some pieces."""
+    """Return a SentencePiece tokenizer's fields; a piece's score is minus the rank of its first merge. Set `types` of special pieces."""
     normalizer = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
         raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does has no form in GGUF")

@@ -1,8 +1,8 @@
-"""The common part of objectives: the tokens that they predict, and the sums of a step.
+"""The common part of objectives: their target tokens, and the totals by which a step's sums are divided.
 
 A step may be split into micro-batches in any way without changing the gradient. Each objective first counts its denominators (`totals`:
-tokens, answers, pairs) without the model. The loop adds those counts over the step, and every micro-batch divides its sums by the totals,
-so losses, gradients and metrics of the micro-batches simply add up.
+tokens, answers, pairs) without the model. The loop adds these counts over the step, and every micro-batch divides its sums by the totals.
+So losses, gradients and metrics of the micro-batches simply add up.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Metrics = dict[str, Tensor]
 
 
 class Model(Protocol):
-    """The methods of a model that objectives call: `Transformer` has them, and PEFT's models forward them."""
+    """The interface of a model that objectives call: `Transformer` has these methods, and PEFT's models forward the calls."""
 
     config: ModelConfig
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return the weights."""
+        """Return an iterator over the weights."""
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final hidden states [T, D]."""
@@ -39,10 +39,10 @@ class Model(Protocol):
         """Return the scalar head's output [N]."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return the language head's logits [N, V]."""
+        """Return the language-model head's logits [N, V]."""
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of targets [N] and entropies [N], nats."""
+        """Return, in nats, the targets' log-probs [N] and the entropies [N] of the distributions that predict them."""
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the targets' negative log-probs, a scalar in nats."""
@@ -50,12 +50,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens of a forest to be predicted, answer by answer.
+    """The target tokens of a forest, answer by answer.
 
-    N targets in A answers of P prompts, in the order of the row:
+    N targets in A answers to P prompts, in the order of the row:
 
     forest     the row of T tokens
-    positions  [N] int64, index in the row of the token that stands before the target
+    positions  [N] int64, index in the row of the token from which the target is predicted
     tokens     [N] int64, the targets
     mask       [N] bool, False if a target does not count in the loss
     lengths    [A] int64, targets per answer; they sum to N and an answer's targets are contiguous
@@ -79,7 +79,7 @@ class Targets:
 
     @staticmethod
     def from_packed(tokens: ArrayLike, lengths: Sequence[int]) -> Targets:
-        """Return the targets of a row of the `tokens` table: ids [T], and the lengths of the documents packed in it."""
+        """Return the targets of a row of the `tokens` table. `tokens`: ids [T]; `lengths`: of the documents that are packed in the row."""
         row = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         sizes = torch.as_tensor(np.asarray(lengths, dtype=np.int64))
         if int(sizes.sum()) != len(row) or (len(sizes) and int(sizes.min()) < 1):
@@ -98,8 +98,8 @@ class Targets:
         prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]],
         masks: Sequence[Sequence[Sequence[bool]]] | None = None,
     ) -> Targets:  # fmt: skip
-        """Return the targets of prompts with their answers as branches: every answer token. `masks[p][a]` holds one flag per answer token,
-        False if the token does not count."""
+        """Return the targets of prompts with their answers as branches: every answer token. `masks[p][a]` holds one flag per token of the
+        answer, False if the token does not count in the loss."""
         forests: list[Forest] = []
         positions: list[np.ndarray[Any, Any]] = []
         last: list[int] = []
@@ -166,7 +166,7 @@ class Batch:
 
 
 def move(batch: BatchT, device: torch.device | str) -> BatchT:
-    """Return a dataclass with its tensors, and the batches among its fields, on a device."""
+    """Return a copy of a dataclass with its fields on a device, except those without a method `to`."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
     changes = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
     return replace(batch, **changes)  # type: ignore[type-var]
@@ -177,8 +177,8 @@ def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any
 
 
 def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A]. It is a segmented
-    reduction, because the atomics of `index_add` add in a different order each time on a GPU."""
+    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A]. A segmented reduction is used, because
+    on a GPU the atomics of `index_add` add in a different order each time."""
     if not len(lengths):
         return values.new_zeros(0)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
@@ -188,27 +188,27 @@ class Objective(Generic[BatchT]):
     """A loss of a model on a batch.
 
     `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss (a differentiable scalar), and
-    its shares of the step's metrics (detached scalars). Without `totals` the batch is the whole step.
+    the batch's shares of the step's metrics (detached scalars). Without `totals` the batch is the whole step.
     """
 
     def totals(self, batch: BatchT) -> dict[str, float]:
-        """Return the denominators this batch contributes to a step."""
+        """Return this batch's part of the step's denominators, by name."""
         raise NotImplementedError
 
     def measure(self, model: Model, batch: BatchT) -> dict[str, float]:
-        """Return sums over this batch that need a forward pass, without a gradient; the loop adds them to the step's totals."""
+        """Return sums over this batch that need a forward pass, by name, without a gradient; the loop adds them to the step's totals."""
         return {}
 
     def __call__(self, model: Model, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
         return self.loss(model, batch, {**self.totals(batch), **self.measure(model, batch)} if totals is None else totals)
 
     def loss(self, model: Model, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
-        """Return loss and metrics of this batch, divided by the totals of its step."""
+        """Return the loss and metrics of this batch, divided by `totals`, the step's totals."""
         raise NotImplementedError
 
 
 def divide(value: Tensor, total: float) -> Tensor:
-    """Return `value / total`, and 0 with a zero gradient if nothing counts, never NaN."""
+    """Return `value / total`; if `total` is 0, return 0 with a zero gradient, not NaN."""
     return value / total if total else value * 0.0
 
 

@@ -45,10 +45,10 @@ class DpoBatch(Batch):
 
 
 class PreferenceObjective(Objective[BatchT]):
-    """A preference loss by name, with a negative log-likelihood term on the better answers.
+    """A preference loss by name, with a negative log-likelihood (NLL) term on the better answers.
 
-    `nll_normalization`: ``sequence``, the mean over the better answers of an answer's mean (Pang et al. 2024); ``tokens``, the mean over
-    all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the loss's own.
+    `nll_normalization`: ``sequence``, the mean over the better answers of each answer's mean per token (Pang et al. 2024); ``tokens``, the
+    mean over all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the preference loss's own parameters.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class PreferenceObjective(Objective[BatchT]):
 
 
 class Dpo(PreferenceObjective[DpoBatch]):
-    """A preference loss of pairs, with the chat template's tokens masked.
+    """A preference loss of pairs, with an NLL term on the chosen answers.
 
-    The NLL term covers every token of the chosen answer, the stop token included. The preference term does not see the stop token, so
-    only the NLL term trains the model to end its answers.
+    The NLL term covers every token of the chosen answer, the stop token included. The preference term leaves out masked tokens, the
+    stop token included, so only the NLL term trains the model to end its answers.
 
     Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
     ``chosen_logprob``, ``rejected_logprob``, ``nll``.
@@ -97,7 +97,7 @@ class Dpo(PreferenceObjective[DpoBatch]):
         return loss, metrics
 
     def _pairs(self, answers: Tensor, batch: DpoBatch) -> PairLogprobs:
-        """Return the pairs' log-probabilities. `answers` [A]: each answer's summed log-probability under the policy."""
+        """Return the pairs' log-probabilities and token counts. `answers` [A]: each answer's summed log-probability under the policy."""
         reference = batch.reference
         if reference is None:
             if self.preference.needs_reference:
@@ -110,10 +110,10 @@ class Dpo(PreferenceObjective[DpoBatch]):
 def answer_nll(
     logprobs: Tensor, targets: Targets, chosen: Tensor, answers: float, tokens: float, normalization: Literal["sequence", "tokens"]
 ) -> Tensor:
-    """Return the negative log-likelihood of whole answers, masked tokens included: a scalar in nats.
+    """Return the negative log-likelihood of the chosen answers, masked tokens included: a scalar in nats.
 
-    logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: the answers' means, summed and divided by the
-    step's `answers`; ``tokens``: the sum over all tokens, divided by the step's `tokens`.
+    logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: the sum of the answers' means per token, divided by `answers`,
+    the step's number of chosen answers; ``tokens``: the sum over all their tokens, divided by `tokens`, the step's number of such tokens.
     """
     sums = sum_segments(logprobs, targets.lengths)[chosen]
     if normalization == "tokens":
@@ -123,20 +123,20 @@ def answer_nll(
 
 @torch.no_grad()
 def reference_logprobs(model: Model, targets: Targets) -> Tensor:
-    """Return [A] float32 on the CPU, each answer's summed unmasked log-probability, without a gradient."""
+    """Return [A] float32 on the CPU, without a gradient: each answer's log-probability under `model`, summed over unmasked targets."""
     moved = targets.to(next(weight.device for weight in model.parameters() if not weight.is_meta))
     return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()
 
 
 @dataclass(frozen=True)
 class KtoBatch(Batch):
-    """Labelled answers, and answers to other prompts, which estimate the KL divergence from the reference.
+    """Labelled answers, and mismatched answers (to other prompts), from which the KL divergence from the reference is estimated.
 
-    targets              each prompt once, with its answers as branches; the mask leaves tokens out of the preference term
+    targets              each prompt once, with its answers as branches; tokens whose mask is False do not enter the preference term
     desirable            [A] bool, True for a good answer
     reference            [A] float32: summed unmasked log-probabilities under the reference
     mismatched           the same prompts, each with answers to other prompts as branches; B answers
-    mismatched_reference [B] float32: the same for the mismatched answers
+    mismatched_reference [B] float32: summed unmasked log-probabilities of the mismatched answers under the reference
     """
 
     desirable: Tensor
@@ -153,7 +153,7 @@ class KtoBatch(Batch):
 
 class Kto(PreferenceObjective[KtoBatch]):
     """A loss of labelled answers, averaged over a step's answers, with the step's estimate of the KL divergence. Metrics: ``kl``,
-    ``chosen_reward``, ``rejected_reward``, ``margin`` (of their means), ``nll``."""
+    ``chosen_reward`` and ``rejected_reward`` (means over good and bad answers), ``margin`` (their difference), ``nll``."""
 
     def totals(self, batch: KtoBatch) -> dict[str, float]:
         good = batch.desirable
@@ -164,7 +164,7 @@ class Kto(PreferenceObjective[KtoBatch]):
 
     @torch.no_grad()
     def measure(self, model: Model, batch: KtoBatch) -> dict[str, float]:
-        """Return the sum of the mismatched answers' log-ratios; the step's estimate is their mean."""
+        """Return the sum of the mismatched answers' log-ratios; the step's KL estimate is their mean, or 0 if the mean is negative."""
         logprobs = batch.mismatched.sum_by_answer(target_logprobs(model, batch.mismatched))
         return {"mismatched_ratio": float((logprobs - batch.mismatched_reference).sum())}
 

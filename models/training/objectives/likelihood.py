@@ -12,7 +12,7 @@ from puna.models.training.objectives.base import Metrics, Model, Objective, Targ
 from puna.models.transformer import by_rows
 
 POSITIONS = 512
-"""Positions whose distributions over the vocabulary are in memory at one time."""
+"""Maximum number of positions whose distributions over the vocabulary are in memory at one time."""
 
 
 def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
@@ -25,8 +25,8 @@ def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
 class LanguageModeling(Objective[Targets]):
     """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``.
 
-    `z_loss` times the mean squared log-normaliser of the logits is added, to hold the log-normaliser near 0 (PaLM, Chowdhery et al. 2022,
-    section 5; OLMo: 1e-5). Metric: ``z_loss``, this term.
+    With `z_loss`, the term `z_loss` times the mean squared log-normaliser of the logits is added, to keep the log-normaliser near 0 (PaLM,
+    Chowdhery et al. 2022, section 5; OLMo: 1e-5); the metric ``z_loss`` is this term.
     """
 
     def __init__(self, z_loss: float = 0.0) -> None:
@@ -46,10 +46,10 @@ class LanguageModeling(Objective[Targets]):
 
 
 class Sft(Objective[Targets]):
-    """Mean cross-entropy over the step's answer tokens. Each token weighs the same, not each answer: TRL's convention.
+    """Mean cross-entropy over the step's answer tokens. All tokens weigh the same, not all answers: TRL's convention.
 
-    Batches come from `Targets.from_answers`, in which no prompt token is a target. Metric: ``answer_nll``, the mean negative log-likelihood
-    of a whole answer, in nats.
+    Batches come from `Targets.from_answers`, in which no prompt token is a target. Metric: ``answer_nll``, the mean over answers of the
+    negative log-likelihood summed over an answer's unmasked tokens, in nats.
     """
 
     def totals(self, batch: Targets) -> dict[str, float]:
@@ -63,8 +63,8 @@ class Sft(Objective[Targets]):
 def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
     """Return the generalised Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
 
-    ``beta KL(teacher || M) + (1 - beta) KL(student || M)`` with ``M = beta teacher + (1 - beta) student``, at 0 the forward
-    ``KL(teacher || student)`` and at 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1).
+    It is ``beta KL(teacher || M) + (1 - beta) KL(student || M)`` with ``M = beta teacher + (1 - beta) student``. Beta 0 gives the forward
+    ``KL(teacher || student)``, beta 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1).
     """
     if beta == 0:
         return _kl(teacher_NV, student_NV)
@@ -81,8 +81,8 @@ def _kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
 class Distill(Objective[Targets]):
     """Mean divergence over the step's answer tokens between the model and a frozen teacher, both at `temperature`.
 
-    No gradient passes through the sampling of the answers (Agarwal et al., section 3). Each token of the step weighs the same. Logits that
-    only one of the two models has, as padding of its vocabulary, are left out.
+    No gradient passes through the sampling of the answers (Agarwal et al., section 3). All tokens of the step weigh the same. Logits that
+    only one of the two models has, because its vocabulary is padded further, are left out.
     """
 
     def __init__(self, teacher: Model, beta: float = 1.0, temperature: float = 1.0) -> None:

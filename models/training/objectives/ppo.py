@@ -1,6 +1,6 @@
 """Proximal policy optimisation (Schulman et al. 2017) on answers, as pure functions and two objectives.
 
-Everything is flat: N answer tokens, answer by answer, no padding. Advantages and returns come from `kernels.advantages`.
+Tensors are flat: N answer tokens, answer by answer, without padding. Advantages and returns come from `kernels.advantages`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from puna.models.training.settings import Baseline, Normalizer, Ratio, Surrogate
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Return [N] values shifted and scaled to mean 0 and variance 1 over the mask; 0 outside of it.
+    """Return [N] values shifted and scaled to mean 0 and variance 1 where `mask` is True; 0 elsewhere.
 
-    The sample variance (over count - 1) is used, as in TRL's `masked_whiten`; with fewer than two values, all are 0.
+    The sample variance (over count - 1) is used, as in TRL's `masked_whiten`; with fewer than two unmasked values, all results are 0.
     """
     weight = mask.to(values.dtype)
     count = weight.sum()
@@ -28,7 +28,7 @@ def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6) -> Tensor:
-    """Return each answer's advantage over the answers to its prompt: rewards [P, n] -> [P, n].
+    """Return each answer's advantage over the n answers to the same prompt: rewards [P, n] -> [P, n].
 
     ``grpo``: ``(r - mean) / (sample deviation + epsilon)`` (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
     (Dr. GRPO, Liu et al. 2025); ``rloo``: r less the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019;
@@ -42,10 +42,10 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
 
 
 def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Baseline) -> Tensor:
-    """Return the advantages [n] of all tokens of a prompt's answers, answer by answer, from rewards of their steps.
+    """Return the advantages [n] of all tokens of a prompt's answers, answer by answer, from the rewards of the answers' steps.
 
-    steps: for each answer, (tokens up to a step's end, the step's reward); the last step ends the answer. `group_advantages` turns the
-    rewards of all steps into advantages; a token's is their sum over its own and later steps (Shao et al. 2024, section 4.1.3).
+    steps: for each answer, (number of tokens up to a step's end, the step's reward); the last step ends the answer. `group_advantages`
+    turns the rewards of all steps into advantages; a token's advantage is the sum over its own and later steps (Shao et al., 4.1.3).
     """
     flat = group_advantages(torch.tensor([[reward for some in steps for _, reward in some]]), baseline)[0]
     parts = zip(flat.split([len(some) for some in steps]), steps, strict=True)
@@ -71,9 +71,9 @@ def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, cli
 
 
 def importance_weights(logprobs: Tensor, sampled: Tensor, cap: float) -> Tensor:
-    """Return [N] ``min(p / q, cap)`` of tokens that another engine drew (truncated importance sampling, Yao et al. 2025).
+    """Return [N] ``min(p / q, cap)`` of tokens that another engine sampled (truncated importance sampling, Yao et al. 2025).
 
-    logprobs, sampled [N] float: log p by the policy that is trained, log q by the engine that drew.
+    logprobs, sampled [N] float: log p under the trained policy, and log q under the engine that sampled the tokens.
     """
     return (logprobs - sampled).exp().clamp(max=cap)
 
@@ -90,9 +90,9 @@ def sequence_log_ratio(log_ratio: Tensor, targets: Targets) -> Tensor:
 
 
 def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float, total: float) -> Tensor:
-    """Return half the mean squared error to the returns: per target, the larger of the plain and the clipped squared error.
+    """Return half the mean over unmasked targets of the squared error to the returns, or the clipped squared error if that is larger.
 
-    values, old, returns [N] float, mask [N] bool, total: counted tokens of the whole step -> scalar
+    values, old, returns [N] float, mask [N] bool, total: number of unmasked tokens of the whole step -> scalar
     ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
     """
     near = old + (values - old).clamp(-clip, clip)
@@ -102,10 +102,10 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 
 @dataclass(frozen=True)
 class PpoBatch(Batch):
-    """Sampled answers with the constants of their rollout; all [N] float32, in the order of the targets.
+    """Sampled answers with the constants of their rollout; all tensors are [N] float32, in the order of the targets.
 
-    `importance`: factors of the policy's loss by token; None: 1. `left_out`: number of the update's answer tokens in no batch,
-    because they have no gradient; `answers_left_out`: number of their answers. The normalizers count both.
+    `importance`: factors on the policy's loss, by token; None: 1. `left_out`: number of the update's answer tokens that are in no batch,
+    because they have no gradient; `answers_left_out`: number of answers that these tokens form. The normalizers count both.
     """
 
     logprobs: Tensor
@@ -126,9 +126,9 @@ class Ppo(Objective[PpoBatch]):
     """The policy's loss: the negative surrogate of the reward, less `entropy_weight` times the mean entropy.
 
     `temperature`: the sampling temperature, so that old and new log-probs are comparable. `surrogate`, `ratio`, `normalizer`: see
-    `GrpoSettings`; `max_tokens`: limit of an answer, for the constant normalizer. Metrics, means over the tokens of the
-    batches: ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (mean of ``ratio - 1 - log ratio``, from the
-    sampling policy), ``entropy``.
+    `GrpoSettings`; `max_tokens`: limit of an answer, for the constant normalizer. Metrics are means over the batches' unmasked tokens:
+    ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (of ``ratio - 1 - log ratio``, an estimate of the KL
+    divergence from the sampling policy), ``entropy``.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class Ppo(Objective[PpoBatch]):
 
 
 class Value(Objective[PpoBatch]):
-    """The critic's objective: clipped value loss of a model with a scalar head. A state's value is read at the position that predicts its
-    next token, so it depends on the answer before that token only. Metric: ``value_error``, the unclipped mean squared error."""
+    """The critic's objective: clipped value loss of a model with a scalar head. A token's value is read at the position that predicts the
+    token, so the value depends only on the tokens before it. Metric: ``value_error``, the unclipped mean squared error."""
 
     def __init__(self, clip: float = 0.2) -> None:
         if clip <= 0:

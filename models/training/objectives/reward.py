@@ -1,4 +1,4 @@
-"""Reward model: Bradley-Terry over all ranked answers of a prompt."""
+"""Reward model training: the Bradley-Terry loss over all ranked answers to a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> 
     """Return ``-sum(weight * log sigmoid(better - worse)) / total``, without a margin (Llama 3, section 4.1.2).
 
     better, worse [M] float: rewards of each pair's answers; weight [M] float; total: prompts of the step that have a pair -> scalar. With
-    ``weight = 1 / pairs of the prompt`` each *prompt* counts the same, with two ranked answers or five (Ouyang et al. 2022, InstructGPT).
+    ``weight = 1 / pairs of the prompt`` all *prompts* count the same, whatever their number of answers (Ouyang et al. 2022, InstructGPT).
     """
     return divide(-(weight * F.logsigmoid(better - worse)).sum(), total)
 
@@ -48,14 +48,14 @@ class RewardBatch(Batch):
 
 
 class Reward(Objective[RewardBatch]):
-    """Bradley-Terry loss of a model with a scalar head, all answers of a prompt in one forest.
+    """Bradley-Terry loss of a model with a scalar head; all answers to a prompt are in one forest.
 
-    `nll_weight` adds a term by which the hidden states still predict each prompt's best answers through `head`, the policy's frozen
-    language-model head [V, D] with its `softcap`: the mean over the best answers of an answer's mean -log p (the SFT regularisation of
-    Yang et al. 2024, GRM). It keeps the policy's knowledge while the reward head learns to read it.
+    `nll_weight`: weight of a term by which the hidden states still predict each prompt's best answers. They do so through `head`, the
+    policy's frozen language-model head [V, D] with its `softcap`. The term is the mean over the best answers of each answer's mean -log p
+    (the SFT regularisation of Yang et al. 2024, GRM). It preserves the policy's knowledge in the states that the reward head reads.
 
-    Metrics: ``accuracy`` (pairs in the right order, ties count one half; each prompt weighs the same),
-    ``margin`` (mean difference of the rewards), and with `nll_weight` ``nll`` (nats per token).
+    Metrics: ``accuracy`` (pairs in the correct order; ties count one half), ``margin`` (mean difference of the rewards; in both, all
+    prompts weigh the same), and with `nll_weight` ``nll`` (nats per token).
     """
 
     def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None, softcap: float | None = None) -> None:

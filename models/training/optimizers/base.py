@@ -1,6 +1,6 @@
-"""The declaration of an optimiser: its parameters, the state of a weight, its memory, its learning rate.
+"""The base class of optimisers, which declare their parameters, state per weight, memory and default learning rate.
 
-No file of this folder imports torch before it computes: forms and checks before a run read the declarations.
+No file of this folder imports torch before an update is computed: forms and checks before a run read the declarations.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]
 """A weight, its gradient and its state."""
 SMALL = 1024
-"""Minimum elements of a state tensor that is kept in a file."""
+"""Minimum number of elements of a state tensor that is kept in a file."""
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "puna.optimizers")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Weights with one learning rate and one weight decay; `scale` multiplies the learning rate of the run."""
+    """Weights with a common learning rate and weight decay; `scale` multiplies the run's learning rate."""
 
     weights: Sequence[Tensor]
     scale: float = 1.0
@@ -39,11 +39,11 @@ class Group:
 class Optimizer(ABC):
     """A rule that updates weights by their gradients. A subclass is registered by its `name`.
 
-    name            the value of `optimizer.name`
-    description     a clause for the form's help
+    name            the value of `optimizer.name` in a recipe
+    description     a clause for the help of that setting
     state_bytes     minimum bytes of state per parameter
     learning_rate   the default peak learning rate of a schedule
-    whole_matrices True if an update needs a whole matrix of a layer: AdamW then updates all other weights
+    whole_matrices  True if an update needs a whole matrix of a layer; AdamW then updates all other weights
 
     Keyword-only parameters of `__init__` are the optimiser's own: `optimizer.parameters` of a recipe, checked by their annotations.
     """
@@ -68,16 +68,16 @@ class Optimizer(ABC):
 
     @classmethod
     def takes(cls, weight: Tensor, **own: float) -> bool:
-        """True if the optimiser can update a weight; `own`: its own parameters."""
+        """True if the optimiser can update a weight; `own`: the optimiser's own parameters."""
         return True
 
     @abstractmethod
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return a weight's state before its first update, by name: all that a checkpoint holds. Updates change it in place."""
+        """Return a weight's state tensors before its first update, by name. Checkpoints hold them; updates change them in place."""
 
     @abstractmethod
     def update(self, weights: Sequence[Updated], rate: float, weight_decay: float, factor: Tensor | None) -> None:
-        """Update weights and their states in place; each gradient is multiplied by the scalar `factor`."""
+        """Update weights and their states in place, at learning rate `rate`. `factor`: a scalar that multiplies each gradient; None: 1."""
 
     def step(self, rate: float, factor: Tensor | None = None) -> None:
         """Update all weights that have a gradient. `rate`: the run's learning rate, scaled by each group; `factor`: see `update`."""
@@ -99,8 +99,8 @@ class Optimizer(ABC):
 
 
 def _map_to_file(tensor: Tensor) -> Tensor:
-    """Return a CPU copy, mapped to an unnamed temporary file unless it is small; raise ValueError if the disk has no room for it. This
-    is ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache."""
+    """Return a small tensor on the CPU, a larger one as a copy mapped to an unnamed temporary file. Raise ValueError if the disk has no
+    room. This is ZeRO-Infinity's offloading (Rajbhandari et al. 2021), left to the system's page cache."""
     import torch
 
     if tensor.numel() < SMALL:

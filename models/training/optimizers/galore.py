@@ -20,11 +20,11 @@ Scale = Annotated[float, Field(gt=0, le=10, description="Factor of the learning 
 
 
 class GaLore(Optimizer):
-    """AdamW on gradients projected to `rank` directions of a matrix's shorter side; every `every` steps a gradient sets the projection.
+    """AdamW on gradients projected to `rank` directions of a matrix's shorter side. A gradient sets the projection every `every` steps.
 
-    With the left singular vectors P [M, r] of a gradient G [M, N], M <= N (of its transpose otherwise): w <- (1 - lr decay) w -
+    With the top r left singular vectors P [M, r] of a gradient G [M, N], M <= N (else of its transpose): w <- (1 - lr decay) w -
     lr scale P adam(P^T G). The moments stay when P changes. State: `step`, `projection` P, and the moments [r, N] `exp_avg` and
-    `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights are matrices or stacks of them [E, M, N], M and N above the rank.
+    `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights: matrices [M, N] or stacks [E, M, N], with M and N above r.
     """
 
     name = "galore"
@@ -58,7 +58,7 @@ class GaLore(Optimizer):
             weight.add_(update.mT if tall else update, alpha=rate * self.scale)
 
     def _projected_step(self, state: Mapping[str, Tensor], gradient_MN: Tensor, factor: Tensor | None) -> Tensor:
-        """Return AdamW's update of the projected gradient at learning rate 1, projected back to [..., M, N]."""
+        """Return AdamW's update for the projected gradient at learning rate 1, projected back to [..., M, N]; change `state` in place."""
         from puna.kernels.adamw import adamw_
 
         if int(state["step"]) % self.every == 0:

@@ -40,8 +40,8 @@ def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
 class Muon(Optimizer):
     """Muon: m <- momentum m + g, then w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(g + momentum m).
 
-    The factor gives each update the size of a typical AdamW update (Liu et al. 2025), so that learning rate and
-    weight decay mean the same in both. Weights are matrices [M, N] or stacks of them [E, M, N].
+    The factor 0.2 sqrt(max(M, N)) gives each update the size of a typical AdamW update (Liu et al. 2025), so that AdamW's learning rate
+    and weight decay suit Muon, too. Weights are matrices [M, N] or stacks of matrices [E, M, N].
     """
 
     name = "muon"

@@ -1,1 +1,1 @@
-"""Training over several processes: one layout, the same objectives, the same results as one process."""
+"""Training over several processes under a layout, with one process's objectives and, up to rounding, its results."""

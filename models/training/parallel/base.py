@@ -1,7 +1,7 @@
-"""A model under a layout: one rank's part, and the sums over ranks that make the result equal to one process.
+"""A model under a layout: one rank's part, and the sums over ranks that make results equal to those of one process.
 
 Every rank knows all of a step's micro-batches; they are dealt to the data-parallel ranks by their numbers of tokens. Losses and gradients
-are shares of the step's totals, so they add up over these ranks as over micro-batches.
+are shares of the step's totals, so they add up over data-parallel ranks as they do over micro-batches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
 from puna.models.training.state import Job, load_state, write_state
 
 Part = tuple[Any, bool]
-"""A micro-batch, and whether it counts: a rank with fewer micro-batches than others repeats one, which does not count."""
+"""A micro-batch and a flag, False if its loss does not count: a rank with fewer micro-batches than others repeats one of them uncounted."""
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
-"""A function that returns loss and metrics of a model on a micro-batch, as shares of the step's loss and metrics."""
+"""A function that returns a model's loss and metrics on a micro-batch, as shares of the step's loss and metrics."""
 BUCKET = 1 << 23
 """Elements at which a bucket of gradients is full: few large all-reduces are faster than many small ones."""
 
@@ -36,8 +36,8 @@ class Piece:
     """A rank's piece of a weight.
 
     shape: of the whole weight. box: (start, stop) along each dimension. cut: the axes along which ranks have different pieces.
-    sums: the axes along which ranks compute different parts of its gradient.
-    copy: True if this piece duplicates another rank's, although the axes say that they differ.
+    sums: the axes along which ranks compute different parts of the piece's gradient.
+    copy: True if this piece duplicates another rank's piece, although `cut` says that the two differ.
     """
 
     shape: tuple[int, ...]
@@ -48,15 +48,15 @@ class Piece:
 
     @staticmethod
     def of(weight: Tensor, **own: Any) -> Piece:
-        """Return a piece that covers the whole weight."""
+        """Return a piece that covers the whole weight. `own`: values of other fields."""
         return Piece(tuple(weight.shape), tuple((0, size) for size in weight.shape), **own)
 
     def counts(self, at: Mapping[str, int]) -> bool:
-        """True if the rank at these places is the first that holds this piece."""
+        """True if the rank at the places `at` (axis → place) is the first rank that holds this piece."""
         return not self.copy and all(place == 0 or axis in self.cut for axis, place in at.items())
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the box as an index of the whole weight."""
+        """Return the box as slices that index the whole weight."""
         return tuple(slice(start, stop) for start, stop in self.box)
 
 
@@ -81,7 +81,7 @@ class Parallel:
 
     @property
     def processes(self) -> int:
-        """Return the number of processes."""
+        """Return the number of processes in the layout."""
         return self.mesh.layout.processes
 
     @property
@@ -92,7 +92,7 @@ class Parallel:
     # --- a step ---
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
-        """Return this rank's micro-batches in the order of the step; all ranks get the same number, some by a repetition."""
+        """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""
         readers = self.mesh.layout.readers
         if readers == 1:
             return [(part, True) for part in micro]
@@ -102,7 +102,7 @@ class Parallel:
         return own + [(spare, False)] * (max(map(len, shares)) - len(own))
 
     def totals(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return each count in `values` summed over all ranks that process different micro-batches."""
+        """Return each count in `values`, summed over the ranks with different micro-batches."""
         if self.mesh.layout.readers == 1:
             return dict(values)
         numbers = torch.tensor(list(values.values()), dtype=torch.float64)
@@ -111,7 +111,7 @@ class Parallel:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
-        """Run this rank's micro-batches forward and backward, and call `collect` after each; return their summed losses and metrics."""
+        """Run this rank's micro-batches forward and backward, and call `collect` after each. Return the sums of losses and of metrics."""
         total: Tensor | None = None
         metrics: Values = {}
         for part, counted in parts:
@@ -127,7 +127,7 @@ class Parallel:
         return total, metrics
 
     def add_up(self, loss: Tensor | None, metrics: Values) -> tuple[Tensor, Values]:
-        """Return loss and metrics of the step, the same bits on all ranks."""
+        """Return the step's loss and metrics from the ranks' shares, bit-identical on all ranks."""
         if self.processes == 1:
             assert loss is not None
             return loss, metrics
@@ -143,7 +143,7 @@ class Parallel:
         return values[0], dict(zip(names, values[1:], strict=True))
 
     def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
-        """Add the gradients of weights over the ranks that computed parts of them, in place."""
+        """Sum the gradients of weights, in place, over the ranks that computed parts of the gradients."""
         if self.processes == 1:
             return
         buckets: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
@@ -162,18 +162,18 @@ class Parallel:
     def norm(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the global norm of the gradients; each piece counts once, however many ranks have it."""
         gradients = [w.grad for name, w in weights.items() if w.grad is not None and self.pieces[name].counts(self.mesh.at)]
-        norm = gradient_norm(gradients).to(self.device)  # without gradients it is on the CPU
+        norm = gradient_norm(gradients).to(self.device)  # without gradients, the norm is on the CPU
         return norm if self.processes == 1 else self.mesh.add_everywhere(norm.double().square()).sqrt().float()
 
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
-        """Return `compute(model, part)`, without training. With a model in pieces, all ranks must call it together."""
+        """Return `compute(model, part)`, without training. If ranks hold pieces of the model, all ranks must call this method together."""
         return compute(self.model, part)
 
     # --- whole weights ---
 
     @torch.no_grad()
     def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
-        """Return the whole tensor from the ranks' pieces, bit-identical. `own`: this rank's piece; `piece`: its values or None."""
+        """Return the whole tensor, bit-identical, from the ranks' pieces. `own`: this rank's piece; `piece`: its values or None."""
         if not own.cut and piece is not None:
             return piece
         out = torch.zeros(own.shape)
@@ -185,7 +185,7 @@ class Parallel:
 
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Write weights, given as pieces, into the whole model; with one process, its steps have already done so."""
+        """Write the weights `values`, which are this rank's pieces, into the whole model. With one process, do nothing."""
         if self.processes == 1:
             return
         fresh = self.model is not self.whole and not self._published
@@ -199,7 +199,7 @@ class Parallel:
         self._published = True
 
     def release(self) -> None:
-        """Free the whole model's weights until `publish` writes them, where this rank computes with pieces."""
+        """Free the whole model's weights, until `publish` writes them again, if this rank computes with pieces."""
         if self.model is not self.whole:
             for name, parameter in self.whole.named_parameters():
                 if name in self.pieces:
@@ -209,7 +209,7 @@ class Parallel:
     # --- the state of a training ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return the piece that a tensor of the state represents: a tensor `…NAME` with the size of the weight NAME is cut like it."""
+        """Return the piece that a state tensor represents. A tensor `…NAME` in the shape of weight NAME's piece is cut like that weight."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
             return self.beside[owner].piece_of(rest, tensor)
@@ -224,12 +224,12 @@ class Parallel:
         if tuple(tensor.shape) == tuple(stop - start for start, stop in own.box):
             return own
         inner = Piece.of(tensor, cut=own.cut & {"pipeline"}, copy=own.copy)
-        if tensor.ndim == len(own.shape) > 2:  # of a stack of matrices, cut like it
+        if tensor.ndim == len(own.shape) > 2:  # state of a stack of matrices, which is cut like the stack
             return replace(own, shape=own.shape[:-2] + inner.shape[-2:], box=own.box[:-2] + inner.box[-2:])
         return inner
 
     def save_state(self, folder: Path, step: int, tensors: Mapping[str, Tensor], record: dict[str, Any], later: bool = False) -> Job | None:
-        """Write a checkpoint; `tensors` are this rank's. later: copy them now, and return a job that writes them in another thread."""
+        """Write a checkpoint; `tensors` are this rank's. later: copy them now, and return a job that writes the copies (in any thread)."""
         text = json.dumps({"step": step, **record}) if self.mesh.index == 0 else ""
         pieces = {name: self.piece_of(name, tensor) for name, tensor in tensors.items()}
         own = {name: tensor for name, tensor in tensors.items() if pieces[name].counts(self.mesh.at)}
@@ -243,7 +243,7 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint: this rank's pieces of `tensors`, and of the `optional` ones in the checkpoint."""
+        """Return the newest checkpoint, or None: this rank's pieces of `tensors` and of the saved `optional` tensors, and the record."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))

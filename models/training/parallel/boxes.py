@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tensors: Mapping[str, Tensor], text: str) -> None:
     """Write the checkpoint of `step` under `folder`; `tensors`: this rank's boxes. text: rank 0's record, in JSON. All ranks must call it.
 
-    As in `state.save_state`, the folder gets its final name once it is complete on disk. Raise OSError on all ranks if one cannot write.
+    As in `state.save_state`, the folder gets its final name once it is complete on disk. Raise an error on all ranks if one fails to write.
     """
     from safetensors.torch import save_file
 
@@ -44,7 +44,7 @@ def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tenso
     with mesh.saving.together():
         if mesh.index == 0:
             notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(temporary.glob("*.json"))]
-            text = f'{text[:-1]}, "index": {json.dumps({one["file"]: one["boxes"] for one in notes})}}}'  # parsing it takes time
+            text = f'{text[:-1]}, "index": {json.dumps({one["file"]: one["boxes"] for one in notes})}}}'  # parsing the record takes time
             sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(text.encode())}
             for path in temporary.glob("*.json"):
                 path.unlink()
@@ -58,8 +58,8 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
 
-    Each rank checks the checksums of its share of the files, and reads from any file the boxes that it needs. Raise ValueError on all ranks
-    if a file is damaged, or a tensor is missing or has another shape.
+    Each rank verifies the checksums of its share of the files, and reads from any file the boxes that it needs. Raise ValueError on all
+    ranks if a file is damaged, and on a rank that finds a tensor missing or in another shape.
     """
     import torch
 

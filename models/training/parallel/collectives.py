@@ -1,8 +1,8 @@
 """Exchanges between ranks as differentiable functions.
 
-Outside a parallel model all tensors are the same on each rank of its group, gradients too. Each function states for both directions whether
-its input is a partial sum, a piece of rows, or the whole. Pieces of T rows over p ranks have `cut(T, p)` rows each; rows beyond T are
-padding, which is never read.
+Outside a parallel model, all tensors and gradients are equal on all ranks of a group. Each function states, for forward and backward, what
+its input is: a partial sum, a piece of the rows, or the whole tensor. Pieces of T rows over p ranks have `cut(T, p)` rows each; rows beyond
+T are padding, which is never read.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -46,7 +46,7 @@ def _scatter(x: Tensor, group: Any) -> Tensor:
 
 
 def own_rows(x: Tensor, group: Any) -> Tensor:
-    """Return this rank's piece of rows [T, ...], padded with zeros."""
+    """Return this rank's piece of the rows x [T, ...], padded with zeros; without a group, x."""
     if group is None:
         return x
     p = dist.get_world_size(group)
@@ -123,27 +123,27 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def add_parts(x: Tensor, group: Any) -> Tensor:
-    """Return the all-reduced sum of the ranks' partial sums x; its gradient is the same on each rank."""
+    """Return the all-reduced sum of the ranks' partial sums x; the gradient, equal on all ranks, passes unchanged."""
     return x if group is None else _AddParts.apply(x, group)
 
 
 def add_gradients(x: Tensor, group: Any) -> Tensor:
-    """Return x, the same on each rank; the backward sums the ranks' partial gradients."""
+    """Return x, which is equal on all ranks; the backward pass all-reduces the ranks' partial gradients."""
     return x if group is None else _AddGradients.apply(x, group)
 
 
 def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
-    """Return the first `rows` rows of the ranks' pieces, all-gathered. partial: each rank's gradient is a partial sum, not the whole."""
+    """Return the first `rows` rows of the ranks' pieces x, all-gathered. partial: True if the ranks' gradients are partial sums."""
     return x if group is None else _GatherRows.apply(x, rows, group, partial)
 
 
 def scatter_rows(x: Tensor, group: Any) -> Tensor:
-    """Reduce-scatter: sum the ranks' tensors x [T, ...] and return this rank's rows of the sum."""
+    """Return this rank's rows of the sum of the ranks' tensors x [T, ...] (reduce-scatter); the backward pass all-gathers the gradient."""
     return x if group is None else _ScatterRows.apply(x, group)
 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    """Exchange rows all-to-all: of x the first send[0] rows go to rank 0, and so on. Return the received rows by sending rank."""
+    """Return the rows received in an all-to-all exchange, by sending rank. Of x, the first send[0] rows go to rank 0, and so on."""
     rows: Tensor = _ExchangeRows.apply(x, send, receive, group)
     return rows
 

@@ -1,7 +1,7 @@
-"""The rows of a micro-batch dealt over ranks by cost: each rank has its rows' queries; keys and values are gathered.
+"""Context parallelism: a micro-batch's rows are dealt to ranks by cost. Each rank has its rows' queries; keys and values are gathered.
 
-A row's attention costs one product per visible key: its depth in the forest plus one. Chunks of rows are dealt by cost, so documents of
-any length leave no rank waiting.
+A row's attention costs one product per visible key: its depth in the forest plus one. Chunks of rows are dealt by cost, so ranks have
+nearly equal work, whatever the lengths of the documents.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CHUNKS = 16
 
 @dataclass(frozen=True)
 class Deal:
-    """An assignment of rows to ranks. `chunks`: (start, stop) by rank; `place`: each row's index once all ranks' padded rows are
-    concatenated."""
+    """An assignment of rows to ranks. `chunks`: ranges (start, stop) of rows, by rank; `size`: rows per rank after padding; `place` [T]:
+    each row's index in the concatenation of all ranks' padded rows."""
 
     chunks: list[list[tuple[int, int]]]
     size: int
@@ -57,16 +57,16 @@ def deal(depths: Tensor, ranks: int) -> Deal:
 
 
 class ContextTransformer(CutTransformer):
-    """A model whose rank computes some rows of each forest; objectives see whole tensors."""
+    """A model of which each rank computes some rows of each forest; objectives see whole tensors."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         super().__init__(whole, mesh)
         self.context, self.rank = mesh.group("context"), mesh.at["context"]
 
     def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
-        """Return the final hidden states of this rank's rows, and how rows are dealt."""
+        """Return the final hidden states of this rank's rows, and the assignment of rows to ranks."""
         if forest.tokens.is_cuda:
-            raise ValueError("layout.context is proved only on CPUs: the attention of a GPU does not take some rows of a forest yet")
+            raise ValueError("layout.context is proved only on CPUs: attention on a GPU cannot compute only some rows of a forest yet")
         dealt = deal(forest.mask.depths, self.mesh.size("context"))
         own = dealt.rows(self.rank)
         masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}
@@ -79,7 +79,7 @@ class ContextTransformer(CutTransformer):
         return x_nD, dealt
 
     def _all_rows_of(self, x: Tensor, dealt: Deal, *, partial: bool) -> Tensor:
-        """Return all ranks' rows of `x`, gathered in the forest's order."""
+        """Return the rows `x` of all ranks, gathered in the forest's order. `partial`: see `gather_rows`."""
         padded = nn.functional.pad(x, (0, 0) * (x.ndim - 1) + (0, dealt.size - len(x)))
         gathered = gather_rows(padded, dealt.size * len(dealt.chunks), self.context, partial=partial)
         return gathered.index_select(0, dealt.place)
@@ -89,14 +89,14 @@ class ContextTransformer(CutTransformer):
         return self._all_rows_of(x_nD, dealt, partial=False)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        # All ranks compute the same, and their gradients are added up, so each is scaled down.
+        # All ranks compute the same gradient of the weight; these are added up later, so each is scaled down.
         return nn.functional.linear(hidden_ND, scale_gradient(self.lm_head.weight, 1 / self.mesh.size("context")))
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
         return nn.functional.linear(hidden_ND, scale_gradient(self.score.weight, 1 / self.mesh.size("context")))[:, 0]
 
     def _own_places(self, dealt: Deal, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of the `positions` [N] that are among this rank's rows, and their places there."""
+        """Return the indices in `positions` [N] of the positions that are this rank's rows, and their places among this rank's rows."""
         places = dealt.place[positions] - self.rank * dealt.size
         mine = ((places >= 0) & (places < dealt.size)).nonzero()[:, 0]
         return mine, places[mine]

@@ -1,4 +1,4 @@
-"""A model of which each rank holds a piece of the weights, or computes some rows."""
+"""Models of which each rank holds a piece of the weights, or computes some rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from puna.models.transformer import Transformer
 
 
 class Cut(Parallel):
-    """A `Transformer` of which each rank has a piece: the layouts `tensor`, `context` and `expert`."""
+    """A `Transformer` of which each rank has a piece (layouts `tensor` and `expert`) or computes some rows (layout `context`)."""
 
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
         super().__init__(whole, mesh, device)

@@ -1,7 +1,7 @@
 """A `Transformer` of which a rank has a piece: of each matrix (tensor), of the rows (context), of the experts (expert).
 
-Between matrices each rank has a piece of the rows (sequence parallel, Korthikanti et al. 2022): they are gathered before the attention and
-feed-forward blocks, and reduce-scattered after them. Objectives see whole tensors, the same on each rank.
+With `tensor`, each rank has a piece of the rows between blocks (sequence parallel, Korthikanti et al. 2022): rows are all-gathered before
+the attention and feed-forward blocks, and reduce-scattered after these. Objectives see whole tensors, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from puna.models.training.parallel.vocabulary import Share
 from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-"""Modules whose weights tensor parallelism cuts by outputs, or by tokens."""
+"""Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""
 INPUTS = ("o_proj", "down_proj")
-"""Modules whose weights tensor parallelism cuts by inputs."""
+"""Modules whose weights tensor parallelism splits along the inputs."""
 
 
 class RowParallel(Linear):
@@ -42,7 +42,7 @@ class RowParallel(Linear):
 
 
 class VocabularyEmbedding(Embedding):
-    """An embedding of the tokens from `start` on; the ranks' results are summed, and each rank gets its piece of the rows."""
+    """An embedding of this rank's part of the vocabulary, from token `start` on; the ranks' outputs are reduce-scattered along the rows."""
 
     group: Any = None
     start = 0
@@ -51,7 +51,7 @@ class VocabularyEmbedding(Embedding):
         return scatter_rows(self.part(tokens), self.group)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return the vectors [T, D] of this rank's tokens, and zeros for other tokens."""
+        """Return the vectors [T, D] of tokens [T]: zeros for tokens outside this rank's part of the vocabulary."""
         own = tokens - self.start
         inside = (own >= 0) & (own < len(self.weight))
         vectors = nn.functional.embedding(own.clamp(0, len(self.weight) - 1), self.weight)
@@ -59,8 +59,8 @@ class VocabularyEmbedding(Embedding):
 
 
 class CutExperts(Experts):
-    """The matrices of E / p experts, which compute the rows of all ranks along `expert`. All-to-all exchanges precede and follow the
-    products, as in GShard (Lepikhin et al. 2020), without a capacity limit: no row is dropped."""
+    """The matrices of E / p experts, which compute the rows that all ranks of the axis `expert` route to them. All-to-all exchanges precede
+    and follow the products, as in GShard (Lepikhin et al. 2020), but without a capacity limit: no row is dropped."""
 
     def __init__(self, whole: Experts, group: Any) -> None:
         nn.Module.__init__(self)
@@ -138,7 +138,7 @@ class CutTransformer(Transformer):
         return self._own(super().scalar(hidden_ND))
 
     def _own(self, values: Tensor) -> Tensor:
-        """Return values that are not a view: FSDP2 warns that a view changed in place would lose its hook."""
+        """Return `values`, cloned if FSDP2 is used (`shard`): it warns that a view changed in place would lose its hook."""
         return values.clone() if self.mesh.size("shard") > 1 else values
 
     def _attend(self, forest: Forest) -> Attend:
@@ -166,9 +166,9 @@ class CutTransformer(Transformer):
 
 
 def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
-    """Return this rank's piece of a weight, cut along `tensor` or `expert`."""
+    """Return this rank's piece of a weight, split along the axis `tensor` or `expert`, or else whole."""
     p, at = mesh.size("tensor"), mesh.at["tensor"]
-    # The rows of a micro-batch are dealt over `context`: so are the parts of a gradient.
+    # Ranks along `context` compute different rows of a micro-batch, so each computes a part of the gradient.
     whole = Piece.of(weight, sums=frozenset({*READERS, "context"}))
     module, kind = name.split(".")[-2:]
     if module == "experts":
@@ -180,11 +180,11 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
         axis = 0 if module in OUTPUTS else 1
         box = tuple(bounds(size, p, at) if i == axis else (0, size) for i, size in enumerate(weight.shape))
         return Piece(tuple(weight.shape), box, cut=frozenset({"tensor"}))
-    # Norms, and biases added after a reduce-scatter, see a piece of the rows, norms of heads a piece of the heads.
+    # Norms, and biases added after a reduce-scatter, see a piece of the rows; norms of heads see a piece of the heads.
     return Piece.of(weight, sums=frozenset({*READERS, "tensor"}))
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set a parameter of a model by its name."""
+    """Set the parameter `name` of a model."""
     module, _, own = name.rpartition(".")
     setattr(model.get_submodule(module), own, parameter)

@@ -1,7 +1,7 @@
 """An estimate of time and memory of a training step under a layout, and the search for layouts that N devices can run.
 
-The time is one device's time for matrices, attention and memory traffic (`puna.models.accounting`), divided over the layout, plus exposed
-transfers and the pipeline's bubble. `REACHED` is one factor, fitted to one published run. Nothing here imports torch.distributed.
+The time is one device's time for matrices, attention and memory traffic (`puna.models.accounting`), divided over the layout. Exposed
+transfers, the pipeline's bubble and the update are added. `REACHED` is fitted to one published run. Nothing here imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, PROVED, Layout
 
 REACHED = 0.7
-"""Factor on a device's rates for losses that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100."""
+"""Factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100."""
 HIDDEN = 0.9
-"""Share of the computing time that can hide the gathering of sharded weights."""
+"""Share of the computing time (0 to 1) that can overlap with the gathering of sharded weights."""
 FULL = 0.9
-"""Share of a device's memory that a plan fills."""
+"""Maximum share of a device's memory that a layout may fill."""
 NODE = 8
-"""Devices of a machine, which fast links connect."""
+"""Number of devices in a machine; fast links connect them."""
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -32,8 +32,8 @@ BYTES = {"fp32": 4, "bf16": 2}
 class Work:
     """A training step: `rows` sequences of `length` tokens. `micro_tokens`: tokens of a data-parallel rank's micro-batch.
 
-    checkpointing: each layer is computed again in the backward pass. moments: bytes per parameter of the optimizer's state.
-    interleaved: pipeline stages per rank. matrix_factor: speed of 8-bit products relative to bf16.
+    checkpointing: True if the backward pass computes each layer again. moments: bytes of optimizer state per parameter.
+    interleaved: pipeline stages per rank. matrix_factor: speed of matrix products relative to bf16 (1; more with 8 bits).
     """
 
     rows: int
@@ -48,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by activity, and bytes of the fullest device."""
+    """An estimate: a step's seconds by activity, the bytes on the fullest device, and whether these fit into its memory."""
 
     layout: Layout
     work: Work
@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of a whole step, the sum of all activities."""
         return self.compute + self.transfers + self.bubble + self.update
 
     @property
@@ -71,16 +71,16 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Return, in words, the shares of the step's time that are not computing."""
+        """Return, in words, the overheads: recomputed layers, and the shares of the step's time that are not spent on computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
         return ", ".join(["computes each layer twice"] * self.work.checkpointing + parts) or "nothing but computing"
 
 
 def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
-    """Return time and memory of a step. `whole`: count the whole weights that each process of Puna gathers between steps.
+    """Return a step's time and memory. `whole`: count the whole weights that each process of Puna gathers between steps.
 
-    Raise ValueError if a data-parallel rank would have less than a row.
+    `reached`: see `REACHED`. Raise ValueError if a data-parallel rank would have less than one row.
     """
     machine, readers = Machine.of(sheet), layout.readers
     if work.rows < readers:
@@ -103,7 +103,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     if layout.expert > 1:
         shared = (counts.total - counts.experts) / layout.shard
         summed += 2 * (1 - 1 / layout.expert) * 4 * shared / _speed(layout, "expert", sheet)
-    update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank's own boxes
+    update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank updates only its own boxes
     bubble = (stages - 1) / work.interleaved * (compute + transfers)
     needed = _bytes(config, work, layout, tokens, micro, whole)
     transfers = micro * transfers + exposed + summed
@@ -111,7 +111,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
 
 
 def _speed(layout: Layout, axis: str, sheet: DataSheet) -> float:
-    """Return the bytes per second of one rank in exchanges along an axis: its machine's links, or its share of the network."""
+    """Return the bytes per second of one rank in exchanges along an axis: over its machine's links, or its share of the network."""
     inner = math.prod(layout.size(one) for one in AXES[AXES.index(axis) + 1 :])
     if inner * layout.size(axis) <= NODE:
         return sheet.within
@@ -119,7 +119,7 @@ def _speed(layout: Layout, axis: str, sheet: DataSheet) -> float:
 
 
 def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, tokens: int) -> float:
-    """Return the seconds of one micro-batch's exchanges of rows, in all layers; computing waits for them."""
+    """Return the seconds of one micro-batch's exchanges of rows, in all layers; computing waits for the exchanges."""
     element, seconds = BYTES[work.precision], 0.0
     passes = 3 if work.checkpointing else 2
     if layout.tensor > 1:  # two gatherings and two scatterings of the rows in each pass through a layer
@@ -136,9 +136,9 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
 
 
 def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: int, whole: bool) -> float:
-    """Return the bytes of the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers.
+    """Return the bytes on the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers.
 
-    Between steps it has no gradients and rows, but (`whole`) the whole weights in fp32, to validate and to write them.
+    Between steps the device has no gradients or rows, but with `whole` the whole weights in fp32, for validation and saving.
     """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
     layers = -(-config.num_hidden_layers // stages)
@@ -161,7 +161,7 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
 
 
 def layouts(devices: int) -> Iterator[Layout]:
-    """Yield all layouts of `devices` devices that a test covers."""
+    """Yield all layouts of `devices` devices whose set of axes is in `PROVED`, that is, covered by a test."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for axes in sorted(PROVED, key=sorted):
         names = sorted(axes)
@@ -174,7 +174,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
-    """Return the `most` fastest estimates that fit, one per set of axes; if none fits, the estimate with the least memory."""
+    """Return the up to `most` fastest estimates that fit, one per set of axes; if none fits, the one with the least memory (if any)."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):

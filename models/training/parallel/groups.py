@@ -1,7 +1,7 @@
-"""The ranks of a reinforcement-learning run in two groups: the first ones train, the last ones sample answers.
+"""The ranks of a reinforcement-learning run in two groups: the first ranks train, the last ranks sample answers.
 
-The groups meet once a rollout. Received weights are copied from a buffer in place, so that engines notice the change and drop their
-caches. Answers are sent as text.
+The groups exchange weights and answers once per rollout. Received weights are copied from a buffer in place, so that engines notice the
+change and drop their caches. Answers are sent as text.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _numbers = itertools.count()
 class Groups:
     """The two groups, as one of their ranks sees them.
 
-    generate: number of ranks that only sample; 0: all ranks do both. tensor: how many of them share one model. members: the processes, by
-    their rank in the default group; None: all that train together. `mesh`: the ranks of this rank's group; `sampling`: the ranks that share
-    the prompts; `trains`: True in the first group.
+    generate: number of ranks that only sample; 0: all ranks train and sample. tensor: number of sampling ranks that hold one model.
+    members: the processes, by their rank in the default group; None: all. `mesh`: the ranks of this rank's group; `sampling`: the ranks
+    that share the prompts; `trains`: True if this rank trains.
     """
 
     def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None, tensor: int = 1) -> None:
@@ -54,23 +54,23 @@ class Groups:
         self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
 
     def beat(self) -> None:
-        """Tell the other ranks that this one is alive."""
+        """Send a heartbeat: tell the other ranks that this rank is alive. Do nothing if all ranks both train and sample."""
         if self.apart:
             meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
 
     def sampler(self, text: str) -> str:
-        """Return the text of the first rank that samples; this rank's text if all ranks do both."""
+        """Return, on all ranks, the text of the first rank that only samples; return `text` if all ranks both train and sample."""
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
     def answering(self, held: Parallel) -> Parallel:
-        """Return the model that this rank samples from: its pieces if ranks answer from pieces, else the whole model, gathered again."""
+        """Return the model that this rank samples from: `held` if it only samples or ranks sample from pieces, else the gathered model."""
         if not self.trains or _in_pieces(held.mesh.layout):
             return held
         held.publish(held.parameters)
         return Parallel(held.whole, Mesh(ONE))
 
     def ask(self, held: Parallel, order: dict[str, Any]) -> None:
-        """Send an order and the trained weights, whole, one after the other, from the training ranks to the sampling ranks."""
+        """Send an order and the trained weights, each gathered whole in turn, from the training ranks to the sampling ranks."""
         if held.device.type == "cuda":
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
         digests, first = dict[str, str](), dist.get_rank() == self._training[0]
@@ -84,7 +84,7 @@ class Groups:
         self._asked += 1
 
     def take(self, follow: Callable[[], object]) -> str:
-        """Return the answers to the last order, as text; call `follow` after each wave of them, the same waves on all ranks."""
+        """Return the answers to the last order, as text. Call `follow` after each wave of answers, on all training ranks alike."""
         while self._wait(f"answers-{self._taken}", self._sampling) != "all":
             self._taken += 1
             follow()
@@ -92,13 +92,13 @@ class Groups:
         return broadcast_text("", self._sampling[0], self._everyone)
 
     def end(self, text: str) -> None:
-        """Tell the sampling ranks to end, with a last text."""
+        """Tell the sampling ranks to end, and send `text` to them."""
         if self.apart and dist.get_rank() == self._training[0]:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
     @torch.no_grad()
     def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
-        """Yield each order to a sampling rank, after copying its weights; the last one has the trainers' final text as `end`."""
+        """Yield each order on a sampling rank, after copying the order's weights; the last order has the trainers' final text as `end`."""
         while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
             digests, arrived = dict[str, str](), True
             for name, weight in sorted(held.parameters.items()):
@@ -114,7 +114,7 @@ class Groups:
         yield order
 
     def give(self, text: str = "") -> None:
-        """Send a rank's answers to the ranks that train; without a text, tell them that a wave of answers is done."""
+        """Send the sampling ranks' answers to the training ranks; without a text, tell these that a wave of answers is done."""
         if dist.get_rank() == self._sampling[0]:
             meshes.store().set(f"{self._name}-answers-{self._taken}", "all" if text else "wave")
         if text:
@@ -122,7 +122,7 @@ class Groups:
         self._taken += 1
 
     def _wait(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the text that other ranks set under a name, once it is set. Raise TimeoutError if a rank shows no heartbeat in time."""
+        """Return the text that `ranks` set under a name, once it is set. Raise TimeoutError if one of them shows no heartbeat in time."""
         store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
         for turn in itertools.count():
             if store.check([key]):
@@ -140,7 +140,7 @@ class Groups:
 
 
 def _in_pieces(layout: Layout) -> bool:
-    """True if ranks answer from the layers that they train, which is tested on CPUs: log-probs then have the bits of one process."""
+    """True if ranks sample from the layers that they train, which is tested only on CPUs: log-probs are bit-identical to one process."""
     return layout.axes <= {"data", "pipeline"} and layout.virtual_stages == 1 and not torch.cuda.is_available()
 
 

@@ -1,6 +1,6 @@
-"""The layout of a training: over how many processes its batch, weights, layers and rows are dealt.
+"""The layout of a training: the numbers of processes over which its batch, weights, layers and rows are split.
 
-Nothing here imports torch: forms and checks before a run read it.
+Nothing here imports torch: forms and checks before a run read this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from puna.models.config import ModelConfig
 
 AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
-"""Axes of a layout, the outermost first: ranks that differ in the last one are neighbours."""
+"""Axes of a layout, the outermost first: ranks that differ only on the last axis are neighbours."""
 READERS = ("data", "shard", "expert")
 """Axes along which ranks have different micro-batches."""
 PROVED = frozenset(
@@ -29,19 +29,19 @@ PROVED = frozenset(
 
 
 class Layout(Settings):
-    """Processes along each axis; their product is the number of processes. Results differ from one process's only by rounding."""
+    """Numbers of processes along each axis; their product is the total number. Results differ from one process's only by rounding."""
 
     data: int = Field(1, ge=1, le=65_536, description="Copies of the model, each with its own micro-batches of a step")
     shard: int = Field(
-        1, ge=1, le=65_536, description="Processes over which weights, gradients and optimizer state are cut, each with own micro-batches"
+        1, ge=1, le=65_536, description="Processes over which weights, gradients and optimizer state are split; each has own micro-batches"
     )
-    tensor: int = Field(1, ge=1, le=64, description="Processes over which each matrix, the vocabulary and the rows between them are cut")
+    tensor: int = Field(1, ge=1, le=64, description="Processes over which matrices, the vocabulary, and the rows between blocks are split")
     pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
     virtual_stages: int = Field(
-        1, ge=1, le=64, description="Stages of each process of a pipeline; several shorten the waits at a step's ends and send more rows"
+        1, ge=1, le=64, description="Pipeline stages per process; more stages shorten the pipeline's bubble and send more rows"
     )
-    context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by their cost")
-    expert: int = Field(1, ge=1, le=1024, description="Processes over which the experts of each layer are cut, each with own micro-batches")
+    context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by attention cost")
+    expert: int = Field(1, ge=1, le=1024, description="Processes over which each layer's experts are split; each has own micro-batches")
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""
@@ -49,7 +49,7 @@ class Layout(Settings):
 
     @property
     def processes(self) -> int:
-        """Return the number of processes."""
+        """Return the total number of processes: the product of the axes' sizes."""
         return math.prod(self.size(axis) for axis in AXES)
 
     @property
@@ -64,11 +64,11 @@ class Layout(Settings):
 
     @property
     def readers(self) -> int:
-        """Return the number of data-parallel ranks: processes, or groups of processes, with micro-batches of their own."""
+        """Return the number of data-parallel ranks: processes, or groups of processes, that have their own micro-batches."""
         return math.prod(self.size(axis) for axis in READERS)
 
     def parts(self, config: ModelConfig) -> Layout | None:
-        """Return this layout if it cuts a model for inference; None if each rank has the whole model or the layout does not fit."""
+        """Return this layout if it splits a model for inference; None if each rank has the whole model or the layout does not fit it."""
         try:
             self.check(config)
         except ValueError:
@@ -85,7 +85,7 @@ class Layout(Settings):
         return self
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if this layout does not fit a model."""
+        """Raise ValueError if a model's shape does not fit this layout."""
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):

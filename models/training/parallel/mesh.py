@@ -20,9 +20,9 @@ from puna.models.training.parallel.layout import AXES, READERS, Layout
 T = TypeVar("T")
 
 together = False
-"""True while all processes run the same training. Otherwise each process trains a model of its own."""
+"""True while all processes run one training together. Otherwise each process trains its own model."""
 TIMEOUT = timedelta(minutes=10)
-"""Time after which a rank that waits for another one fails."""
+"""Time after which a rank that waits for another rank raises an error."""
 JOINING = timedelta(minutes=10)
 """Time within which all processes must join."""
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -32,15 +32,15 @@ _store: Any = None
 
 
 def store() -> Any:
-    """Return the key-value store that all processes share."""
+    """Return the key-value store that all processes share; None before `join`."""
     return _store
 
 
 def join(device: str = "cpu") -> None:
-    """Join the processes that torchrun started, once.
+    """Join the process group of the processes that torchrun started; return at once if this process has joined.
 
-    After a restart the agent's store still holds keys of the previous attempt, so each attempt has a prefix of its own.
-    Raise ValueError if a variable is missing; raise ConnectionError if rank 0, or another rank, cannot be reached.
+    After a restart the agent's store still holds keys of the previous attempt, so each attempt has its own prefix.
+    Raise ValueError if an environment variable is missing, ConnectionError if rank 0 or another rank cannot be reached.
     """
     if dist.is_initialized():
         return
@@ -74,9 +74,9 @@ def join(device: str = "cpu") -> None:
 class Mesh:
     """A rank's place in a layout.
 
-    members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place
-    among the members. One process has no groups, and every exchange returns at once. Non-members only help to create the groups. `saving`:
-    the same mesh with a process group of its own, for a thread that saves a state while the training continues.
+    members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place among
+    the members. In a layout of one process there are no groups, and every exchange returns at once. Non-members only help to create the
+    groups. `saving`: this mesh with a separate process group, for a thread that saves a state while the training continues.
     """
 
     def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
@@ -117,11 +117,11 @@ class Mesh:
         return self.layout.size(axis)
 
     def group(self, axis: str) -> Any:
-        """Return this rank's process group along an axis; None if it is alone."""
+        """Return this rank's process group along an axis; None if the axis has size 1."""
         return self._groups.get(axis)
 
     def rank(self, axis: str, place: int) -> int:
-        """Return the default-group rank at this place of an axis, with this rank's places on all other axes."""
+        """Return the default-group rank of the process at `place` on an axis and at this rank's places on all other axes."""
         return self._ranks[axis][place]
 
     @property
@@ -154,13 +154,13 @@ class Mesh:
         return wish if self.everyone is None else bool(self.add_everywhere(torch.tensor(float(wish))))
 
     def wait(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this method."""
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wait for all ranks after the work inside; raise an error on all ranks if the work failed on one."""
+        """After the work in the context, wait for all ranks; raise an error on all ranks if the work failed on one."""
         error: Exception | None = None
         try:
             yield
@@ -183,7 +183,7 @@ class Mesh:
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
 
     def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
-        """Return, on all ranks, `compute`'s JSON value per item. Data-parallel ranks share the items; items of one key go to one rank."""
+        """Return, on all ranks, `compute`'s JSON value per item. Data-parallel ranks share the items; items of equal key go to one rank."""
         if self.everyone is None:
             return compute(list(items))
         count, owners = self.layout.readers, dict[Hashable, int]()
@@ -195,7 +195,7 @@ class Mesh:
 
 
 def layout_of(layout: Layout) -> Layout:
-    """Return `layout`, or one copy of the model per process if it asks for one process and several train together."""
+    """Return `layout`, or the layout `data` over all processes if `layout` is for one process and several train together."""
     if together and layout.processes == 1:
         return Layout(data=dist.get_world_size())
     return layout
@@ -214,7 +214,7 @@ _GROUPS: dict[tuple[str | int, ...], Any] = {}
 
 
 def group_of(ranks: Sequence[int], use: str = "") -> Any:
-    """Return the process group of these ranks for a use; all processes must make the first call together. `saving` groups use gloo."""
+    """Return the process group of `ranks` for `use`; all processes must make the first call together. Groups for `saving` use gloo."""
     if not use and list(ranks) == list(range(dist.get_world_size())):
         return dist.group.WORLD
     if (use, *ranks) not in _GROUPS:
@@ -223,15 +223,15 @@ def group_of(ranks: Sequence[int], use: str = "") -> Any:
 
 
 def message_group(number: int) -> Any:
-    """Return one of the groups of all processes between which a pipeline divides its messages, see `schedule.lane`.
+    """Return a process group of all processes, by its number; a pipeline divides its messages among such groups (`schedule.lane`).
 
-    NCCL exchanges of two ranks in one group follow each other: if both send first, each waits for the other to receive.
+    In one group, NCCL runs the exchanges of two ranks one after another: if both send first, each waits for the other to receive.
     """
     return group_of(range(dist.get_world_size()), f"messages {number}" if number else "")
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Return each part's items by index: the costliest item first, to the least loaded part (longest processing time, Graham 1969)."""
+    """Return the indices of each part's items. The costliest item goes first, to the least loaded part (LPT rule, Graham 1969)."""
     loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = loads.index(min(loads))
@@ -241,7 +241,7 @@ def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def cut(size: int, parts: int) -> int:
-    """Return the length of a part; only the last parts may be shorter or empty."""
+    """Return the length of each of `parts` parts of `size` rows; only the last parts may be shorter or empty."""
     return math.ceil(size / parts)
 
 

@@ -21,11 +21,11 @@ Matrices = Mapping[str, nn.Parameter]
 class Owners:
     """An optimiser of matrices that no rank holds whole.
 
-    A matrix's owner gathers its weights and gradient, updates them, and sends each rank its piece. Ranks with copies of the pieces
+    A matrix's owner gathers the matrix and its gradient, updates the matrix, and sends each rank its piece. Ranks with copies of pieces
     are owners, too, and share the work. Matrices are updated in waves: a rank holds one whole matrix at a time.
 
-    names: the updated matrices that have an owner. state: as in `Optimizer`, by this rank's pieces; only the owner has the state of a
-    matrix.
+    names: the matrices that have an owner. state: as in `Optimizer`, by this rank's piece of the matrix; only the owner has a matrix's
+    state.
     """
 
     def __init__(self, held: Parallel, weights: Matrices, names: Collection[str]) -> None:
@@ -67,14 +67,14 @@ class Owners:
                 whole, gradient = (torch.empty(self._matrices[name].shape, device=whole.device) for _ in range(2))
             self._exchange(wave, own, whole)
             self._exchange(wave, gradients, gradient)
-            if name and own[name].grad is not None:  # without a gradient on any rank it stays, as in one process
+            if name and own[name].grad is not None:  # a matrix without a gradient stays unchanged, as in one process
                 self._matrices[name].data, self._matrices[name].grad = whole, gradient
                 self._optimizer.step(rate, factor)
                 _free(self._matrices[name])
             self._exchange(wave, own, whole, back=True)
 
     def _exchange(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor, back: bool = False) -> None:
-        """Gather this rank's matrix of a wave into `whole`, from each piece's first rank; `back`: send all ranks their pieces of it."""
+        """Gather this rank's matrix of a wave into `whole`, each piece from its first rank. `back`: send all ranks their pieces."""
         here, name = self._ranks[self._index], wave[self._index]
         held = [pieces[other] if other in here and (back or here[other][1]) else self._none for other in wave]
         parts = [whole[rank[name][0]] if name in rank and (back or rank[name][1]) else self._none for rank in self._ranks]
@@ -87,5 +87,5 @@ class Owners:
 
 
 def _free(matrix: nn.Parameter) -> None:
-    """Free the memory of a matrix, which keeps its shape."""
+    """Free the memory of a matrix and of its gradient; the matrix keeps its shape."""
     matrix.data, matrix.grad = matrix.new_zeros(()).expand(matrix.shape), None

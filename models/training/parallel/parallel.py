@@ -1,4 +1,4 @@
-"""Construction of a model under any layout."""
+"""Functions that put a model under a layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from puna.models.transformer import Transformer
 
 
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
-    """Return the model under a layout; raise ValueError if the layout does not fit it. `mesh`: the ranks; None: all processes. `device`:
-    place of the pieces; None: the model's device."""
+    """Return the model under a layout (`mesh`'s, if it is given). Raise ValueError if the layout does not fit the model. `mesh`: the ranks;
+    None: all processes. `device`: where this rank's pieces are; None: the model's device."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
     for name, module in model.named_modules():
@@ -26,7 +26,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
     if layout.axes <= {"data"}:
         return Parallel(model, mesh, device)
     if not isinstance(model, Transformer) or not all(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"the layout {layout} trains all weights of a model; adapters are trained with copies: set only layout.data")
+        raise ValueError(f"the layout {layout} trains all weights of a model; adapters need copies of the model: set only layout.data")
     layout.check(model.config)
     if layout.pipeline > 1:
         return Pipelined(model, mesh, device)
@@ -41,7 +41,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
 def part_of(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Parallel:
-    """Return this rank's part of a model for inference by all ranks; if the layout does not cut it, the model, or a copy in `dtype`."""
+    """Return this rank's part of a model for inference by all ranks; the whole model if it is not split (with `dtype`, a copy in it)."""
     if layout.parts(model.config) is None:
         return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
     held = parallel(model.requires_grad_(True), layout, mesh, device)
@@ -50,5 +50,5 @@ def part_of(
 
 
 def alone(model: Transformer | Parallel) -> Parallel:
-    """Return a model as one process holds it; a `Parallel` is returned as it is."""
+    """Return a model as a `Parallel` of one process; return a `Parallel` unchanged."""
     return model if isinstance(model, Parallel) else Parallel(model, Mesh(Layout()))

@@ -1,6 +1,6 @@
-"""Stages of consecutive layers, which a step's micro-batches pass one after the other: 1F1B, and interleaved (Narayanan et al. 2021).
+"""Pipeline parallelism: micro-batches pass stages of consecutive layers, in 1F1B or its interleaved form (Narayanan et al. 2021).
 
-`schedule.py` gives the order. Micro-batches may have any length and number. The results are bit-identical to one process.
+`schedule.py` gives the order. Micro-batches may have any length and number. Results are bit-identical to those of one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "mo
 
 
 class StageTransformer(Transformer):
-    """The stages of a rank: layers of a model, with the embedding before the first layer, and norm and head after the last."""
+    """A rank's stages of a model: some layers, with the embedding before the first layer, and norm and head after the last layer."""
 
     def __init__(self, whole: Transformer, stages: Sequence[range]) -> None:
         with torch.device("meta"):
@@ -47,15 +47,15 @@ class StageTransformer(Transformer):
         return decode(self.model.running(self.model.layers[layer] for layer in stage), norm, self.config, x_ND, positions, attend)[0]
 
     def through(self, forest: Forest, x_TD: Tensor | None, number: int) -> Tensor:
-        """Return the hidden states for the next stage, from the input of this rank's stage `number`; the first stage embeds the tokens."""
+        """Return the hidden states for the next stage, from the input `x_TD` of this rank's stage `number`; None: embed the tokens."""
         x_TD = self.model.embed_tokens(forest.tokens) if x_TD is None else x_TD
         return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Return the final hidden states [T, D] from the last stage's input; a second call in a micro-batch raises ValueError."""
+        """Return the final hidden states [T, D] from the last stage's input. Raise ValueError at a second call in a micro-batch."""
         inputs, self.given = self.given, None
         if inputs is None:
-            raise ValueError("this objective asks the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
+            raise ValueError("this objective calls the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
         return self.through(forest, inputs, -1)
 
 
@@ -98,7 +98,7 @@ class Pipelined(Parallel):
                 self._backward(stage, *waiting.pop((number, stage))[:2])
                 collect()
                 continue
-            waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a local name would keep it alive in the next pass
+            waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a local variable would keep the result alive
             if stage == self._stages - 1:
                 loss = waiting[number, stage][1].detach().float()
                 total = loss if total is None else total + loss
@@ -121,7 +121,7 @@ class Pipelined(Parallel):
         return values
 
     def _forward(self, stage: int, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
-        """Return a stage's input, its output (the last stage's is the loss), and metrics."""
+        """Return a stage's input (None for the first stage), its output (the loss for the last stage), and the last stage's metrics."""
         forest = getattr(part, "targets", part).forest
         weight = next(iter(self.parameters.values()))
         inputs = None
@@ -165,7 +165,7 @@ class Pipelined(Parallel):
                 sent.popleft()[0].wait()
 
     def _add_tied(self) -> None:
-        """Add the gradients of the embedding and of the output layer, which are one matrix on two stages."""
+        """Sum the gradients of the embedding and of the tied output layer: one matrix, held by the first and the last stage."""
         weight = self.parameters.get(EMBEDDING)
         shape = self.pieces[EMBEDDING].shape
         gradient = torch.zeros(shape, device=self.device) if weight is None or weight.grad is None else weight.grad

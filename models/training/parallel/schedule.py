@@ -1,4 +1,4 @@
-"""The order in which a pipeline's ranks run their stages on a step's micro-batches, as data (Narayanan et al. 2021)."""
+"""The order in which a pipeline's ranks run their stages on a step's micro-batches, as lists of actions (Narayanan et al. 2021)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One pass of a micro-batch through a stage."""
+    """One forward or backward pass of a micro-batch through a stage."""
 
     micro_batch: int
     stage: int
@@ -17,9 +17,9 @@ class Action(NamedTuple):
 def schedule(rank: int, ranks: int, stages: int, micro_batches: int) -> list[Action]:
     """Return a rank's actions in order. Stage s is on rank s modulo `ranks`: one stage per rank gives 1F1B, several its interleaved form.
 
-    Groups of `ranks` micro-batches pass a rank's stages in turn. A rank first runs `stages - 1 - rank` passes forward,
-    then one forward and one backward in turn. It never holds the activations of more than `stages - rank` passes, no more than
-    the first rank of 1F1B. Each stage runs the micro-batches backward in their order, so gradients add up as in one process.
+    Groups of `ranks` micro-batches pass a rank's stages in turn. A rank first runs `stages - 1 - rank` forward passes, then one forward
+    and one backward pass in turn. It never holds the activations of more than `stages - rank` passes: no more memory than the first
+    rank of 1F1B needs. Each stage runs backward passes in the order of the micro-batches, so gradients add up as in one process.
     """
     own, rounds = range(rank, stages, ranks), [range(i, min(i + ranks, micro_batches)) for i in range(0, micro_batches, ranks)]
     forward = [Action(number, stage, False) for some in rounds for stage in own for number in some]

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state cut over ranks by torch's FSDP2: a layer's weights are gathered while it computes.
+"""Weights, gradients and optimizer state sharded over ranks by torch's FSDP2, which gathers a layer's weights while the layer computes.
 
 The optimizer works on this rank's rows of each weight, as plain tensors.
 """
@@ -24,7 +24,7 @@ METHODS = ("hidden", "scalar", "logits", "token_logprobs", "cross_entropy")
 
 
 class Sharded(Cut):
-    """A `Transformer` whose weights are cut over ranks by rows: the layout `shard`."""
+    """A `Transformer` whose weights are sharded over ranks by rows: the layout `shard`."""
 
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
         super().__init__(whole, mesh, device)
@@ -51,7 +51,7 @@ class Sharded(Cut):
         self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
-        """Return a meta tensor of the piece's shape: the rank's rows are read once FSDP2 has cut it."""
+        """Return a meta tensor of the piece's shape: the rank's rows are read later, once FSDP2 has sharded the tensor."""
         return torch.empty([stop - start for start, stop in self.pieces[name].box], device="meta")
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
@@ -70,7 +70,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _rows(piece: Piece, mesh: Mesh) -> Piece:
-    """Return the part of a piece, cut by rows, that FSDP2 gives this rank. FSDP2 also sums their gradients."""
+    """Return the rows of a piece that FSDP2 gives this rank, as a piece. FSDP2 also sums gradients over the axis `shard`."""
     start, stop = piece.box[0]
     first, last = bounds(stop - start, mesh.size("shard"), mesh.at["shard"])
     box = ((start + first, start + last), *piece.box[1:])

@@ -1,4 +1,4 @@
-"""Generation over pipeline stages: each rank holds the layers, keys and values of one stage, and plans the same steps as the others.
+"""Generation over pipeline stages: each rank holds the layers, keys and values of one stage; all ranks plan the same steps.
 
 Prompts are dealt to waves (micro-batches), one per stage. A wave has its own pages and steps: while one stage computes a step of one wave,
 the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages. With a single prompt, only
@@ -28,7 +28,7 @@ from puna.models.transformer import Transformer
 
 
 class Wave(Engine):
-    """An engine that computes the steps of some prompts on one stage."""
+    """An engine that computes one stage of the steps of one wave of prompts."""
 
     def __init__(self, held: Pipelined, tokenizer: Tokenizer | None, *limits: Any) -> None:
         self._mesh, self._stage, self._part = held.mesh, held.mesh.at["pipeline"], held.held
@@ -83,8 +83,8 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """An engine on one stage's rank. It is the first of several waves, which share the limits. All ranks must be asked for the same answers
-    at the same time."""
+    """The engine of one pipeline rank. It is itself the first of the waves, over which the limits are divided. All ranks must be asked for
+    the same answers at the same time."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,
@@ -130,7 +130,7 @@ class StagedEngine(Wave):
 
 
 def held_engine(held: Parallel, tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
-    """Return the engine of a model of which this rank holds a part."""
+    """Return the engine of this rank's part of a model: a `StagedEngine` if the model is in pipeline stages, else an `Engine`."""
     if isinstance(held, Pipelined):
         return StagedEngine(held, tokenizer, **limits)
     return Engine(cast("Transformer", held.model), tokenizer, **limits)

@@ -1,6 +1,6 @@
-"""The output layer whose vocabulary is cut over ranks: losses and log-probabilities without the logits of all tokens in one place.
+"""Losses and log-probabilities with an output layer whose vocabulary is split over ranks: no rank has the logits of all tokens.
 
-Ranks exchange a chunk's maximum and sums, never logits (Shoeybi et al. 2019, section 3). Shapes: N rows, D width, V tokens of this
+Ranks exchange each row's maximum and sums, never logits (Shoeybi et al. 2019, section 3). Shapes: N rows, D width, V tokens of this
 rank, C rows of a chunk.
 """
 
@@ -21,14 +21,14 @@ from puna.models.training.parallel.collectives import add_gradients
 
 
 class Share(NamedTuple):
-    """A rank's part of the vocabulary: tokens from `start` on; `most` is the largest part in the group."""
+    """A rank's part of the vocabulary: tokens from `start` on; `most`: number of tokens in the group's largest part."""
 
     start: int
     most: int
     group: Any
 
     def chunks(self, rows: int, w_VD: Tensor) -> Iterator[slice]:
-        """Return the slices of rows that all ranks compute together, the same on each rank whatever its number of tokens."""
+        """Return the slices of rows that all ranks compute together; they are equal on ranks with different numbers of tokens."""
         return chunks(rows, w_VD[:1].expand(self.most, -1))
 
 
@@ -103,12 +103,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor, share: Share) -> Tensor:
-    """Return `linear_cross_entropy` over the vocabulary of all ranks; x is the same on each, and so is its gradient."""
+    """Return `linear_cross_entropy` over the vocabulary of all ranks; x and its gradient are equal on all ranks."""
     loss: Tensor = _CrossEntropy.apply(add_gradients(x_ND, share.group), w_VD, targets, weights, share)
     return loss
 
 
 def token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float, share: Share) -> tuple[Tensor, Tensor]:
-    """Return `linear_token_logprobs` over the vocabulary of all ranks; x is the same on each, and so is its gradient."""
+    """Return `linear_token_logprobs` over the vocabulary of all ranks; x and its gradient are equal on all ranks."""
     both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(add_gradients(x_ND, share.group), w_VD, targets, temperature, share)
     return both

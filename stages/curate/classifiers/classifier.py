@@ -43,17 +43,17 @@ MAX_CHARACTERS = functools.partial(Field, ge=1, description="Maximum characters 
 
 
 class ClassifierConfig(SeededConfig):
-    """fastText's settings. Defaults as in DCLM (Li et al. 2024): word bigrams, otherwise fastText's own, except for fewer buckets."""
+    """Settings of fastText and of folds. Defaults as in DCLM (Li et al. 2024): word bigrams, else fastText's own, but fewer buckets."""
 
     folds: int = Field(3, ge=2, le=20, description="Number of folds of the documents, for out-of-fold scores")
-    word_ngrams: int = Field(2, ge=1, le=5, description="Longest word n-gram, words")
+    word_ngrams: int = Field(2, ge=1, le=5, description="Maximum length of word n-grams, words")
     dimension: int = DIMENSION(100)
     learning_rate: float = LEARNING_RATE(0.1)
     epochs: int = EPOCHS(5)
     min_count: int = Field(1, ge=1, description="Minimum occurrences of a word; rarer words are left out")
     buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's 2,000,000 make models of 0.8 GB")
     max_characters: int = MAX_CHARACTERS(4000)
-    max_class_documents: int = Field(100_000, ge=1, description="Maximum training documents of one class")
+    max_class_documents: int = Field(100_000, ge=1, description="Maximum number of training documents of one class")
     class_ratio: float = Field(3.0, ge=1, description="Maximum ratio of a class to the median class; below 1/ratio, documents are repeated")
 
 
@@ -62,7 +62,7 @@ class Examples:
     """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number, to order training), `line` (the words), and a
     column for each classifier with the documents' classes, null for none.
 
-    `documents`: number of documents that could have a label. `counts`: classifier → class → documents in each fold, int64[folds].
+    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → documents in each fold, int64[folds].
     """
 
     files: list[str]
@@ -70,7 +70,7 @@ class Examples:
     counts: dict[str, dict[str, NDArray[np.int64]]]
 
     def of(self, name: str) -> Counter[str]:
-        """Return the number of documents of each class of a classifier."""
+        """Return class → number of labelled documents, for the classifier `name`."""
         return Counter({label: int(results.sum()) for label, results in self.counts.get(name, {}).items()})
 
 
@@ -79,7 +79,7 @@ class Scores:
     """Out-of-fold scores of the labelled documents.
 
     `labels`: the classes. `confusion` int64[classes, classes]: documents by class (row) and most probable class (column).
-    `counted`: documents of the class `positive` and others, counted by score; see the function `counted`.
+    `counted`: number of documents of the class `positive`, and of others, with each score; see `score_counts`.
     """
 
     labels: list[str]
@@ -126,7 +126,7 @@ def prepare(
 def out_of_fold(
     run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
 ) -> Scores:
-    """Train the classifier `name` once per fold, on the documents of `classes`; write the models to `folder`; return the scores."""
+    """Train the classifier `name` once per fold, on the documents of `classes`; write the models to `folder`; return out-of-fold scores."""
     folder.mkdir(exist_ok=True)
     counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
@@ -157,7 +157,7 @@ def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray
 
 
 def auc(counts: NDArray[np.int64]) -> float:
-    """Return the area under the ROC curve of `counted` scores: the chance that a positive scores above a negative; ties count half."""
+    """Return the area under the ROC curve, the chance that a positive scores above a negative (ties: half), from `score_counts`."""
     positive, negative = counts[:, counts.any(axis=0)]
     if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")
@@ -166,7 +166,7 @@ def auc(counts: NDArray[np.int64]) -> float:
 
 
 def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, float]]:
-    """Return points of a calibration curve of `counted` scores: mean score and share of positives of each non-empty bin of scores."""
+    """Return the points of a calibration curve, from `score_counts`: mean score and share of positives of each non-empty bin of scores."""
     places = np.flatnonzero(counts.any(axis=0))
     positive, both = counts[0, places], counts[:, places].sum(axis=0)
     at = np.minimum(places * bins // FINEST, bins - 1)
@@ -236,7 +236,7 @@ def _prepare(
 
 
 def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Train and write one model. Return its fold's scores: `confusion`, and indices and values of the nonzero entries of `counted`."""
+    """Train and write one model. Return the fold's scores: `confusion`, and indices and values of nonzero entries of `Scores.counted`."""
     lines, places = _training_lines(job, files)
     c, labels = config, [label_of(name) for name in job.classes]
     settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
@@ -257,7 +257,7 @@ def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArr
 
 
 def write_table(table: pa.Table, file: Path) -> None:
-    """Write a table uncompressed and atomically, so that `read_table` can map some of its columns."""
+    """Write a table uncompressed, so that `read_table` can map the file, and atomically."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -271,7 +271,7 @@ def read_table(file: str | Path) -> pa.Table:
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
-    """Yield the labelled documents of the job's fold (`inside`) or of the others, file by file. `chosen`: the only ids to yield."""
+    """Yield the labelled documents of the job's fold (`inside`) or of the other folds, by file. `chosen`: the only ids to yield."""
     for file in files:
         table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)

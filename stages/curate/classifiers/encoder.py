@@ -1,4 +1,4 @@
-"""Encoders with which curation stages turn documents into vectors: their files, settings of torch, and the vectors."""
+"""Encoders with which curation stages turn documents into vectors: the encoders' files, torch settings, and the vectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
-    """Return the path of the network that `stage` was given: a model of this pipeline, or the Hugging Face folder in its input `name`.
+    """Return the place of the network that `stage` was given: a model of this pipeline, or the Hugging Face folder in the input `name`.
 
     With `gguf`, the input `name` may also be a GGUF file, or a folder with one. Raise PunaError if neither or both are given, or
     there is no network at the path.

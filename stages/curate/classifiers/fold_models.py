@@ -28,10 +28,10 @@ ABOUT = "classifier.json"
 
 @dataclass(frozen=True)
 class About:
-    """Description of a classifier, written beside its models.
+    """The description of a classifier, a file beside the classifier's models.
 
-    `purpose`: the stage that applies it. `classes`: sorted names, empty if there was nothing to learn. `exempt_sources`: not scored.
-    `split`: texts are split into lower-case words, as in training. `settings`: further settings of the stage that applies it.
+    `purpose`: stage that applies the models. `classes`: sorted names, empty if there was nothing to learn. `exempt_sources`: not scored.
+    `split`: texts are split into lower-case words, as in training. `settings`: further settings of the stage `purpose`.
     `max_tokens`: number of tokens that an encoder reads of a document. `encoder`: the encoder's digest.
     """
 
@@ -96,7 +96,7 @@ def purpose_of(classifier: Artifact) -> str:
 
 
 def trained(classifier: Artifact, purpose: str) -> Trained:
-    """Return an artifact's classifier. Raise PunaError if it is for another stage than `purpose`, unless that is `classify`."""
+    """Return an artifact's classifier. Raise PunaError if it was made for another stage than `purpose`; `classify` takes any."""
     result = _trained(classifier.path())
     if result.about.purpose != purpose and purpose != "classify":
         raise PunaError(f"{purpose}: {classifier.id} was made for {result.about.purpose!r}; give one that was made for {purpose!r}")
@@ -110,7 +110,7 @@ def _trained(folder: Path) -> Trained:
 
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
-    """Return the model in a file; fastText itself loads it if its input is not split into words (`split`) or Puna cannot read it."""
+    """Return the model in a file. fastText itself loads the file unless texts are split into words (`split`) and Puna can read the file."""
     if split and (model := read(Path(file))) is not None:
         return model
     import fasttext

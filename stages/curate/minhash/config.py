@@ -19,22 +19,22 @@ LEVELS = 40  # doublings of the shingles' width, more than the longest text allo
 
 
 class MinhashDedupConfig(StageConfig):
-    """Settings of candidate search, duplicate threshold, and choice of the surviving document."""
+    """Settings of the candidate search, of the test for duplicates, and of the choice of the surviving document."""
 
-    words: int = Field(5, ge=1, le=50, description="Words per shingle, without case, punctuation, accents; a shorter text is one shingle")
+    words: int = Field(5, ge=1, le=50, description="Words per shingle, ignoring case, punctuation, accents; a shorter text is one shingle")
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in one are candidates")
     rows: int = Field(6, ge=1, le=64, description="Signature values per band")
     seed: int = Field(1, ge=0, le=2**32 - 1, description="Seed of the permutations, as in datasketch")
     engine: Literal["puna", "datasketch"] = Field("puna", description="Signatures by Puna or datasketch's MinHash, with equal results")
     verify: bool = Field(True, description="Compare candidates exactly; else one document of each chain of candidates is kept")
-    similarity: Literal["jaccard", "containment"] = Field("jaccard", description="Shared shingles over all, or over the removed document's")
-    threshold: float = Field(0.8, gt=0, le=1, description="Minimum verified similarity of a document to its survivor (0 to 1)")
-    max_new_words: int = Field(50, ge=0, description="Maximum passage of a removed document that its survivor lacks (templates), words")
-    max_new_fraction: float = Field(0.05, ge=0, le=1, description="The same bound as a fraction of the document's words; the larger counts")
+    similarity: Literal["jaccard", "containment"] = Field("jaccard", description="Shared shingles over the union, or the removed text's")
+    threshold: float = Field(0.8, gt=0, le=1, description="Minimum verified similarity of a removed document to its survivor (0 to 1)")
+    max_new_words: int = Field(50, ge=0, description="Maximum words of a removed document's passage that its survivor lacks")
+    max_new_fraction: float = Field(0.05, ge=0, le=1, description="max_new_words as a fraction of the document's words; the larger applies")
     survivor: Literal["longest", "latest", "best_score"] = Field("longest", description="Document to keep; best_score: by `score`")
-    score: str = Field("quality", description="Signal that ranks documents for survivor: best_score, higher is better; missing is worst")
+    score: str = Field("quality", description="Signal that ranks documents if survivor is best_score; higher is better, missing is worst")
     prefer_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are kept in preference to others")
-    keep_index: bool = Field(False, description="Store signatures and normal texts, about as large as the documents, for `minhash_update`")
+    keep_index: bool = Field(False, description="Store normalized texts and signatures for `minhash_update`, about the documents' size")
 
     @property
     def method(self) -> str:
@@ -54,7 +54,7 @@ class MinhashDedupConfig(StageConfig):
         from puna.stages.curate.minhash.near_duplicates import Criteria
 
         estimate = 0.0
-        if self.similarity == "jaccard":  # signatures estimate Jaccard: pairs far below need no exact comparison
+        if self.similarity == "jaccard":  # signatures estimate Jaccard similarity: a pair far below the threshold needs no exact comparison
             t = self.threshold
             estimate = max(0.0, t - SLACK * (t * (1 - t) / (self.bands * self.rows)) ** 0.5 - 1e-9)
         similarity, distinct = (np.array([of(level) for level in range(LEVELS)]) for of in (self.least_similarity, self.least_distinct))
@@ -73,8 +73,8 @@ class MinhashDedupConfig(StageConfig):
     def least_distinct(self, level: int) -> float:
         """Return the share of distinct shingles below which two texts could reach the threshold by chance.
 
-        n words drawn at random show a share p = 1 - exp(-n / k) of all k shingles. Two such texts have containment p and similarity p / (2
-        - p). The distinct share of their shingles is p / (n / k) = p / -log(1 - p).
+        n shingles drawn at random from k contain a share p = 1 - exp(-n / k) of the k. Two such texts have containment p and Jaccard
+        similarity p / (2 - p). The share of distinct shingles in each text is p / (n / k) = p / -log(1 - p).
         """
         t = self.least_similarity(level)
         p = min(max(t if self.similarity == "containment" else 2 * t / (1 + t), 1e-9), 0.99)

@@ -1,4 +1,4 @@
-"""Decisions about which near-duplicates to remove, by component of candidates, in workers or in memory."""
+"""Decisions on which near-duplicates to remove, made per component of candidates, in many workers or in the memory of one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK_DOCUMENTS = 512
 
 
 class Found(NamedTuple):
-    """Removals: rows of the removed and the kept document, their similarity, and the longest passage that the kept one lacks, words.
-    `saved`: number of documents kept only because of such a passage."""
+    """Removed near-duplicates. Per removal: rows of the `removed` and the `kept` document, their `similarity`, and `new_words`, the length
+    of the longest passage that the kept document lacks. `saved`: number of documents kept only because of such a passage."""
 
     removed: I64
     kept: I64
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return the lexsort keys (primary key last) that put the preferred near-duplicate first; `rank`, by id, breaks ties."""
+    """Return the lexsort keys (primary key last) that put the preferred near-duplicate first; `rank` (order of ids) breaks ties."""
     if config.survivor == "latest":
         return rank, -facts["words"], -facts["fetched"], ~facts["preferred"]
     score = (-facts["score"],) if config.survivor == "best_score" else ()
@@ -49,7 +49,7 @@ def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tu
 
 
 def together(component: I64, *order: NDArray[Any]) -> tuple[I64, I64]:
-    """Return documents in components of two or more, sorted by component, then `order` (as in lexsort), and the components' bounds."""
+    """Return the documents in components of two or more, sorted by component, then by lexsort keys `order`; and the components' bounds."""
     members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
     members = members[np.lexsort((*(key[members] for key in order), component[members]))]
     return members, _bounds(component[members])
@@ -60,7 +60,7 @@ def _bounds(component: I64) -> I64:
 
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
-    """Return the number of each member's group in each band, int64[M, B]. A group has equal keys; numbers run on over all bands."""
+    """Return the number of each member's group in each band, int64[M, B]. A group has equal keys in a band; no two bands use one number."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)
@@ -74,8 +74,8 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
 def decided(
     facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
-    """Return the removed members of whole components, by index. `facts` FACTS[M] and `signatures` [M, P] are sorted by component, then
-    preference; `bounds` are the components' bounds. `shingles` is called only for members with similar signatures.
+    """Return the removals among the M members of whole components, as indices. `facts` FACTS[M] and `signatures` [M, P] are sorted by
+    component, then preference. `shingles` returns members' hashes and first indices; it gets only members with similar signatures.
 
     Without verification, only the preferred member of a component is kept, and signatures estimate the similarity.
     """
@@ -121,7 +121,7 @@ def candidates(table: pa.Table, rows: I64, component: I64, signals: Artifact | N
 
 class Candidates(NamedTuple):
     """Candidates sorted by component, then preference: ids, FACTS, signatures [M, P]; `bounds` of the components. `hashes`: shingles of
-    all candidates, unsorted; `start`: index of each candidate's first shingle."""
+    all candidates, in the order read; `start`: index in `hashes` of each candidate's first shingle."""
 
     ids: pa.ChunkedArray
     facts: NDArray[Any]
@@ -170,7 +170,7 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
-    """Return the near-duplicates among texts in memory, as `minhash_dedup` finds them. By default the longest text survives.
+    """Return the near-duplicates that `minhash_dedup` would remove among texts in memory. By default the longest text survives.
 
     Rows are positions in `texts`. This needs about twice the texts' size in memory; the stage has no such limit.
     """
@@ -182,7 +182,7 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
 
 def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig) -> tuple[Found, int]:
-    """Return the near-duplicates among documents in memory, and the number of candidates."""
+    """Return the removals among the documents of `table`, by row, and the number of candidates."""
     from puna.stages.curate.minhash.near_duplicates import components
 
     slices = [table.slice(at, BLOCK_DOCUMENTS) for at in range(0, len(table), BLOCK_DOCUMENTS)]

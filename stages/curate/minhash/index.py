@@ -1,11 +1,11 @@
-"""The index of deduplicated documents, which `minhash_update` continues, and the search for documents that resemble a text.
+"""The index of the documents that `minhash_dedup` compared, which `minhash_update` extends; and the search for documents similar to a text.
 
 ids.npy         bytes[D]       ids, in order
 facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
 signatures.npy  [D, P]
 keys.npy        uint64[B, F]   keys of each band in order, of the F documents with shingles
 rows.npy        int64[B, F]    rows of the documents with these keys
-texts.bin                      normal texts, each compressed by itself, so that a few can be read
+texts.bin                      normalized texts, each compressed separately, so that single texts can be read
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_ROWS = 1024
 
 
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
-    """Write the index of sketched documents. Only ids, facts and one band's keys are held in memory."""
+    """Write the index from the files of `sketch` with the prefixes `sketches`. Only ids, facts and one band's keys are held in memory."""
 
     def of(name: str) -> list[NDArray[Any]]:
         return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches]
@@ -62,7 +62,7 @@ def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -
 
 
 class Index(NamedTuple):
-    """An opened index (see the module); its arrays are read from their files on demand."""
+    """An open index in `folder`. Its arrays (see the module's docstring) are memory-mapped."""
 
     facts: NDArray[Any]
     signatures: NDArray[Any]
@@ -89,7 +89,7 @@ class Index(NamedTuple):
         return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
     def sharing(self, keys: U64) -> I64:
-        """Return the rows of the documents that share a band with one of the given keys [M, B]."""
+        """Return the rows of the documents that agree in a band with any of the M queries whose band keys are `keys` [M, B]."""
         results = [np.zeros(0, np.int64)]
         for own, rows, queries in zip(self.keys, self.rows, keys.T, strict=True):
             low, high = np.searchsorted(own, queries, side="left"), np.searchsorted(own, queries, side="right")
@@ -108,7 +108,7 @@ class Index(NamedTuple):
             piece = texts[int(fact["text"]) : int(fact["text"] + fact["bytes"])]
             pieces.append(codec.decompress(piece.tobytes(), int(fact["raw"]), asbytes=True))
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
-        # A writable array, as everywhere else: numba would compile the loops once more for read-only ones.
+        # The array is writable: numba would compile the loops again for a read-only array.
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
 
 
@@ -117,7 +117,7 @@ def has_index(documents: Artifact) -> bool:
 
 
 def configuration(documents: Artifact) -> MinhashDedupConfig:
-    """Return the configuration of the `minhash_dedup` that made the index, or whose index `minhash_update` continued."""
+    """Return the configuration of the `minhash_dedup` that made the index or, for `minhash_update`, its first `previous` artifact."""
     index = documents
     if index.manifest.stage == "minhash_update":
         first = next(record for record in index.manifest.inputs if record.name == "previous")
@@ -126,7 +126,7 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 
 def signature_table(documents: Artifact) -> pa.Table:
-    """Return id and signature of the documents with words; the schema's metadata hold the arguments for datasketch's objects."""
+    """Return ids and signatures of the documents that have words; the schema's metadata holds the arguments of datasketch's MinHash."""
     index, config = Index.of(documents), configuration(documents)
     facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
     filled = np.flatnonzero(index.facts["shingles"])
@@ -151,7 +151,7 @@ class Resemblance(NamedTuple):
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
     """Return the documents with a `similarity`, `of_text` or `of_document` of at least `least`, the most similar first.
 
-    With an index (`minhash_dedup.keep_index`), only documents that share a band are compared, so less similar ones may be missed.
+    With an index (`minhash_dedup.keep_index`), only documents that share a band key with the text are compared, so others may be missed.
     Raise PunaError if the text has no words.
     """
     at_hand = has_index(documents)
@@ -189,7 +189,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def describe(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return `rows` as dictionaries with `kept` (an index also has removed documents), and the URL and title of kept documents."""
+    """Return `rows` as dictionaries with the URL and title of kept documents; `kept` is False for a removed document, from the index."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

@@ -19,7 +19,7 @@ GROWTH = 1.25
 
 
 def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
-    """Return one 64-bit key per document and band of `rows` signature values, [D, B]; equal rows have equal keys."""
+    """Return one 64-bit key per document and band, [D, B]. A band has `rows` signature values; equal values give equal keys."""
     values = np.ascontiguousarray(signatures_DP[:, : bands * rows])
     data = values.view(np.uint8).reshape(-1)
     step = rows * values.dtype.itemsize
@@ -58,7 +58,7 @@ def _find(parent: Any, i: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def unite(parent_D: Any, edges_E2: Any) -> None:
-    """Unite the components that edges int64[E, 2] join, in place; `parent_D` int64 begins as 0 .. D - 1.
+    """Unite in place the components that edges int64[E, 2] join; `parent_D` int64 starts as 0 .. D - 1.
 
     The smaller row becomes the root, so that the result does not depend on the order of edges.
     """
@@ -107,8 +107,8 @@ class Sets(NamedTuple):
     """Sets of members' shingles. A set is made on first use.
 
     `values` uint64[S]: a member's distinct shingles in text order, from `start_M[m]` on. `sizes` int64[M]: size of a set; 0: not yet made.
-    `slots` int32: for each member an open-addressing hash table over its values. The slots from `first_M1[m]` to `first_M1[m + 1]`, a
-    power of two, hold 1 + the index of a value, or 0. A shingle is a hash; its low bits are the first slot tried.
+    `slots` int32: for each member an open-addressing hash table over its values. Member m has `first_M1[m + 1] -
+    first_M1[m]` slots, a power of two; each holds 1 + a value's index, or 0. Probing starts at the slot given by the value's low bits.
     """
 
     values: U64
@@ -120,7 +120,7 @@ class Sets(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def empty_sets(start_M: Any, count_M: Any) -> Any:
-    """Return `Sets` with room for `count_M` shingles per member, none of them made yet."""
+    """Return `Sets` in which each member m has an empty set with room for `count_M[m]` shingles."""
     first = np.zeros(len(count_M) + 1, dtype=np.int64)
     shingles = 0
     for m in range(len(count_M)):
@@ -188,8 +188,8 @@ class Criteria(NamedTuple):
 
     `words` per shingle. `containment`: divide the shared shingles by the removed document's, not by the union. `similarity` and `distinct`
     float64[levels]: for each doubling of the shingles' width, the minimum similarity and the minimum share of distinct shingles in a text
-    that is not repetitive. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words` and `new_share`: the
-    longest passage that the survivor may lack; the larger bound counts."""
+    that is not repetitive. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words`, `new_share`: maximum
+    passage that the survivor may lack, in words and as a share of the removed document's words; the larger bound applies."""
 
     words: int
     containment: bool
@@ -201,8 +201,8 @@ class Criteria(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """Decision for each member: its `survivor` (-1: kept), their similarity, the longest passage that the survivor lacks in words, and
-    whether the member is kept only for such a passage (`saved`)."""
+    """Decisions on each member m: the index of m's `survivor` (-1: m is kept), its `similarity` to m, the length of m's longest passage
+    that the survivor lacks (`new_words`), and whether m is kept only for such a passage (`saved`)."""
 
     survivor: I64
     similarity: NDArray[np.float64]
@@ -212,8 +212,8 @@ class Verdicts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
-    """Return a mask bool[M] of the members that need shingles: at least the share `estimate` of a member's signature equals the signature
-    of another member of one of its groups. A group has equal keys in a band; groups are numbered from 0 over all bands."""
+    """Return a mask bool[M] of the members that need shingles: at least the share `estimate` of the member's signature values equals those
+    of another member in one of its groups. A group has equal keys in one band. Groups of all bands are numbered from 0."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
@@ -234,7 +234,7 @@ def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _lists(groups_MB: Any) -> Any:
-    """Return empty linked lists of groups: newest member [G], previous member [M, B]; and the member last compared with each [M]."""
+    """Return empty linked lists per group: newest member [G] and previous member [M, B]; and the last member compared with each [M]."""
     members, bands = groups_MB.shape
     newest = np.full(groups_MB.max() + 1 if members else 0, -1, dtype=np.int64)
     return newest, np.full((members, bands), -1, dtype=np.int64), np.full(members, -1, dtype=np.int64)
@@ -300,9 +300,9 @@ def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) -> Any:
-    """True if texts with similar sets (of `own` and `other` shingles) are not just the same few words in another order.
+    """True unless two texts with similar shingle sets only repeat the same few words in different orders. `own`, `other`: the sets' sizes.
 
-    Tables over a small vocabulary share all short runs in any order, so they must also share runs too long to agree by chance.
+    Tables over a small vocabulary share all short runs in any order; such texts must also share runs too long to agree by chance.
     """
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
@@ -317,7 +317,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """True if fewer than `share` of the shingles are distinct, but many more longer shingles are: a few words in changing order."""
+    """True if under `share` of the shingles are distinct, but many more of twice the width are: a few words in varying order."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
     return len(distinct(widened(sequence, width))) > GROWTH * own

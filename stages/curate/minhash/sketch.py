@@ -1,4 +1,4 @@
-"""Shingles, signatures and facts of documents, which workers compute for `minhash_dedup`."""
+"""Shingles, signatures and facts of documents, for `minhash_dedup`, its index and `minhash_update`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FACTS = np.dtype(
     [("fetched", "<i8"), ("preferred", "?"), ("words", "<i8"), ("shingles", "<i8"), ("score", "<f8"), ("text", "<i8"), ("bytes", "<i8"),
      ("raw", "<i8")]
 )  # fmt: skip
-"""Facts about a document in an index; its compressed normal text begins at `text` and has `bytes` bytes, `raw` before compression."""
+"""Facts about a document. In an index, its normalized text begins at `text` in texts.bin; it has `bytes` bytes, `raw` uncompressed."""
 
 
 def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[Any]:

@@ -1,7 +1,7 @@
-"""Decisions of rules about documents, from tables of signals: thresholds, and SQL expressions such as `link_density > 0.5 and words < 200`.
+"""Rules' decisions on documents, from tables of signals: thresholds, and SQL expressions such as `link_density > 0.5 and words < 200`.
 
 An expression, in DuckDB's dialect, is checked before anything runs: its columns exist, it is a condition on one document (no
-aggregate, window or subquery), and it gives the same answer each time. It cannot read files.
+aggregate, window or subquery), and it is deterministic. It cannot read files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from puna.storage import PunaError
 from puna.storage.schemas import table_schema
 from puna.storage.tables import connect
 
-Factors = Mapping[str, NDArray[np.float64]]  # signal → factors of its thresholds, float64[n]; NaN: document not judged
+Factors = Mapping[str, NDArray[np.float64]]  # signal → factors on the signal's thresholds, float64[n]; NaN: document not judged
 
 DROPPED = table_schema("dropped").schema
 REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*", "PARAMETER": "a parameter"}
@@ -33,7 +33,7 @@ REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*",
 
 @dataclass(frozen=True)
 class SqlRule:
-    """A rule that drops a document if `expression` is true. `columns`: signals that the expression reads, and perhaps `source`."""
+    """A rule that drops a document if `expression` is true. `columns`: signals that the expression reads, and `source` if it reads that."""
 
     name: str
     expression: str
@@ -45,7 +45,7 @@ class SqlRule:
 
 
 def parse(name: str, expression: str) -> SqlRule:
-    """Return the rule `sql.name` of an expression; raise PunaError if it is invalid."""
+    """Return an SQL expression as the rule `sql.NAME`; raise PunaError if the expression is invalid or reads no column."""
     where = f"select.sql.{name}: {expression!r}"
     with _connection() as connection:
         row = connection.execute("select json_serialize_sql(?)", [f"select ({expression}\n)"]).fetchone()
@@ -71,7 +71,7 @@ def parse(name: str, expression: str) -> SqlRule:
 
 
 def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]) -> None:
-    """Raise PunaError if a rule reads a signal that no input carries, or is not a condition. `kinds`: signal → type, None if unknown."""
+    """Raise PunaError if a rule reads a signal that no input carries, or has no boolean value. `kinds`: signal → type, None if unknown."""
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
@@ -90,7 +90,7 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
 
 
 def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
-    """Return a mask of the documents that the rule drops, bool[n]; a condition that is null does not drop the document."""
+    """Return a mask bool[n] of the rows of `table` that the rule drops; a condition that is null does not drop the document."""
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
         try:
@@ -101,7 +101,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a document's row of `dropped`: the condition and its values; `value` only if the condition reads a single number."""
+    """Return a document's row of `dropped`, with the condition and the values read; `value` is null unless a single number is read."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
@@ -122,7 +122,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str) -> None:
-    """Raise PunaError if a function does not exist, reads several rows, or does not give the same value each time."""
+    """Raise PunaError if a function does not exist, is not scalar (for example an aggregate), or is not deterministic."""
     results = connection.execute("select function_type, stability from duckdb_functions() where function_name = ?", [name]).fetchall()
     if not results:
         raise PunaError(f"{where}: there is no function {name}")
@@ -135,7 +135,7 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
     """Return signal → factors on the signal's thresholds, float64[n], per row of `table`, from the columns SIGNAL_factor of `languages`.
 
-    Rows are matched by `language` and `script`. Documents of languages that are not in `languages` have the factor 1.
+    Rows are matched by `language` and `script`. If a document's language is not in `languages`, its factor is 1. A null factor becomes NaN.
     """
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
     results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
@@ -145,7 +145,7 @@ def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.flo
 
 
 def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factors | None = None) -> NDArray[np.bool_]:
-    """Return a mask of the documents that the rule drops, bool[n]; `table` has its signals, `sources` is each document's source."""
+    """Return a mask bool[n] of the documents that the rule drops. `table`: the rule's signals; `factors`: see `factors_of`."""
     values = table[rule.drop.signal]
     judged = np.ones(len(sources), np.bool_)
     if rule.kinds:
@@ -174,14 +174,14 @@ def _among(values: pa.ChunkedArray, names: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
-    """Return a number column as float64[n], null as NaN."""
+    """Return a numeric column as float64[n], with NaN for null."""
     return np.array(values.cast(pa.float64()).fill_null(math.nan), np.float64)
 
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
-    """Return the dropped documents of `table` (id, source and the rules' signals) as rows of the table `dropped`.
+    """Return rows of the table `dropped`: for each document of `table` (id, source, rules' signals) that is dropped, the first such rule.
 
-    With `languages`, `table` also has `language` and `script`, and each document's language changes its thresholds (`factors_of`).
+    With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`).
     """
     factors = {} if languages is None else factors_of(languages, table)
     first = np.full(table.num_rows, len(rules), np.int64)

@@ -1,7 +1,7 @@
-"""Rules as configuration: thresholds on signals, in groups (`decide` applies them).
+"""Configuration of rules, which are thresholds on signals, in groups. `decide` applies the rules.
 
-A rule drops a document if its signal is below, above, in or not in the threshold. A null threshold turns off its rule, a null group all
-its rules. A group has a setting for the sources to judge. Rules apply in declared order; the first that fires is recorded.
+A rule drops a document if the rule's signal is below, above, in or not in the threshold. A null threshold turns off its rule; a null group
+turns off all its rules. A group has settings for the sources to judge. Rules apply in declared order; the first that fires is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Missing = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Drop:
-    """A mark that makes a configuration field a rule, which drops a document if the comparison `signal` `when` threshold holds.
+    """A marker that makes a configuration field the threshold of a rule, which drops a document if `signal` `when` threshold is true.
 
     `missing`: the decision on a document whose signal is null (not measured).
     """
@@ -54,7 +54,7 @@ def above(signal: str, default: float | None, description: str, missing: Missing
 
 @dataclass(frozen=True)
 class DocumentKind:
-    """A kind of documents, whose `signal` is at least `minimum`; a document with a null signal (not measured) is not of the kind."""
+    """The kind of document whose `signal` is at least `minimum`. A document whose signal is null (not measured) is not of this kind."""
 
     signal: str
     minimum: float
@@ -62,7 +62,7 @@ class DocumentKind:
 
 @dataclass(frozen=True)
 class Rule:
-    """An active rule of a configuration. With `kinds`, it judges only documents of these kinds, or if `of_kind` is false, all others."""
+    """An active rule of a configuration. With `kinds`, it judges documents of these kinds only or, if `of_kind` is false, the others."""
 
     name: str
     drop: Drop
@@ -74,7 +74,7 @@ class Rule:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Return every signal that the rule reads, its own first."""
+        """Return all signals that the rule reads: the signal with the threshold, then those of `kinds`."""
         return (self.drop.signal, *(kind.signal for kind in self.kinds))
 
     @property
@@ -84,7 +84,7 @@ class Rule:
 
 
 class RuleGroup(StageConfig):
-    """Rules that judge the same sources."""
+    """A group of rules, and the sources of the documents that all its rules judge."""
 
     sources: tuple[str, ...] = Field((), description="Sources whose documents this group judges; empty: all")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
@@ -96,7 +96,7 @@ G = TypeVar("G", bound=type[RuleGroup])
 
 
 def rule_group(name: str) -> Callable[[G], G]:
-    """Declare a class, whose fields marked with `Drop` are rules, as a rule group. `select.groups` turns it on by `name`."""
+    """Return a decorator that declares a class as the rule group `name` of `select.groups`. Fields marked with `Drop` are its rules."""
 
     def declare(group: G) -> G:
         before = RULE_GROUPS.get(name)
@@ -109,7 +109,7 @@ def rule_group(name: str) -> Callable[[G], G]:
 
 
 class WebRules(RuleGroup):
-    """Rules for crawled pages. Gopher, too, applied its rules only to the web, not to its curated sources."""
+    """Rules for crawled pages. Gopher also applied its rules to the web only, not to its curated sources."""
 
     exempt_sources: tuple[str, ...] = Field(("code", "wikipedia"), description="Sources whose documents this group does not judge")
 
@@ -131,15 +131,15 @@ class GopherRepetitionRules(WebRules):
     )
     max_duplicate_lines: Share = above("duplicate_line_fraction", 0.30, "Maximum share of lines seen earlier in the text")
     max_duplicate_line_characters: Share = above("duplicate_line_character_fraction", 0.20, "Maximum share of characters in repeated lines")
-    max_top_2gram: Share = above("top_2gram_character_fraction", 0.20, "Maximum share of characters in the most frequent pair of words")
-    max_top_3gram: Share = above("top_3gram_character_fraction", 0.18, "Maximum share of characters in the most frequent 3 words")
-    max_top_4gram: Share = above("top_4gram_character_fraction", 0.16, "Maximum share of characters in the most frequent 4 words")
-    max_duplicate_5grams: Share = above("duplicate_5gram_character_fraction", 0.15, "Maximum share of characters in 5 words seen earlier")
-    max_duplicate_6grams: Share = above("duplicate_6gram_character_fraction", 0.14, "Maximum share of characters in 6 words seen earlier")
-    max_duplicate_7grams: Share = above("duplicate_7gram_character_fraction", 0.13, "Maximum share of characters in 7 words seen earlier")
-    max_duplicate_8grams: Share = above("duplicate_8gram_character_fraction", 0.12, "Maximum share of characters in 8 words seen earlier")
-    max_duplicate_9grams: Share = above("duplicate_9gram_character_fraction", 0.11, "Maximum share of characters in 9 words seen earlier")
-    max_duplicate_10grams: Share = above("duplicate_10gram_character_fraction", 0.10, "Maximum share of characters in 10 words seen before")
+    max_top_2gram: Share = above("top_2gram_character_fraction", 0.20, "Maximum share of characters in the most frequent word 2-gram")
+    max_top_3gram: Share = above("top_3gram_character_fraction", 0.18, "Maximum share of characters in the most frequent word 3-gram")
+    max_top_4gram: Share = above("top_4gram_character_fraction", 0.16, "Maximum share of characters in the most frequent word 4-gram")
+    max_duplicate_5grams: Share = above("duplicate_5gram_character_fraction", 0.15, "Maximum share of characters in 5-grams seen earlier")
+    max_duplicate_6grams: Share = above("duplicate_6gram_character_fraction", 0.14, "Maximum share of characters in 6-grams seen earlier")
+    max_duplicate_7grams: Share = above("duplicate_7gram_character_fraction", 0.13, "Maximum share of characters in 7-grams seen earlier")
+    max_duplicate_8grams: Share = above("duplicate_8gram_character_fraction", 0.12, "Maximum share of characters in 8-grams seen earlier")
+    max_duplicate_9grams: Share = above("duplicate_9gram_character_fraction", 0.11, "Maximum share of characters in 9-grams seen earlier")
+    max_duplicate_10grams: Share = above("duplicate_10gram_character_fraction", 0.10, "Maximum share of characters in 10-grams seen before")
 
 
 class GopherQualityRules(WebRules):
@@ -164,12 +164,12 @@ class GopherQualityRules(WebRules):
 
 
 class C4Rules(WebRules):
-    """C4's rules (Raffel et al. 2020) without its terminal punctuation rule, as FineWeb uses them."""
+    """C4's rules (Raffel et al. 2020) in FineWeb's variant, which leaves out the rule on terminal punctuation."""
 
     max_curly_bracket_lines: Count = above("c4_open_curly_bracket_lines", None, "Maximum number of lines with '{'; C4: 0, no code")
     max_lorem_ipsum_lines: Count = above("c4_open_lorem_ipsum_lines", 0, "Maximum number of lines with 'lorem ipsum'")
     max_terminated_curly_bracket_lines: Count = above("c4_curly_bracket_lines", None, "Maximum number of terminated lines with '{'; C4: 0")
-    max_terminated_lorem_ipsum_lines: Count = above("c4_lorem_ipsum_lines", None, "Maximum of terminated lines with lorem ipsum; C4: 0")
+    max_terminated_lorem_ipsum_lines: Count = above("c4_lorem_ipsum_lines", None, "Maximum terminated lines with 'lorem ipsum'; C4: 0")
     # Not measured for scripts written without spaces.
     min_sentences: Count = below("c4_open_sentences", 5, "Minimum number of sentences in the lines that C4 keeps", "keep")
     min_terminated_sentences: Count = below("c4_sentences", None, "Minimum number of sentences in terminated lines; C4: 5", "keep")
@@ -197,7 +197,7 @@ class DivergenceRules(RuleGroup):
     """Rules against documents with too many outlier tokens (Llama 3, section 3.1.1)."""
 
     # Not measured for languages with too few words to compare with.
-    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus, less that of random text, nats", "keep")
+    max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus minus that of random text, nats", "keep")
 
 
 class NgramCoverageRules(RuleGroup):
@@ -244,9 +244,9 @@ class CodeReasoningRules(WebRules):
     Rules for prose do not fit such pages, so the groups in `spared_by` skip them. The rules below apply only to such pages.
     """
 
-    min_code_lines: int | None = Field(8, ge=1, description="Minimum number of lines of code in a page with code; null: not counted")
-    min_code: Fraction | None = Field(None, description="Minimum probability of code in a page with code; null: not used")
-    min_reasoning: Fraction | None = Field(None, description="Minimum probability of reasoning in a page that reasons; null: not used")
+    min_code_lines: int | None = Field(8, ge=1, description="Number of code lines from which a page has code; null: not counted")
+    min_code: Fraction | None = Field(None, description="Probability of code from which a page has code; null: not used")
+    min_reasoning: Fraction | None = Field(None, description="Probability of reasoning from which a page reasons; null: not used")
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Rule groups that do not judge these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
@@ -254,7 +254,7 @@ class CodeReasoningRules(WebRules):
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
-        """Return the minimum signals of pages with code or reasoning; one of them suffices."""
+        """Return the kinds of page that these rules judge: a page of any one of these kinds has code or reasoning."""
         bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 

@@ -39,14 +39,14 @@ class Corpus:
     def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
         """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
-        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: they are part of the corpus.
+        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the corpus includes document d.
         """
         corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some are views of files
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
 
     def expected(self, generator: np.random.Generator) -> F64:
-        """Return the mean divergence of texts of `LENGTHS` words drawn from the corpus, float64[len(LENGTHS)]."""
+        """Return the mean divergence of random texts drawn from the corpus, for each length in `LENGTHS` (words), float64[len(LENGTHS)]."""
         if not self.words:
             return np.zeros(len(LENGTHS))
         bins = np.flatnonzero(self.counts)
@@ -110,7 +110,7 @@ def expected_at(words: I64, expected: F64) -> F64:
 
 
 class Tally:
-    """Word counts by bin, summed over parts. New entries are merged when there are more of them than merged entries and `LEAST`."""
+    """Word counts by bin, summed over parts. New entries are merged when they outnumber the merged entries and `LEAST`."""
 
     LEAST = 1 << 16
 
@@ -119,7 +119,7 @@ class Tally:
         self.waiting = self.words = 0
 
     def add(self, bins: U32, counts: I64) -> None:
-        """Add `counts` words to `bins`."""
+        """Add `counts[i]` words to bin `bins[i]`, where the bins are distinct."""
         self.pieces.append((bins, counts))
         self.words += int(counts.sum())
         self.waiting += len(bins)

@@ -1,4 +1,4 @@
-"""Gopher's signals of a document (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them."""
+"""Compiled measurement of Gopher's signals (Rae et al. 2021, arXiv 2112.11446, appendix A.1), as datatrove defines them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
 
 @njit(cache=True, borrows=True)
 def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) -> tuple[int, float, float]:
-    """Return the number of non-symbol words, their mean length and the share of them with a letter (0 for a text without words).
+    """Return the number of non-symbol words, their mean length, and the share that have a letter (all 0 for a text without such words).
 
     The mean length is NaN if most words are of a script written without spaces, to which bounds for English do not apply.
     """
@@ -100,7 +100,7 @@ def duplicate_pieces(
     """Split codes[first:last] at runs of at least `newlines` newlines. Return the numbers of pieces, of repeated pieces, of characters in
     repeated pieces, and of characters in repeated pieces that are not blank.
 
-    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty table.
+    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table.
     """
     pieces, duplicates, characters, inked = 0, 0, 0, 0
     start, at = first, first
@@ -140,9 +140,9 @@ def strip(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
 
 @njit(cache=True, borrows=True)
 def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U64, length: I64) -> None:
-    """Write the hashes and lengths of all prefixes of a text's words: `joined` without spaces, `spaced` with one before each word.
+    """Write the hashes and lengths of all prefixes of a text's words: `joined` without spaces, `spaced` with a space before each word.
 
-    Each array has one element more than there are words. With them the hash of any n-gram takes one multiplication.
+    Each array has one element more than there are words. `gram_keys` derives the hash of an n-gram from two prefixes.
     """
     joined[0], spaced[0], length[0] = 0, 0, 0
     for word in range(len(start)):
@@ -153,9 +153,9 @@ def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U
 
 @njit(cache=True, borrows=True)
 def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: U64) -> int:
-    """Write the hash of each n-gram, which covers `spaces` spaces, to `keys`; return the number of n-grams.
+    """Write the hash of each n-gram to `keys`, and return the number of n-grams.
 
-    `chained`, `length`: see `chain`.
+    `chained` (`joined` or `spaced`) and `length`: see `chain`; `spaces`: the number of spaces that `chained` has in an n-gram.
     """
     grams = max(len(chained) - n, 0)
     for i in range(grams):

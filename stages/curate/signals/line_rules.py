@@ -99,7 +99,7 @@ def _citation_end(codes: U32, flags: U16, lower: U32, at: int, stop: int) -> int
 
 @njit(cache=True, borrows=True)
 def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: U32) -> int:
-    """Copy a..b without citation marks to `line`; return its length."""
+    """Copy codes[a:b] without citation marks to `line`; return the length of the copy."""
     size, at = 0, a
     while at < b:
         if codes[at] == OPEN:
@@ -115,9 +115,9 @@ def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: 
 
 @njit(cache=True, borrows=True)
 def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: int, a: int, b: int) -> int:
-    """Return the number of sentences of the line a..b, whose words are first..last.
+    """Return the number of sentences of the line codes[a:b], whose words have the indices first to last - 1.
 
-    A sentence begins with the first word after a terminator that is not punctuation. White space other than one blank is a word.
+    After a terminator, the first word that is not punctuation begins a sentence. White space other than a single blank counts as a word.
     """
     if a == b:
         return 0
@@ -213,7 +213,7 @@ def _sentences_anew(text: U32, flags: U16) -> int:
 
 @njit(cache=True, borrows=True)
 def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
-    """Return the number of non-blank lines, and the shares of them that end a sentence and that have at most 30 characters."""
+    """Return the number of non-blank lines, the share of these lines that end a sentence, and the share that have at most 30 characters."""
     lines, terminated, short = 0, 0, 0
     start, at, total = 0, 0, len(codes)
     while at <= total:
@@ -257,7 +257,7 @@ def plain_words(codes: U32, start: I32, folded: U64, word_flags: U8, plain: Plai
 
 @njit(cache=True, borrows=True)
 def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32, words: I32, covered: I32) -> None:
-    """Write for each line (split at newlines) the number of its non-symbol `words`, and of those `covered` by n-grams seen earlier.
+    """Write the number of each line's non-symbol words to `words`, and of its words inside n-grams seen earlier to `covered`.
 
     N-grams of the `count` words, in lower case with all numbers alike, run across lines. An n-gram with letters in fewer than half of its
     words does not count. `keys`, `slots`: room for hashes and a hash table.
@@ -292,7 +292,7 @@ LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 
 class Phrases(NamedTuple):
-    """Hash tables of phrases: `begins`, the folded hashes of first words (see `bits_of`); `keys`, the hashes of whole phrases; their
+    """Tables of phrases: `begins`, a bitmap (`bits_of`) of the first words' folded hashes; `keys`, the hashes of whole phrases; their
     `kinds` uint8 at the same places; `longest`, the number of words of the longest phrase."""
 
     begins: U64
@@ -303,7 +303,7 @@ class Phrases(NamedTuple):
 
 @lru_cache(maxsize=1)
 def listed_phrases() -> Phrases:
-    """Return the phrases of `notices.txt`."""
+    """Return the tables of the phrases in `notices.txt`, made once per process."""
     results: dict[int, int] = {}
     begins = set()
     for kind, *words in entries("notices.txt"):

@@ -56,8 +56,8 @@ NAMES: tuple[str, ...] = RECORD.names or ()
 class Vocabulary(NamedTuple):
     """Tables for the measurement of texts.
 
-    `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`; `phrases`: see `line_rules.Phrases`. `stop_keys`: a table
-    of stop words' hashes; `stop_languages` uint64 at the same places: bit i is set for a word of language i (0: English).
+    `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`; `phrases`: see `line_rules.Phrases`. `stop_keys`: a hash
+    table of stop words; `stop_languages`: bit i for language i (0: English). `dirty_keys`, `dirty_bits`: table and bitmap of adult words.
     """
 
     flags: U16
@@ -72,7 +72,7 @@ class Vocabulary(NamedTuple):
 
 @lru_cache(maxsize=1)
 def vocabulary() -> Vocabulary:
-    """Return the tables, made once per process."""
+    """Return the tables of the word lists in the data folder, made once per process."""
     bits: dict[int, int] = {}
     for language, (_, *words) in enumerate(entries("stop_words.txt")):
         for value in words_listed(words).hash.tolist():
@@ -297,7 +297,7 @@ def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U
 
 
 def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, documents: int = 3) -> None:
-    """Raise PunaError if an optional signal is null for all documents, but its definition gives a value for one of the first."""
+    """Raise PunaError if an optional signal is null for all documents, but its definition gives one of the first `documents` a value."""
     for name in NAMES:
         arrays = SIGNALS[name]
         if arrays.optional and arrays.definition and np.isnan(found.values[name]).all():

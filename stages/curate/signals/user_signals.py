@@ -23,7 +23,7 @@ IN_A_ROW = 16  # consecutive documents that exceed a definition's budget, after 
 
 
 class Budget(NamedTuple):
-    """Budget of a definition for one document: CPU seconds, and MiB beyond the memory that its process used at the start."""
+    """Budget of a definition for one document: CPU seconds, and MiB beyond the memory that the subprocess used at its start."""
 
     seconds: float
     memory_mb: int
@@ -66,7 +66,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Return the `value` of one document, or the reason why it has none, as `failed` (an exception) or `wrong` (its type)."""
     try:
         value = _definition(job["definition"])(*job["row"])
-    except Exception as error:  # noqa: BLE001 - a definition may fail in any way, and the other documents go on
+    except Exception as error:  # noqa: BLE001 - any error fails only this document
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
     if value is None or (isinstance(value, float) and value != value):
         return {"value": None}
@@ -93,7 +93,7 @@ def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | i
 
 
 def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
-    """Return (signal, document, error) for every value of a measured part whose definition failed."""
+    """Return (signal, document id, error) for every failure of a definition in a measured part."""
     table = table.filter(pc.greater(pc.list_value_length(table[FAILED]), 0))
     rows = zip(table["id"].to_pylist(), table[FAILED].to_pylist(), strict=True)
     return [(*failure.split("\t", 1)[:1], identity, failure.split("\t", 1)[1]) for identity, failures in rows for failure in failures]
@@ -119,7 +119,7 @@ class Failures:
                 raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")
 
     def report(self, run: StageRun) -> None:
-        """Record the failures as metrics."""
+        """Record the number of failures and the first failure of each signal as metrics."""
         for name in sorted(self.counts):
             run.metric(f"failed_{name}", self.counts[name])
             run.metric(f"first_failure_{name}", self.first[name])

@@ -1,4 +1,4 @@
-"""Llama 3's signals of one document (arXiv 2407.21783, section 3.1.1): n-grams seen earlier, and the adult vocabulary."""
+"""Llama 3's signals of one document (arXiv 2407.21783, section 3.1.1): coverage by repeated n-grams, and the adult vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ngram_coverage(text: str) -> float:
 
 
 def coverage(text: str, n: int) -> float:
-    """Return the share of words inside n-grams seen earlier; an n-gram counts if at least half of its words have letters."""
+    """Return the share of words inside n-grams seen earlier in the text; an n-gram counts if at least half of its words have letters."""
     words = plain_words(text)
     seen: set[tuple[str, ...]] = set()
     covered: set[int] = set()

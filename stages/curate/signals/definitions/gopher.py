@@ -78,7 +78,7 @@ def stop_word_fraction(text: str) -> float | None:
 
 
 def top_gram(text: str, n: int) -> float:
-    """Return the length of the most frequent n-gram times its count, as a fraction of the text; 0 if no n-gram repeats."""
+    """Return the length of the most frequent n-gram times its count, as a fraction of the text's length; 0 if no n-gram repeats."""
     results = words_of(text)
     grams = Counter(" ".join(results[i : i + n]) for i in range(len(results) - n + 1))
     gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first in a tie

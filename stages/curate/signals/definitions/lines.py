@@ -1,4 +1,4 @@
-"""Signals of lines and characters: C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (arXiv 2406.17557) as datatrove defines them."""
+"""Signals of lines and characters, among them C4's (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) as in datatrove."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "us
 
 
 def sentences(line: str) -> int:
-    """Return the number of sentences as in spaCy's sentencizer: after a terminator, the first word that is no punctuation begins one."""
+    """Return the number of sentences by spaCy's sentencizer: after a terminator, the first non-punctuation word begins a sentence."""
     if not line:
         return 0
     words = split_codes(code_points(line))
@@ -40,7 +40,7 @@ def sentences(line: str) -> int:
 
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
-    """Return counts: sentences in lines that C4 keeps, "lorem ipsum" lines, "{" lines before these. `need_end`: C4's rule on line ends."""
+    """Return counts of sentences in kept lines, "lorem ipsum" lines, and "{" lines before those. `need_end`: require final punctuation."""
     results = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()
@@ -59,7 +59,7 @@ def c4(text: str, need_end: bool) -> tuple[int, int, int]:
 
 
 def _of_c4(name: str, place: int, need_end: bool, meaning: str) -> None:
-    """Declare result number `place` of `c4` as a signal. Sentences are null for scripts without spaces: C4 takes a line as one word."""
+    """Declare result number `place` of `c4` as a signal. Sentences are null for scripts without spaces, whose lines C4 sees as one word."""
 
     def definition(text: str) -> int | None:
         return None if place == 0 and unspaced(text) else c4(text, need_end)[place]
@@ -150,7 +150,7 @@ def code_lines(text: str) -> int:
 
 
 def is_code(line: str) -> bool:
-    """True if a line looks like code. A bullet item, or a row of a table (over a third digits, or no letters), does not."""
+    """True if a line looks like code. A bullet item or a table row (over a third digits, or neither letters nor only marks) does not."""
     visible = [c for c in line if c not in " \t\r\v\f"]
     marks, digits = sum(c in MARKS for c in visible), sum(c in "0123456789" for c in visible)
     letters = any(c.isascii() and c.isalpha() for c in visible)

@@ -1,4 +1,4 @@
-"""Signals of boilerplate pages: terms and policies in seven European languages, and notices instead of a page in English."""
+"""Signals of boilerplate pages: terms and policies in seven European languages, and English notices that replace a page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SPEAKERS = frozenset((
     "votre", "vos", "nosotros", "nuestra", "nuestro", "nuestros", "usted", "noi", "nostro", "nostra", "nostri", "tuo", "tua",
     "tuoi", "tue", "wij", "ons", "onze", "je", "uw", "nós", "nosso", "nossa", "nossos", "você",
 ))  # fmt: skip
-"""Words for writer and reader in terms and policies. Laws and articles have many of the same phrases, but without these words."""
+"""Words for the writer and the reader in terms and policies. Laws and articles have many of the same phrases, but without these words."""
 NOTICE_WORDS = 100
 
 
 @lru_cache(maxsize=4)
 def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, ...]]]:
-    """Return the indices of the plain words that are part of a listed phrase, and the phrases found."""
+    """Return the indices of the plain words inside listed phrases of `kind` (`legal` or `notice`), and the listed phrases found."""
     listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
     words = tuple(map(folded, plain_words(text)))
     inside: set[int] = set()

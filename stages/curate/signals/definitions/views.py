@@ -13,7 +13,7 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def has(character: str, flag: int) -> bool:
-    """True if a character has a property of `puna.kernels.text.characters`."""
+    """True if a character has the property `flag` (see `puna.kernels.text.characters`)."""
     return bool(tables().flags[ord(character)] & flag)
 
 
@@ -36,7 +36,7 @@ def unspaced(text: str) -> bool:
 
 
 def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
-    """Return the number of pieces that equal an earlier piece, and the number of characters in them."""
+    """Return the number of pieces that equal an earlier piece, and the number of characters in these repeated pieces."""
     seen: set[str] = set()
     count = characters = 0
     for piece in pieces:
