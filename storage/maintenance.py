@@ -76,10 +76,11 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
         with store.lock(key, wait=False) as mine:
             if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held(files, store.holding.name)[0]:
                 files.remove(item.place)
-                removed[key] = item
+                removed[item.place] = item
+    keys = {place.rpartition("/")[2] for place in removed}
     for lock in files.list(LOCKS):
         stat, key = files.stat(lock), lock.rpartition("/")[2]
-        if stat is not None and (stat.written <= old or key in removed):
+        if stat is not None and (stat.written <= old or key in keys):
             with store.lock(key, wait=False) as mine:
                 if mine:
                     files.remove(lock)

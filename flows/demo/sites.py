@@ -127,7 +127,7 @@ def articles(members: list[Member]) -> Iterator[Page]:
     for member in members:
         extracts: dict[str, dict[str, str]] = json.loads(member.body)
         for _, entry in sorted(extracts.items()):
-            if _is_short_extract(entry["title"], entry["extract"]):
+            if _is_taken(entry["title"], entry["extract"]):
                 yield _article(str(language_of(member.path)), entry, member)
 
 
@@ -137,7 +137,7 @@ def language_of(path: str) -> str | None:
     return next((short for long, short in _LANGUAGES.items() if name == f"summaries_{long}.json"), None)
 
 
-def _is_short_extract(title: str, extract: str) -> bool:
+def _is_taken(title: str, extract: str) -> bool:
     if len(extract.encode()) >= LONG:
         return True
     return bool(extract) and hashlib.sha256(title.encode()).digest()[0] % SHORT_SHARE == 0

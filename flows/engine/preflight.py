@@ -94,9 +94,9 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
     """Return a function that samples all files and artifacts of an input; None if any cannot be sampled."""
-    looks = [item.look for item in items if item.look is not None]
-    if not items or len(looks) < len(items):
+    if not items or any(item.look is None for item in items):
         return None
+    looks = dict.fromkeys(item.look for item in items if item.look is not None)  # one look may sample several inputs
 
     def look(seconds: float) -> Looked:
         samples = [one(seconds) for one in looks]

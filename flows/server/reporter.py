@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -138,7 +139,8 @@ class Reporter:
             self._wake.clear()
             closed = self._closed
             if not closed:
-                self._note()
+                with suppress(OSError):  # a full disk does not end the reports
+                    self._note()
             try:
                 if self.server is not None:
                     self._sync(self.server)

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -25,7 +26,7 @@ from puna.flows.html.markup import tag
 from puna.flows.web.frame import Here, field, option, pages
 from puna.storage import PunaError, Store
 
-START_SECONDS = 180.0
+START_SECONDS, END_SECONDS = 180.0, 10.0
 MAX_TOKENS = 400
 MOST_MODELS = 40
 router = pages("chat", "Chat", at=9)
@@ -98,27 +99,39 @@ class Chat:
         if now is not None and now.process.poll() is None:
             if now.key == key:
                 return now
-            now.process.terminate()
+            _end(now.process)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         secret = secrets.token_urlsafe(24)
         words = [sys.executable, "-m", "puna.flows.cli.main", "api", name, "--port", str(port), "--store", self._store.uri, "--supervised"]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PUNA_API_KEY": secret})
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would stop the process when it is full)
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=errors, env={**os.environ, "PUNA_API_KEY": secret})
         weakref.finalize(self, process.terminate)
         talker = self._talker = Talker(key, f"http://127.0.0.1:{port}", secret, process)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                stderr = process.stderr.read().decode("utf-8", "replace") if process.stderr else ""
+                errors.seek(0)
+                stderr = errors.read().decode("utf-8", "replace")
                 raise PunaError(f"{name}: {stderr.strip()[-800:] or 'cannot be loaded'}")
             try:
                 with urllib.request.urlopen(f"{talker.url}/health", timeout=2):
                     return talker
             except OSError:
                 time.sleep(0.1)
-        process.terminate()
+        _end(process)
         raise PunaError(f"{name}: was not loaded within {START_SECONDS:.0f} s")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a model's process and wait, so that two models are never in memory at once."""
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _pieces(answer: Any) -> Iterator[str]:

@@ -179,7 +179,8 @@ def run_page(site: Here, name: str) -> str:
     since, run = state_digest(store, name), Run.open(store, name)
     log = run.log
     reused = sum(step.reused for step in run.steps)
-    again = [other for other in store.runs() if other < log.name and store.log(other).flow == log.flow][-1:]
+    names = store.runs()
+    again = [other for other in names[: names.index(log.name)] if store.log(other).flow == log.flow][-1:]
     tiles = [
         tile("State", badge(log)), tile("Began", when(log.opened)), tile("Took", duration_of(log)),
         tile("Artifacts", f"{len(run.steps)}, {reused} reused"),

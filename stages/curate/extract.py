@@ -20,6 +20,7 @@ from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
+MAX_STEPS, MAX_COPIES = 1e9, 2e7  # elements that the parser passes, some seconds, and that it makes of formatting elements
 MAX_ATTRIBUTES = 5000  # of one tag, or of several tags with the same cost; the parser compares all attributes of a tag
 MAX_OPTIONS = 2000  # of a page; the parser searches all earlier options for each
 TOGETHER = 1 << 18  # maximum bytes of pages that the model reads together
@@ -180,8 +181,8 @@ def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed
         tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
-        if config.code_and_maths and may_be_technical(html) and prepared(tree, len(html.decode())):
-            html = serialise(tree)
+        if config.code_and_maths and may_be_technical(html):
+            prepared(tree, len(html.decode()))
         return _Parsed(title or None, serialise(tree))
     except (HTMLParserException, *FAILURES) as error:
         raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
@@ -217,9 +218,11 @@ def without_marks(text: str) -> str:
 
 def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
     result = burden(html)
-    tags, depth, attributes, copies, _ = result
+    tags, depth, attributes, copies, _, doubtful, loose = result
     _check_bound("extract_too_deep", DEEP, depth, config.max_depth)
+    _check_bound("extract_too_deep", "end tags close too many elements at once", (depth + doubtful) * (tags + doubtful), MAX_STEPS)
     _check_bound("extract_too_many_elements", "the page has too many elements", tags + copies, config.max_elements)
+    _check_bound("extract_too_many_elements", "end tags do not follow their elements", loose * tags, MAX_COPIES)
     _check_bound("extract_too_many_attributes", "tags have too many attributes", attributes, MAX_ATTRIBUTES)
     return result
 

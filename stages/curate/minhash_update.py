@@ -38,8 +38,6 @@ def minhash_update(documents: Documents, previous: list[Decisions], signals: Sig
     ranked = signals if settings.survivor == "best_score" else None
     parts = run.parts(documents)
     sketches = list(run.map(sketch, list(enumerate(parts)), ranked, settings, str(run.scratch), rows=len(parts)))
-    if not sketches:
-        return
     for index in previous:
         Index.of(index)
     files = [str(run.scratch / name) for name in ("added.parquet", "revised.parquet")]
@@ -137,7 +135,7 @@ def _decide_candidates(indices: list[Index], members: Members, config: MinhashDe
     from puna.stages.curate.minhash import near_duplicates
 
     names = [index.ids() for index in indices]
-    if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1]):
+    if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1] if len(known)):
         raise PunaError("minhash_update: a document with the same id was deduplicated before; give documents that are new")
     ids = np.concatenate([names[s][members.row[members.segment == s]] for s in range(len(indices))])
     facts, signatures = _gather(indices, members, "facts"), _gather(indices, members, "signatures")

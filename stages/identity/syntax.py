@@ -245,7 +245,7 @@ def within(nodes: Sequence[ast.AST], comprehensions: bool = False) -> list[ast.A
 
 
 def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that the nodes of a scope bind in it. A walrus in a comprehension's element binds outside the comprehension."""
+    """Yield the names that the nodes of a scope bind in it. A walrus in a comprehension binds outside the comprehension."""
     for node in inside:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.id
@@ -254,7 +254,7 @@ def _bound(inside: Iterable[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.MatchMapping) and node.rest:
             yield node.rest
         elif isinstance(node, COMPREHENSIONS):
-            for inner in within([node.elt if not isinstance(node, ast.DictComp) else node.value], comprehensions=True):
+            for inner in within(list(ast.iter_child_nodes(node)), comprehensions=True):
                 if isinstance(inner, ast.NamedExpr):
                     yield inner.target.id
 

@@ -208,7 +208,7 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
         if len(sample) >= SNIFFED_ROWS:
             break
     if not sample and fault is not None:
-        raise PunaError(f"input {name}: none of its first {SNIFFED_ROWS} records is a row; row {fault.number} {fault.reason}")
+        raise PunaError(f"input {name}: none of its first records is a row; row {fault.number} {fault.reason}")
     if not sample:
         return None, {}
     verified = isinstance(config, PromptRowsConfig) and bool(config.verifier)

@@ -324,5 +324,6 @@ def _random() -> list[Tensor]:
 
 
 def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one part of the state (`moments`, `weights`, …), sorted by name; their names lack the part's name."""
-    return {name.partition(".")[2]: tensors[name] for name in sorted(tensors) if name.startswith(f"{part}.")}
+    """Return the tensors of one part of the state (`moments`, `weights`, …) by name without the part's, numbers in order."""
+    own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
+    return dict(sorted(own.items(), key=lambda item: (int(item[0]) if item[0].isdecimal() else 0, item[0])))

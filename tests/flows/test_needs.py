@@ -16,6 +16,7 @@ from puna.flows.engine.trace import flow_named, load
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.contract import Value, execute
+from puna.stages.contract.declaration import InputFacts
 from puna.stages.contract.external import External
 from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.storage import Artifact, PunaError, Store
@@ -35,6 +36,14 @@ def imported(name: str, folder: Path, store: Store, left_out: Sequence[str] = ()
 def rows(kind: str, store: Store) -> Artifact:
     """An empty artifact."""
     return store.import_table(kind, pa.Table.from_pylist([], schema=table_schema(kind).schema))
+
+
+def test_files_that_are_sampled_together_count_once() -> None:
+    """Each input that is a file has the look at all files."""
+    look = lambda seconds: (("some text", "another"), 0.5)  # noqa: E731
+    both = preflight._together([InputFacts("external", look=look), InputFacts("external", look=look)])
+    assert both is not None and both(1.0) == look(1.0)
+    assert preflight._together([InputFacts("external", look=look), InputFacts("external")]) is None
 
 
 @pytest.fixture

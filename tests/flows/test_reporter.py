@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,6 +97,13 @@ def test_a_run_is_told_step_by_step(tmp_path: Path, server: Recorded) -> None:
     assert (step["name"], step["task_key"], step["task_inputs"]) == ("prompts", "prompts", {})
     assert [state["type"] for state in server.ends()] == ["COMPLETED", "COMPLETED"]
     assert "7 rows" in server.of("/artifacts/")[0]["description"]
+
+
+def test_a_full_disk_does_not_end_the_reports(tmp_path: Path, server: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("puna.flows.server.reporter.write_bytes", Mock(side_effect=OSError("no space left on device")))
+    store = remembered(tmp_path, server.url)
+    launch.run(launch.Request("prompts", changes=SET, json=True), store)
+    assert [state["type"] for state in server.ends()] == ["COMPLETED", "COMPLETED"]
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path, server: Recorded) -> None:

@@ -245,6 +245,7 @@ def work(documents: list[str], config: Config, run) -> None:
         length = len(document)
         if length > config.limit and (longest := max(best, length)):
             best = longest
+        shown = [y for y in document if (latest := max(best, y)) > 1], latest
         try:
             value = {key: [y for y in key] for key, other in documents}
         except ValueError as error:
@@ -272,12 +273,13 @@ def work(documents: list[str], config: Config, run) -> None:
         ("best", "largest"),
         ("length", "size"),
         ("longest", "winner"),
+        ("latest", "last"),
         ("document ", "item "),
         ("as error:\n            raise KeyError(f\"{error}: no text\") from error", "as wrong:\n            raise KeyError('empty') from wrong"),
         ('rest, "nothing left"', "rest"),
         ("handle", "file"),
         ("first", "head"),
-        ("y for y in", "z for z in"),
+        ("[y for y in key]", "[z for z in key]"),
         ("key", "name_of_it"),
         ("    best = 0", "    best: int = 0"),
         ("A docstring.", "Another."),

@@ -197,6 +197,12 @@ def test_what_a_run_at_work_has_is_no_garbage(tmp_path: Path) -> None:
         assert store.log("run").state == "at work"
         assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and store.artifacts() == [artifact]
     assert store.log("run").state == "crashed"
+    files = store.files
+    files.write(f"work/{artifact.key}/part", b"some bytes")
+    freed = maintenance.collect(store, keep_runs=0, work_days=0, remove=True)
+    assert {g.place for g in freed} == {artifact.place, f"work/{artifact.key}"} and sum(g.bytes for g in freed) > 10
+    assert not store.artifacts() and not files.folders("work")
+    store.import_table("signals", signals(["a"], [1]))
     assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [artifact.place]
 
 

@@ -109,6 +109,8 @@ def _tensor(config: ModelConfig, size: int) -> str | None:
 
 
 def _context(config: ModelConfig, size: int) -> str | None:
+    if config.final_logit_softcapping is not None:
+        return "a model whose logits are capped is not cut by rows"
     return "a model with experts has a loss over all rows of a micro-batch" if config.moe is not None else None
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.sketch import Shingles, of_words, shingle, sign
+from puna.stages.curate.minhash.sketch import FACTS, Shingles, of_words, shingle, sign
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -33,8 +33,13 @@ BLOCK_ROWS = 1024
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
     """Write the index from the files of `sketch` with the prefixes `sketches`. Only ids, facts and one band's keys are held in memory."""
 
+    none = {  # there may be no documents
+        "ids": np.zeros(0, "S1"), "facts": np.zeros(0, FACTS), "signatures": np.zeros((0, config.bands * config.rows), np.uint32),
+        "keys": np.zeros((config.bands, 0), np.uint64),
+    }  # fmt: skip
+
     def of(name: str) -> list[NDArray[Any]]:
-        return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches]
+        return [np.load(f"{begin}-{name}.npy", mmap_mode="r") for begin in sketches] or [none[name]]
 
     folder.mkdir(exist_ok=True)
     np.save(folder / "ids.npy", np.concatenate(of("ids")))

@@ -179,6 +179,36 @@ def test_c1_controls_are_what_windows_meant_or_go():
     assert repaired(every) == "".join(c for c in ftfy.fixes.fix_c1_controls(every) if c not in every)
 
 
+N = 40_000
+HOSTILE = {
+    "end tags of nothing": "<x></y>" * N + "<hr>" * N,
+    "end tags across a block": "<x><div></x>" * N + "<hr>" * N,
+    "a slash in a drawing's page": "<svg><foreignObject>" + "<x/>" * N + "<hr>" * N,
+    "a slash after a closed drawing": "<svg/>" + "<x/>" * N + "<hr>" * N,
+    "a drawing in a list": "<select><svg></select>" + "<x/>" * N + "<hr>" * N,
+    "a style in a drawing": "<svg></math><style>" + "<g>" * N + "<hr>" * N + "</style>",
+    "formats that no end tag closes": "".join(f"<b {k}></i>" for k in range(N // 10)) + "<p>x" * N,
+    "formats outside an object": "".join(f"<b {k}><object></b></object>" for k in range(N // 10)) + "<p>x" * N,
+    "formats outside a cell": "".join(f"<table><b {k}><td></b></table>" for k in range(N // 10)) + "<p>x" * N,
+    "formats around cells": "".join(f"<div><b {k}><object><table><td></div></b></td></table></object>" for k in range(N // 10)) + "<p>x" * N,
+}
+
+
+@pytest.mark.parametrize("html", HOSTILE.values(), ids=HOSTILE)
+def test_a_page_that_would_hang_the_parser_is_refused(html):
+    """The parser takes 10 s to minutes for each."""
+    with pytest.raises(Unreadable, match="deep|elements|end tags"):
+        page_text(html.encode(), "text/html", None, CONFIG)
+
+
+def test_ordinary_faults_of_pages_are_no_attack():
+    drawing = "<svg>" + "<path d='M 0 0'/>" * 5000 + "</svg>"
+    mixed = "<div><b>some <i>words</b></i><span><p>x</div>" * 3000
+    tables = "<font size=2><table><tr><td><b>x</b><td>y</font></table>" * 300
+    for html in (drawing, mixed, tables):
+        assert "This is a paragraph" in page_text(f"<main>{PARAGRAPH * 3}</main>{html}".encode(), "text/html", None, CONFIG)[1]
+
+
 @pytest.mark.parametrize("option", ["<option value={0}>Town {0}</option>", "<OPTION>Town {0}", "<optgroup label=x>Town {0}"])
 def test_a_page_keeps_its_text_and_not_its_many_options(option):
     towns = "".join(map(option.format, range(MAX_OPTIONS + 1)))

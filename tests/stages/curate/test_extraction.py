@@ -264,6 +264,8 @@ def test_formulas_in_formulas_are_looked_through_once(monkeypatch):
         (b"<!--" + b"<div>" * 500 + b"-->", 0),
         (b"<div title='<div><div>'>", 1),
         (b"</div>" * 20 + b"<div>" * 20, 20),
+        (b"<div></x>" * 30, 30),  # an end tag of nothing closes nothing
+        (b"<svg></b><style>" + b"<g>" * 30 + b"</style>", 32),  # an end tag does not end the drawing, where a style is elements
         (b"<i><b></i>x" * 100, 101),  # 99 bolds that the parser opens again and again, and two that are open
     ],
 )

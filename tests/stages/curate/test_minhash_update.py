@@ -78,6 +78,17 @@ def test_an_earlier_survivor_is_revised(tmp_path):
     assert verdicts(chain)["b"] == ("a", pytest.approx(192 / 196))
 
 
+def test_a_chain_goes_on_over_no_documents(tmp_path):
+    store, rows = Store.open(tmp_path), corpus(2)
+    config = MinhashDedupConfig(keep_index=True)
+    whole = execute(minhash_dedup, config, {"documents": documents(store, rows)}, store)
+    chain = [execute(minhash_dedup, config, {"documents": store.import_table("documents", documents(store, rows).read().slice(0, 0))}, store)]
+    for some in (rows[:30], [], rows[30:]):
+        new = documents(store, some) if some else store.import_table("documents", documents(store, rows[:1]).read().slice(0, 0))
+        chain.append(execute(minhash_update, StageConfig(), {"documents": new, "previous": list(chain)}, store))
+    assert verdicts(chain) == verdicts([whole])
+
+
 def test_part_sizes_do_not_matter(tmp_path):
     rows = corpus(9)
     digests = []
