@@ -97,7 +97,7 @@ class SentenceTask(Generator):
     """Questions that ask for one sentence with two given nouns. Structure: the group to which both nouns belong."""
 
     name: ClassVar[str] = "sentence"
-    min_characters: int = Field(24, ge=1, le=200, description="Minimum number of characters of the sentence")
+    min_characters: int = Field(24, ge=2, le=200, description="Minimum number of characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
         """Return one question. An answer with double quotation marks, a colon, or the words "word" or "sentence" scores 0."""
@@ -114,7 +114,7 @@ class SceneTask(Generator):
     """Questions that ask for one sentence in which a person of a given job finds a thing. Structure: the group of the thing's noun."""
 
     name: ClassVar[str] = "scene"
-    min_characters: int = Field(24, ge=1, le=200, description="Minimum number of characters of the sentence")
+    min_characters: int = Field(24, ge=2, le=200, description="Minimum number of characters of the sentence")
 
     def draw(self, random: Random) -> Drawn:
         group = random.randrange(GROUPS)

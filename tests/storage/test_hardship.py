@@ -155,7 +155,7 @@ def test_wrong_aliases_are_refused(tmp_path: Path, name: str) -> None:
         store.resolve("****")
 
 
-@pytest.mark.parametrize(("name", "message"), [("manifest.json", "is the manifest's"), ("signals.parquet", "name of its table"), ("link", "is a link")])
+@pytest.mark.parametrize(("name", "message"), [("manifest.json", "is the manifest's"), ("signals.parquet", "name of one of its tables"), ("link", "is a link")])
 def test_files_that_cannot_be_committed_are_refused(tmp_path: Path, name: str, message: str) -> None:
     store, identity = Store.open(tmp_path), Identity("stage")
     with pytest.raises(PunaError, match=message), store.work(identity.key) as work:

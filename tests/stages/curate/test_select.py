@@ -272,7 +272,7 @@ def test_rules_of_other_packages_are_groups_like_all_others(tmp_path, make_docum
     assert stricter.rows("dropped") == 2 and stricter.key != made.key
     assert execute(select, config(groups={"signs_of_tests": {"max_signs": None}}), given_, store).rows("dropped") == 0
     for field, given in (("groups", ["calm"]), ("sql", ["words < 50"])):
-        with pytest.raises(PunaError, match=rf"select.{field}: .*are named with their"):
+        with pytest.raises(PunaError, match=rf"select.{field}: .*give (groups|rules) by name with their"):
             parse(SelectConfig, {field: given}, "select")
     with pytest.raises(PunaError, match=r"'signs_of_test' is no group of rules .*; did you mean signs_of_tests\?"):
         config(groups={"signs_of_test": {}})

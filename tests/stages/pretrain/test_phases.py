@@ -141,7 +141,7 @@ def test_settings_that_an_input_model_overrides_are_refused() -> None:
     (shape,) = needs(config(phase("a", 1)), facts)
     (size,) = tokenizer.needs(TokenizerConfig(vocab_size=300), facts)
     (alone,) = tokenizer.needs(TokenizerConfig(new_tokens=9), Facts({}, None))
-    assert "leave it out" in shape and "leave it out" in size and "there is none" in alone
+    assert "leave it out" in shape and "leave vocab_size out" in size and "no model is given" in alone
     assert needs(PretrainConfig(), facts) == tokenizer.needs(TokenizerConfig(), facts) == []
     assert needs(config(phase("a", 1)), Facts({}, None)) == tokenizer.needs(TokenizerConfig(vocab_size=300), Facts({}, None)) == []
 
