@@ -126,7 +126,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
-    """Return the reason why a round's gate holds its candidate back; empty if it passes, or if the walk has no verdict yet."""
+    """Return the reason why a round's gate holds its candidate back; empty if it passes, or if there is no verdict yet, as in a plan."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
     )
@@ -261,8 +261,8 @@ def _finetune_on_own(
 ) -> Output:  # fmt: skip
     """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
 
-    The model learns from all distinct right answers. If `ranked`, it learns from those with the highest reward, as many per prompt as the
-    recipe's `pick` takes. `samples`: a label of answers that arms share. `field`: the suffix of the recipe's fields.
+    The model learns from all distinct right answers. If `ranked`, it learns from those with the highest reward, `most` per prompt (in the
+    recipe's `pick_FIELD`). `samples`: replaces `name` in the label of the sampling step that arms share. `field`: FIELD in the recipe.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,

@@ -107,7 +107,7 @@ def _draw_loop(
 
 
 def log_sum_exp(logits_CV: Tensor, scale_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] sums of e^((logit - peak) scale)), fp32; only if `uses_loop`."""
+    """Return ([C] log-sum-exps of logits * scale, [C] peaks, [C, blocks] sums of e^((logit - peak) scale)), fp32; needs `uses_loop`."""
     C, V = logits_CV.shape
     peaks, lse = torch.empty(C), torch.empty(C)
     blocks = torch.empty(C, -(-V // BLOCK))

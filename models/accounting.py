@@ -154,7 +154,7 @@ def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "
     """Return the bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
 
     Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients,
-    4 (H + G) K for the rotations, 8 F for SwiGLU; 3 V for the softmax of the output layer.
+    4 (H + G) K for the rotations, 8 F for SwiGLU (experts: 8 (F + D) for each of a token's); 3 V for the softmax of the output layer.
     """
     heads = config.num_attention_heads + config.num_key_value_heads
     inner = config.intermediate_size

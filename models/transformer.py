@@ -391,7 +391,7 @@ class Transformer(nn.Module):
         return x_ND
 
     def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the output [N, D] of this process's layers for their input x, in generation."""
+        """Return the output [N, D] of this process's layers, and of the final norm after the last, for their input x, in generation."""
         return self.model(x_ND, positions, attend)
 
     def hidden(self, forest: Forest) -> Tensor:

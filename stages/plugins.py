@@ -50,7 +50,7 @@ def offers(group: str) -> dict[str, object]:
 
 
 def broken_plugins() -> list[str]:
-    """Return one sentence for each plugin that could not be loaded: name, package, reason."""
+    """Return one sentence for each plugin that `offers` has failed to load so far: name, package, reason."""
     return list(_broken.values())
 
 

@@ -19,7 +19,7 @@ UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123
 
 
 class Address(NamedTuple):
-    """The parts of a parsed URL: scheme and host in ASCII lower case (no host for `file:`), path and query after WHATWG parsing."""
+    """A URL's parts after WHATWG parsing, without the port: scheme and host in ASCII lower case (host may be empty), path and query."""
 
     scheme: str
     host: str

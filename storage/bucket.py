@@ -67,10 +67,11 @@ class Bucket:
 
     def _failure(self, name: str, error: Exception) -> PunaError:
         """Return the error for a failed request, which says what to do and contains no secrets."""
-        text = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())
         for variable in SECRET:
             if os.environ.get(variable):
                 text = text.replace(os.environ[variable], "***")
+        text = text[:300]
         if "NoSuchBucket" in str(error):
             return self._no_bucket()
         refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))

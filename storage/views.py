@@ -160,7 +160,7 @@ class Views:
         return " union all by name ".join(queries) if queries else f"select null::varchar as artifact, {columns} where false"
 
     def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
-        """Return SQL queries for a table with rows kept by reference: one for shards of own files, one for shards with order files."""
+        """Return SQL queries for a table with rows kept by reference: for shards with their own files, and for shards with order files."""
         whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
         links = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []

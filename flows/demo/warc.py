@@ -38,7 +38,7 @@ class Page:
 def write_warc(path: Path, pages: Sequence[Page], description: dict[str, str]) -> None:
     """Write pages as response records after a warcinfo record; `path` appears only when complete.
 
-    The same pages give the same bytes: record ids derive from the content, and gzip members carry no time.
+    The same file name, pages and `description` give the same bytes: record ids derive from these, and gzip members carry no time.
     The warcinfo record has the date of the newest page.
     """
     newest = max((page.fetched_at for page in pages), default=datetime(1970, 1, 1, tzinfo=UTC))

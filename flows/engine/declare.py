@@ -332,7 +332,7 @@ class Walk(ABC):
         return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """Return the output of a step that the recipe adds: on the steps in `extra.inputs`, else on `output` and `near`, by kind."""
+        """Return the output of a step that the recipe adds; inputs come from `extra.inputs`, else by kind from `output`, then `near`."""
         stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}

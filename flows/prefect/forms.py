@@ -117,7 +117,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The choices that a form offers: the store's aliases, then the store's artifacts, the newest first.
+    """The choices that a form offers for each kind: the store's aliases, then its last `MOST_CHOICES` artifacts, the newest first.
 
     `everywhere`: if the store has several projects, aliases are named with their project.
     """

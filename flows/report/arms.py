@@ -173,7 +173,7 @@ class Arms:
         return claims
 
     def ratio(self, control: str, arm: str) -> float | None:
-        """Return the ratio of the control's budget to the arm's; None if either is unknown."""
+        """Return the smallest ratio, over the resources in `LAW`, of the control's budget to the arm's; None if either is unknown."""
         one, other = self.budgets.get(control), self.budgets.get(arm)
         return one.ratio(other) if one and other else None
 

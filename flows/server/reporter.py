@@ -1,7 +1,7 @@
 """The reporter of a run: writes progress to a file in the store, and sends steps, logs and results to a Prefect server, if there is one.
 
-A daemon thread sends each step's latest state and up to `MAX_LOGS` pending log lines. So a slow or absent server does not delay the run,
-and a server that returns catches up at once. No error here can fail or delay a stage.
+A daemon thread sends each step's latest state and up to `MAX_LOGS` pending log lines. So a slow or absent server delays only
+the end of the run, by up to `LAST_SECONDS`, and a server that returns catches up at once. No error here can fail or delay a stage.
 """
 
 from __future__ import annotations

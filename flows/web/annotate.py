@@ -59,7 +59,7 @@ class Desk:
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
-        """Return the page's data for the pair at index `place`; None: the first pair that the person `by` has not judged."""
+        """Return the page's data for the pair at index `place` (None: the first that `by` has not judged); if none, only counts."""
         own = self._said.get(by, {})
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))

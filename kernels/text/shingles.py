@@ -32,7 +32,7 @@ def _part(c: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """Return lower-case words without punctuation and Latin accents, separated by single spaces; numbers stay as they are.
+    """Return lower-case words without punctuation or accents (U+0300 to U+036F), separated by single spaces; numbers stay as they are.
 
     Characters are mapped one by one; then scripts without spaces are split into words. Digits stay, because only numbers distinguish pages
     of one template (statistics, product pages).

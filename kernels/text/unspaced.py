@@ -39,7 +39,7 @@ def weights() -> NDArray[np.int8]:
 
 @njit(cache=True, inline="always")
 def _kind(code: np.uint32, flags: np.uint16) -> np.uint64:
-    """Return the kind of a character: itself for marks and letters of scripts without spaces, else LETTER, DIGIT or BLANK."""
+    """Return the kind of a character: itself for letters of scripts without spaces, all marks, and ² or ½; else LETTER, DIGIT or BLANK."""
     if flags & SINGLE or (flags & WORD and not flags & (ALPHABETIC | DECIMAL)):
         return np.uint64(code)
     if flags & ALPHABETIC:

@@ -361,7 +361,7 @@ class Engine:
 
 
 def request_of(tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-    """Return the request for a prompt; raise ValueError, which names `index`, if the prompt or a stop cannot be used."""
+    """Return the request for a prompt. Raise ValueError if the prompt (the message names its `index`) or a stop cannot be used."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"prompt {index} is text and the engine has no tokenizer: give token ids")

@@ -22,11 +22,11 @@ class SamplingParams:
     n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
     likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose sum reaches top_p (nucleus sampling,
     Holtzman et al. 2020). min_p: from tokens with at least this share of the highest probability (Nguyen et al. 2024). max_tokens: maximum
-    length. stop: token ids and texts that end an answer; None: the tokenizer's stop ids. seed: draws depend only on the seed, the prompt's
-    tokens and the answer's number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
+    length. stop: token ids and texts that end an answer; None: the tokenizer's stop ids. seed: random numbers depend only on seed, prompt
+    tokens and answer number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
     answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each
     occurrence. logit_bias: added to logits, by token id. mask: returns the tokens that may follow. speculate: maximum tokens that a step
-    may guess ahead (`schedule.Pace`). priority: waiting requests with the lowest number start first.
+    may guess ahead (`schedule.Pace`); 0 with a mask. priority: waiting requests with the lowest number start first.
     """
 
     n: int = 1

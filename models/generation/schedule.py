@@ -4,9 +4,9 @@ A request's prompt is computed once, by its first answer; its other answers begi
 are free, the youngest answer gives its pages back and waits. Later it is recomputed (Kwon et al. 2023), except for prefixes in the tree.
 
 Further tokens are speculated. A guess is a token that followed the same tokens before (prompt lookup, Saxena 2023), or a token drawn by a
-draft (`draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number, so the
-token drawn there does not depend on the guess. A looked-up guess is accepted if it equals the drawn token, so it changes no answer. The
-probability of acceptance is the token's, as in speculative sampling (Leviathan et al. 2023).
+draft (see `draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number. A
+looked-up guess is accepted if it equals the token drawn with that number, so it changes no answer. The model accepts it with the
+probability that it gives to the token, as in speculative sampling (Leviathan et al. 2023).
 """
 
 from __future__ import annotations

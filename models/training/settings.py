@@ -130,7 +130,7 @@ def _resolve(value: Steps, steps: int, most: int) -> int:
 
 
 class ComputeSettings(Settings):
-    """Settings of a step's computation: precision, memory, processes and saving. They change results only by rounding."""
+    """Settings of a step: precision, memory, processes and saving. Without MoE or dropout, they change results only by rounding."""
 
     precision: Literal["auto", "fastest", "fp32", "bf16"] = Field(
         "auto", description="fp32; or bf16: the model computes in bf16, gradients are added up and weights updated in fp32. "

@@ -1,4 +1,4 @@
-"""Checkpoints of a training on disk, one folder each, complete or absent; signal handling that saves the state before the process ends."""
+"""Checkpoints of a training run on disk: one folder each, complete or absent. Signal handling that saves the state before the end."""
 
 from __future__ import annotations
 

@@ -174,23 +174,26 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
     """Return each example's prompt with answers of other examples: as many as the example has answers, or fewer if a row has no room.
 
-    Answers are taken cyclically in a random order. If all fit, every answer is taken about equally often.
+    Answers are taken cyclically in a random order. If all fit and no example has more than half of them, each is taken once.
     """
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
     remaining: list[Example] = list(examples)
-    start = 0
+    start, most = 0, max((len(example.answers) for example in examples), default=0)
     for i in order:
         own, room = len(examples[i].answers), micro_batch_tokens - len(examples[i].prompt)
         swaps: list[tuple[list[int], list[bool]]] = []
-        start += own
-        for step in range(len(ring) - own):
-            answer = ring[(start + step) % len(ring)]
+        for step in range(len(ring)):
+            place = (start + most + step) % len(ring)
+            if start <= place < start + own:
+                continue
+            answer = ring[place]
             if len(swaps) < own and len(answer[0]) <= room:
                 swaps.append(answer)
                 room -= len(answer[0])
             if len(swaps) == own:
                 break
+        start += own
         remaining[i] = Example(examples[i].prompt, [ids for ids, _ in swaps], [mask for _, mask in swaps], [])
     return remaining
 

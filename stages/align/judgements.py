@@ -67,7 +67,7 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
 def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
     """Return the share of pairs of judges that chose the same answer, and Krippendorff's alpha. `judged`: choices for each pair of answers.
 
-    Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair has two
+    Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair of answers has two
     judges; alpha is also None if all choices are the same side."""
     several = [Counter(sides) for sides in judged if len(sides) > 1]
     if not several:

@@ -80,7 +80,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     """Label four-level preferences between answers, of different models if several answered, with an edit step (Llama 3, section 4.2.1).
 
     Input rows are the drawn pairs. `dropped` holds pairs with identical, similar or unfinished answers, and pairs with an answer without a
-    gold score because its verifier failed (`unscored`). Raise PunaError if a prompt has no verifier.
+    gold or taste score because a verifier failed (`unscored`). Raise PunaError if a prompt has no verifier.
     """
     questions, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if questions[name]["verifier"] is None]:

@@ -208,7 +208,7 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
-    """Record the numbers of verifier calls, sampled tokens, updates and answers. Resampling counts as if each rollout used its maximum."""
+    """Record the numbers of verifier calls, sampled tokens, updates, and answers times epochs. Resampling counts at its maximum."""
     each = config.prompts * config.answers
     draws = each * (1 + getattr(config, "resample", 0))
     center = config.reward == "product" and config.center == "start"

@@ -223,7 +223,7 @@ def _files(uri: str) -> Iterator[ExternalFile]:
 
 
 def _digest(address: str, system: Any) -> tuple[int, str, str]:
-    """Return size in bytes, sha256 and state of a file."""
+    """Return a file's size in bytes, its SHA-256, and its state before the first read: size, modification time, ETag and so on."""
     # Taken before the first read, so that later writes count as a change.
     version = _state(system.info(address))
     state, size = hashlib.sha256(), 0

@@ -202,7 +202,7 @@ class StageRun:
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
-        """Append rows given as dictionaries; a column that no row has is null."""
+        """Append rows given as dictionaries. A column that no row has is null; raise PunaError if it must not be null."""
         if rows:
             self.write(_table(rows, name or self.kind), name)
         else:

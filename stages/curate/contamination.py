@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A training text that contains a prompt: the share of the prompt's n-grams, the text's id (later after its source), the passage."""
+    """A text that contains a prompt: the share of the prompt's n-grams, the text's id (later `SOURCE, ID`), the passage (may be empty)."""
 
     share: float
     place: str

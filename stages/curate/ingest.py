@@ -173,7 +173,7 @@ def hints(rules: Container[str]) -> str:
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     """Raise PunaError if the beginnings of the inputs cannot be read as configured.
 
-    Parquet files must have the named columns, and at least one input must have rows; in JSON and CSV, a row that gives a page.
+    Every Parquet file must have the named columns. At least one file must have rows; a JSON or CSV file, a row that gives a page.
     """
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
@@ -350,6 +350,6 @@ def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bo
 
 
 def sniff(body: bytes) -> str:
-    """Return the media type of a page whose server gave none: text/html if the page begins as HTML, else an empty text."""
+    """Return the media type of a page whose server gave none: text/html if the page begins as HTML, else an empty string."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

@@ -178,7 +178,7 @@ def _cluster(vectors: Partition, common: NDArray[np.float64] | None, centers: ND
 
 
 def _decide(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
-    """Return the documents to remove from whole clusters, and one more than the largest cluster number."""
+    """Return the documents to remove from a partition of complete clusters, and one more than the largest cluster number."""
     table = clusters.read()
     vectors = _read(table, None)
     cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))

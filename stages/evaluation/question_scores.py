@@ -61,7 +61,7 @@ class Column:
         return Interval(*(math.exp(min(end, 700.0)) for end in nats))
 
     def of(self, chosen: Sequence[bool]) -> Column | None:
-        """Return the metric over the chosen documents; None if none is chosen or documents have no values."""
+        """Return the metric over the chosen documents, without confidences; None if none is chosen or documents have no values."""
         if not any(chosen) or len(chosen) != len(self.values):
             return None
         return Column(self.metric, [*compress(self.values, chosen)], self.filter, [*compress(self.weights, chosen)])

@@ -1,7 +1,7 @@
-"""Processes of distributed training: rank 0 runs the flow, and the other ranks, the followers, join it in each training stage.
+"""Processes of distributed stages: rank 0 runs the flow, and the other ranks, the followers, join it in each stage with `ranks=True`.
 
 torchrun, or `start` on this machine, starts all processes with one command line. Rank 0 sends jobs to the followers through the
-key-value store of torch.distributed; results are exchanged within the training, not through that store.
+key-value store of torch.distributed; results are exchanged within the stage, not through that store.
 """
 
 from __future__ import annotations

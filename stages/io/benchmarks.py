@@ -55,7 +55,7 @@ ASIDE: dict[str, tuple[str, ...]] = {"id": (), "split": ("split",), "task": ("ta
 
 
 def find(rows: Sequence[Fields], given: Mapping[str, str], layout: str) -> tuple[Benchmark, dict[str, str]] | None:
-    """Return the first benchmark whose layout fits the rows, and its mapping of field → column; None if no layout fits."""
+    """Return the first benchmark that fits the rows (`layout`: its name, or "auto" for any), and its field → column; None if none fits."""
     for one in BENCHMARKS.values():
         if layout in ("auto", one.name) and (columns := one.columns(rows, given)) is not None:
             return one, columns

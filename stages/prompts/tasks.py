@@ -1,6 +1,6 @@
 """Puna's own tasks: questions with many correct answers, generated at random and checked by a verifier.
 
-Every question names its structure. Held-out questions have structures that no training question has.
+Every question has a structure, such as a group of nouns. Held-out questions have structures that no training question has.
 """
 
 from __future__ import annotations
@@ -118,10 +118,11 @@ class SceneTask(Generator):
 
     def draw(self, random: Random) -> Drawn:
         group = random.randrange(GROUPS)
-        noun, job = random.choice(NOUNS[group::GROUPS]), random.choice(JOBS)
+        noun = random.choice(NOUNS[group::GROUPS])
+        job = random.choice([job for job in JOBS if job != noun])
         verifier = Product(of=(_has(noun), _has(job), _sentence(self.min_characters)))
-        answer = f"The {job} found a {noun} {random.choice(PLACES)}."
-        return Drawn(f"Write one sentence in which a {job} finds a {noun}.", answer, _verifier_json(verifier), f"nouns {group} of {GROUPS}")
+        answer = f"The {job} found {_a(noun)} {random.choice(PLACES)}."
+        return Drawn(f"Write one sentence in which {_a(job)} finds {_a(noun)}.", answer, _verifier_json(verifier), f"nouns {group} of {GROUPS}")
 
 
 class RecordTask(Generator):
@@ -137,6 +138,11 @@ class RecordTask(Generator):
         answer = json.dumps({key: random.choice(FIELDS[key][1]) for key in keys})
         question = f"Describe a made-up {job} as a JSON object with the keys {', '.join(keys)}."
         return Drawn(question, answer, _verifier_json(JsonSchema(json_schema=schema)), f"fields {', '.join(sorted(keys))}")
+
+
+def _a(word: str) -> str:
+    """Return a noun of the lists after its indefinite article; none of them begins with a silent letter or the sound of "you"."""
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 def _has(noun: str) -> RegularExpression:

@@ -99,7 +99,7 @@ def _inflate(body: bytes, limit: int) -> bytes:
 
 
 def unzstd(body: bytes, limit: int) -> bytes:
-    """Return the content of zstd frames, at most `limit` bytes plus one decompressed slice. Raise EOFError if the data end in a frame."""
+    """Return the content of zstd frames, at most `limit` bytes plus one decompressed slice. Raise EOFError if a frame is cut off."""
     out = bytearray()
     for piece in zstd_pieces(iter([body])):
         out += piece

@@ -125,7 +125,7 @@ def stream_bytes(handle: BinaryIO) -> int:
 
 
 def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Return the compressed buffers (offset in the body, bytes) of a message, a FlatBuffer, and the length of the message's body."""
+    """Return the compressed buffers of an Arrow message (a FlatBuffer) as (offset in its body, bytes), and the length of this body."""
 
     def field(table: int, number: int) -> int:
         vtable = table - struct.unpack_from("<i", data, table)[0]

@@ -234,7 +234,7 @@ class Forecaster:
 
 
 def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Forecaster:
-    """Return the forecaster of `points`: fit a surface, `draws` bootstrap copies, one without the lowest budget, and the backtests."""
+    """Return the forecaster of `points`: surfaces of all points, `draws` bootstraps and all but the lowest budget, and the backtests."""
     n, d = points.parameters, points.tokens
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
@@ -338,7 +338,7 @@ class Sigmoid:
 
 
 def fit_sigmoid(nll: npt.ArrayLike, accuracy: npt.ArrayLike, chance: float) -> Sigmoid:
-    """Return the law of accuracy given the right option's `nll`: logistic regression of the share above chance, by reweighted squares."""
+    """Return the law of accuracy given the right option's `nll`: logistic regression of the share above chance, by IRLS."""
     x = np.asarray(nll, dtype=np.float64)
     share = np.clip((np.asarray(accuracy, dtype=np.float64) - chance) / (1 - chance), 1e-4, 1 - 1e-4)
     design = np.stack([x, np.ones_like(x)], 1)

@@ -98,7 +98,7 @@ PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0
 
 @register
 class ReasoningGym(Verifier):
-    """Score by the generator's scorer: of the whole answer if it is right or marks no final answer, else of the marked final answer.
+    """Score by the generator's scorer, run on the whole answer if it is right or marks no final answer, else on the marked final answer.
 
     reasoning-gym lowers the score of a long text: "The answer is -4" would get .125 although it is right.
     """

@@ -86,7 +86,7 @@ def enter(unprivileged: bool) -> None:
 
 
 def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
-    """Build a read-only root file system of `readable` without `hidden`. The working directory is empty, writable and in memory."""
+    """Build and enter a read-only root file system of `readable` without `hidden`; the working directory is empty, writable, in memory."""
     size = f"size={disk_bytes},nr_inodes=4096"
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     call("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=755")

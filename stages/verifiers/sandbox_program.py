@@ -46,7 +46,7 @@ class Program(Peer):
         return ["h", self.export(value), type(value).__name__, base]
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
-        """Return what a reference stands for: an object of this process or the standard library, or a proxy for a function of the tests."""
+        """Return the referenced object of this process or the standard library, or a proxy for a function or iterator of the tests."""
         kind, what, *more = reference
         if kind != "h":
             return self.exported[what] if kind == "o" else standard(what)

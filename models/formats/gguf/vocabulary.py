@@ -155,7 +155,7 @@ def _splitter(raw: Mapping[str, Any]) -> str:
 
 
 def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a SentencePiece tokenizer's fields; a piece's score is minus the rank of its first merge. Set `types` of special pieces."""
+    """Return a SentencePiece tokenizer's fields; a piece's score falls with its first merge's rank. Set BYTE and UNKNOWN in `types`."""
     normalizer = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
         raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does has no form in GGUF")

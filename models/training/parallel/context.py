@@ -1,7 +1,7 @@
 """Context parallelism: a micro-batch's rows are dealt to ranks by cost. Each rank has its rows' queries; keys and values are gathered.
 
-A row's attention costs one product per visible key: its depth in the forest plus one. Chunks of rows are dealt by cost, so ranks have
-nearly equal work, whatever the lengths of the documents.
+Without a sliding window, a row's attention costs one product per visible key: its depth in the forest plus one. Chunks are dealt by this
+cost, so ranks have nearly equal attention work, whatever the lengths of the documents.
 """
 
 from __future__ import annotations

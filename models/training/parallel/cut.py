@@ -14,7 +14,7 @@ from puna.models.transformer import Transformer
 
 
 class Cut(Parallel):
-    """A `Transformer` of which each rank has a piece (layouts `tensor` and `expert`) or computes some rows (layout `context`)."""
+    """A `Transformer` of which each rank has a piece (layouts `tensor` and `expert`) or computes some tokens (layout `context`)."""
 
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
         super().__init__(whole, mesh, device)

@@ -60,7 +60,7 @@ def _bounds(component: I64) -> I64:
 
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
-    """Return the number of each member's group in each band, int64[M, B]. A group has equal keys in a band; no two bands use one number."""
+    """Return the number of each member's group in each band, int64[M, B]. A group has equal keys in a band; no two bands share a number."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)

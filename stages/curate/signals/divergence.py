@@ -66,7 +66,7 @@ class Corpus:
 
 @njit(cache=True)
 def _count(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
-    """Return the bins of the word positions `places`, and the number of positions in each bin; bin i ends before position `ends[i]`.
+    """Return the bins that hold word positions of `places`, ascending, and how many each holds; bin i ends before position `ends[i]`.
 
     `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch, zero for each bin before and after.
     """

@@ -72,7 +72,7 @@ def test_a_scene_is_one_sentence_with_both() -> None:
     random = Random(3)
     for _ in range(50):
         drawn = generator.draw(random)
-        job, noun = re.findall(r"in which a (\w+) finds a (\w+)\.", drawn.question)[0]
+        job, noun = re.findall(r"in which an? (\w+) finds an? (\w+)\.", drawn.question)[0]
         assert job in tasks.JOBS and tasks.NOUNS.index(noun) % tasks.GROUPS == int(drawn.structure.split()[1])
         assert score(drawn.verifier, drawn.answer) == score(drawn.verifier, f" Two {job}s came upon some {noun}s there!\n") == 1
         for wrong in (

@@ -67,7 +67,7 @@ def english_stop_words(text: str) -> int:
 
 @signal(unit="distinct words", optional=True, compiled="heuristics")
 def stop_words(text: str) -> int | None:
-    """Distinct stop words of the document's language (null: it has no list), or of the language that has most if none is known."""
+    """Distinct stop words of the document's language (null: it has no list); if the language is unknown, the most of any language."""
     return max(len(set(listed) & set(words_of(text))) for _, *listed in entries("stop_words.txt"))
 
 
