@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 
+import pytest
+
 
 def pytest_configure() -> None:
     """Let Ctrl-C act in tests of it: a shell starts a command in the background with SIGINT ignored, for its children as well.
@@ -24,6 +26,14 @@ def _open(descriptor: int) -> None:
 def pytest_collection() -> None:
     """Collect no garbage while all modules are imported: each search for it goes through millions of their objects."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file on one worker, and all tests that need the pool of ranks on one: a pool is nine processes."""
+    for item in items:
+        pooled = "ranks" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ranks" if pooled else item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:

@@ -122,7 +122,8 @@ class SceneTask(Generator):
         job = random.choice([job for job in JOBS if job != noun])
         verifier = Product(of=(_has(noun), _has(job), _sentence(self.min_characters)))
         answer = f"The {job} found {_a(noun)} {random.choice(PLACES)}."
-        return Drawn(f"Write one sentence in which {_a(job)} finds {_a(noun)}.", answer, _verifier_json(verifier), f"nouns {group} of {GROUPS}")
+        question = f"Write one sentence in which {_a(job)} finds {_a(noun)}."
+        return Drawn(question, answer, _verifier_json(verifier), f"nouns {group} of {GROUPS}")
 
 
 class RecordTask(Generator):

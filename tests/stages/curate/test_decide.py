@@ -76,7 +76,7 @@ def _string(text):
 NUMBERS = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 0.65, 3.0, 10.0, 50.0, 1e6, math.nan]))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.data())
 def test_the_decision_is_what_duckdb_finds(data):
     groups = {
