@@ -22,8 +22,8 @@ def align(
 ) -> Output:  # fmt: skip
     """Align a model by supervised finetuning on gold answers, then in rounds; optionally with your own `demonstrations` and preferences.
 
-    From round 2 on, a round must pass its `gate` against the previous round. The first refused round ends the flow; the previous round's
-    policy stays. `judged`: your preferences. `teacher`: a better model with the same tokenizer, for `distill` before the rounds.
+    From round 2 on, a round must pass its `gate` against the previous round. The first one that is refused or waits for an approval ends
+    the rounds; the previous policy stays. `judged`: your preferences. `teacher`: a better model with the same tokenizer, for `distill`.
     """
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Number of alignment rounds")
     compared = switch("controls", True, description="Also train and evaluate each round's control arms")

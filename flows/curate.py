@@ -56,8 +56,8 @@ def curate(
 ) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 
-    `documents`: already extracted text, for example imported. Documents that contain `evaluations` or the recipe's `prompts` are removed.
-    `classifiers`: trained classifiers, used instead of training new ones.
+    `documents`: already extracted text, for example imported. Documents that contain prompts of `evaluations` or of the recipe's step
+    `prompts` are removed. `classifiers`: trained classifiers, used instead of training new ones.
     """
     models = _by_purpose(classifiers or [])
     held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]
@@ -84,7 +84,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """Return the flow's input documents as one output: documents extracted from pages, then documents given as inputs."""
+    """Return the flow's input documents as one output: those extracted from pages, then those given. Raise PunaError if there are none."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
@@ -117,6 +117,6 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
     """Return the classifier trained for the step `purpose`, and publish it as PURPOSE_classifier, to be reused on the next crawl.
 
-    The training is left out with that step. `off`: train only if the recipe names the training, since that step has a default model.
+    If the recipe omits that step, nothing is trained. `off`: train only if the recipe names the training step; there is a default model.
     """
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

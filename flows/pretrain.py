@@ -63,7 +63,7 @@ def pretrain(
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:
-    """Return the model size that `choose_size` derives from small runs (`ladder`); None unless the recipe sets `train_chosen_size`."""
+    """Return the model size that `choose_size` derives from the `ladder`; None unless `train_chosen_size` is set, which needs both."""
     size: Output | None = None
     if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
         surface = publish("law", step(law, ladders=[rungs]))

@@ -28,12 +28,12 @@ def round(
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[Files] | None = None,
 ) -> None:  # fmt: skip
-    """Run one more round of alignment: unused prompts, a candidate, and a gate, which alone moves `policy@latest`.
+    """Run the next rounds of alignment (one by default): unused prompts, a candidate, and a gate, which alone moves `policy@latest`.
 
     The round continues from `policy@latest` or, if there is none, from any model given as `policy`. `pretrained`: the model that the reward
-    model starts from; by default the first model of the lineage. `pool`: your own prompts, with held-out prompts for evaluation; by default
-    the recipe's generators make the prompts. `tasks`: folders of task files with their data, on which the candidate may not get worse. If
-    there are no new prompts or preferences, the flow says so and ends.
+    model and SFT start from, unless `from_pretrained` is 0; by default the lineage's first model. `pool`: your own prompts, with held-out
+    prompts for evaluation; by default generated. `tasks`: folders of task files with their data, on which the candidate may not get worse.
+    If there are no unused prompts or too few new preferences, the flow says so and ends. An interrupted round is finished instead.
     """
     learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Number of rounds in one run of the flow `round`")

@@ -72,7 +72,7 @@ def learned_from(judged: Sequence[Output]) -> None:
 
 
 def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
-    """Return the student after on-policy distillation, if the recipe has it. `compared`: also evaluate SFT on the teacher's samples."""
+    """Return the student, distilled if `teacher` is given (needs `distill`). `compared`: also evaluate SFT on the teacher's samples."""
     if teacher is None:
         return student
     configs = current_walk().configs(Step("distill", "distill", distill, off=True))
@@ -126,7 +126,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
-    """Return the reason why a round's gate holds its candidate back; empty if it passes, or if there is no verdict yet, as in a plan."""
+    """Return why a gate holds the candidate back; empty if it passes or, in a plan, has no verdict. Mark final verdicts as settled."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
     )
@@ -140,7 +140,7 @@ def stop_reason(number: int, before: State, after: State, heldout: Output) -> st
 
 
 def _average_policy(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
-    """Return the average of the policy at the start of the round and the trained policy."""
+    """Return the average of the policy at the start of the round and the trained policy; without the step `average`, the trained policy."""
     return step(
         average, f"{label}_{number}", field="average", number=number, through="models", models=[before.policy, trained],
         prompts=development, reward_model=reward,
@@ -152,10 +152,10 @@ def controls(
 ) -> list[Callable[[], object]]:
     """Return the control arms of round `number`: each trains a model, averages it with the round's start, as the round does, and scores it.
 
-    The arms of `_equal` replace the round's last training. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
+    `_equal`: arms in place of the round's training after DPO. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
     many updates as the round. They train on demonstrations, alone or with chosen answers, with synthetic answers, or with one more answer
     per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With `sample_instead`, DPO also learns from
-    pairs of the finetuned model's answers, and another arm is finetuned on its verified answers. One arm omits the last training.
+    pairs of the finetuned model's answers, and another arm is finetuned on its verified answers. One arm omits the training after DPO.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
@@ -211,7 +211,7 @@ def controls(
 def _equal(
     number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
 ) -> list[Callable[[], object]]:
-    """Return the arms that replace the round's last training with an equal budget, where the recipe names `sft_equal`.
+    """Return the arms that replace the round's training after DPO, with an equal budget; none unless the recipe names `sft_equal`.
 
     The policy after DPO is finetuned on its own right answers with the highest reward, or trained by RL if the recipe names `grpo_equal`.
     `more_controls` adds finetuning on all distinct right answers, and on ranked answers in `ITERATIONS` parts. Unless the round does
@@ -280,7 +280,7 @@ def _finetune_on_own(
 
 
 def _part(name: str, share: float, config: Any) -> Any:
-    """Return a configuration with a share of its answers, steps or rollouts, rounded up."""
+    """Return a configuration with a share of its answers, rollouts or steps, rounded up; if it has no steps, of its epochs, not rounded."""
     if name == "steps":
         training = config.training
         shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
@@ -296,7 +296,7 @@ def _of_rl() -> list[RolloutsConfig]:
 
 
 def _last_updates() -> int:
-    """Return the number of the policy's updates after DPO: of finetuning on its own right answers, and of reinforcement learning."""
+    """Return the number of the policy's updates after DPO: of finetuning on its own answers (0 if set in epochs), and of RL."""
     again = [config for config in current_walk().configs(AGAIN) if isinstance(config, SftConfig)]
     steps = sum(config.training.steps or 0 for config in again)
     return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())

@@ -1,7 +1,7 @@
 """Grouped linear layer: a separate weight matrix for each group of rows, such as the tokens of one expert in a mixture of experts.
 
 Rows are sorted by group; group e has rows offsets[e] : offsets[e + 1]. On a GPU the offsets are not copied to the host. So the grid has
-spare tiles, which return at once. torch's own grouped product (`grouped_mm`) is used for bf16 where `configurations.json` says so.
+spare tiles, which return at once. For aligned bf16 tensors, torch's `grouped_mm` is used where `configurations.json` says so.
 
 Shapes: N rows, E groups, D inputs, F outputs.
 """
@@ -88,7 +88,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
 def _grouped_weights_kernel(  # type: ignore[no-untyped-def]
     dy, x, offsets, dw, F, D, dy_n, x_n, M: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [M, C] tile of dw[e] = dy^T x over the rows of expert e. The order is fixed: sums do not depend on the schedule."""
+    """Compute one [M, C] tile of dw[e] = dy^T x over the rows of expert e. Rows are added in order: sums do not depend on the schedule."""
     expert = tl.program_id(2).to(tl.int64)
     begin = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
@@ -187,7 +187,7 @@ differentiable(_grouped_linear, _backward_grouped, lambda ctx, inputs, output: c
 
 def grouped_linear(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     """Return [N, F]: rows offsets[e] : offsets[e + 1] of x times the transposed matrix of expert e. `offsets` [E + 1] int64, ascending from
-    0 to N, on x's device. Differentiable in x and w."""
+    0 to N, on x's device. Differentiable in x and w. Raise ValueError if x's or w's width or the number of offsets does not fit."""
     if x_ND.shape[1] != w_EFD.shape[2] or len(offsets_E1) != len(w_EFD) + 1:
         raise ValueError(f"x {list(x_ND.shape)}, w {list(w_EFD.shape)} and {len(offsets_E1)} offsets do not fit")
     return _grouped_linear(x_ND, w_EFD, offsets_E1)  # type: ignore[no-any-return]

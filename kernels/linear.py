@@ -1,9 +1,9 @@
 """Linear layer without bias: x w^T.
 
-In fp32 on CPU, a numba loop computes products of few rows (decoding) and all products of exact passes (`kernels.exact`). Up to 16 rows
-it takes half the time of oneDNN and BLAS, and at 64 rows the same time. In the loop, a row's bits do not depend on the number of rows. For
-more rows, oneDNN is 5-15 % faster than the BLAS behind `torch.matmul`, in the forward pass and for the gradient of x. For the gradient of
-w, whose inner dimension is the row count, BLAS is as fast.
+In fp32 on CPU and for contiguous w, a numba loop computes products of few rows without autograd (decoding) and, in exact passes (see
+`kernels.exact`), of any number of rows. Up to 16 rows it takes half the time of oneDNN and BLAS, and at 64 rows the same time. In the loop,
+a row's bits do not depend on the number of rows. For more rows, oneDNN is 5-15 % faster than the BLAS behind `torch.matmul`, in the forward
+pass and for the gradient of x. For the gradient of w, whose inner dimension is the row count, BLAS is as fast.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _by_loop(x_TD: Tensor, w_ND: Tensor) -> Tensor:
 
 
 def uses_loop(x_TD: Tensor, w_ND: Tensor) -> bool:
-    """True if the numba loop computes x w^T: fp32 on CPU, contiguous weights, and either an exact pass or few rows without autograd."""
+    """True if the numba loop computes x w^T: fp32 on CPU, contiguous weights, numba, and either an exact pass or few rows and `alone`."""
     wanted = exact() or (len(x_TD) <= FEW_ROWS and alone(x_TD, w_ND))
     return wanted and x_TD.dtype == w_ND.dtype == torch.float32 and w_ND.is_cpu and w_ND.is_contiguous() and has_numba()
 

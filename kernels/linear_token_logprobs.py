@@ -210,7 +210,7 @@ differentiable(_logprobs, _backward_logprobs, _setup_logprobs)
 
 def linear_token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return ([N] log-probabilities of the targets, [N] entropies in nats) of softmax(x w^T / temperature). Both are differentiable
-    and at least fp32. `targets` [N] int64 in [0, V)."""
+    and at least fp32. `targets` [N] int64 in [0, V). Raise ValueError unless `temperature` > 0."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     logp, entropy, _ = _logprobs(x_ND, w_VD, targets, float(temperature))

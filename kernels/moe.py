@@ -241,8 +241,8 @@ differentiable(
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64). `chosen`: indices of the k likeliest experts, likeliest first;
-    `weights`: in this order. Weights and probabilities are differentiable and at least fp32. `normalize`: a token's weights sum to one."""
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), the first two differentiable and at least fp32. `chosen`: indices
+    of the k likeliest experts, likeliest first. `weights`: these experts' probabilities, with `normalize` divided by their sum."""
     if not 1 <= k <= logits_TE.shape[1]:
         raise ValueError(f"k is {k}, of {logits_TE.shape[1]} experts")
     return _top_k_routing(logits_TE, k, normalize)  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within the context, switch torch's deterministic algorithms on or off. Operations without a deterministic algorithm only warn."""
+    """Switch torch's deterministic algorithms on or off within the context. If on, an operation without such an algorithm only warns."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     try:

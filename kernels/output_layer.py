@@ -1,8 +1,8 @@
 """Shared parts of the output layer's operators, which compute logits in chunks of rows and sum gradients over the chunks.
 
-Shapes: N rows, D model width, V vocabulary, C rows of one chunk. The device's BLAS computes the matrix products; between them is one pass
-over a chunk's logits, in place. Softmax and the sums over chunks, such as dW, are at least fp32: training diverges if dW is accumulated in
-low precision.
+Shapes: N rows, D model width, V vocabulary, C rows of one chunk. `linear.product` or BLAS computes the matrix products; between
+them, one loop or kernel goes over a chunk's logits. Softmax and the sums over chunks, such as dW, are at least fp32: training diverges if
+dW is accumulated in low precision.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 Shapes: N queries, H query heads, G key-value heads, R = H / G, K width of queries and keys, V width of values;
 P pages of S tokens, B sequences, W pages of the longest sequence.
 
-A query has a position in its sequence and sees itself and every token before it. A sequence is a list of pages in the order of its
-tokens: its page j holds the positions from j S on. Neighbouring queries that share their first pages read these once (cascade
-inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the loop goes through a query's pages in order.
-So the bits of a query's result depend neither on where its pages are, nor on other queries in the step. On a GPU long runs of pages are
-cut into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding).
+A query has a position in its sequence. It sees itself and the tokens before it, with a `window` only the last ones. A sequence is a list
+of pages in the order of its tokens: its page j holds the S positions from j S on. Neighbouring queries that share their first pages read
+these once (cascade inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the numba loop goes through
+a query's pages in order. So the bits of a query's result depend neither on where its pages are, nor on other queries in the step. On a GPU
+long runs of pages are cut into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ Arrays = tuple[Any, ...]
 class PagedPlan:
     """The pages that a step's queries see, as CPU tensors; `items` are copied to `device`.
 
-    tables    [B, W] int32   each sequence's pages, in order
-    sequence  [N] int32      each query's sequence; queries share page reads only if their sequences are side by side
+    tables    [B, W] int32   each sequence's pages, in order; not checked against P
+    sequence  [N] int32      each query's sequence; only neighbouring queries, at most TILE, share page reads
     position  [N] int32      number of tokens before each query in its sequence
     """
 
@@ -134,7 +134,7 @@ class PagedPlan:
 def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out for the device's implementation.
 
-    On a CPU, pages take memory only once they are written, and are at least fp32. A head's pages are contiguous: sequences take
+    On a CPU, pages are at least fp32, and take memory only once they are written. There, a head's pages are contiguous: sequences take
     their next pages at about the same time, so a step reads nearly contiguous memory per head.
     """
     if torch.device(device).type != "cpu":

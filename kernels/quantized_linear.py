@@ -2,7 +2,7 @@
 
     q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-INT8 products are summed exactly, as in int32; FP8 products in fp32. Shapes: T rows, D inputs, N outputs.
+INT8 products are summed exactly, as in int32; FP8 products in fp32, less exactly for bf16 on a GPU. Shapes: T rows, D inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _product_loop(
 
 
 def _product_of_bytes(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor) -> Tensor:
-    """Return `_product` of INT8 in fp32, by the numba loop of dense layers. It reads a row of x as unsigned bytes, then the row's scale."""
+    """Return `_product` for INT8 factors, in fp32, by the loop `products8`. It reads a row of `a` as unsigned bytes, then its scale."""
     (T, D), N, size, b_ND = a_TD.shape, len(b_ND), row_bytes(a_TD.shape[1]), b_ND.contiguous()
     rows, sums_N, y_TN = torch.empty(T, size, dtype=torch.uint8), b_ND.sum(1, dtype=torch.int32), torch.empty(T, N)
     rows[:, :D], rows.view(torch.float32)[:, -LANES:] = a_TD.view(torch.uint8) ^ 128, a_T[:, None]

@@ -27,7 +27,7 @@ if has_numba():
 
 NUMERICS = {"rms_norm": 2, "add_rms_norm": 2}
 ELEMENTS = 2048  # elements per program, in several rows if rows are short (qk-norm): one short row would leave threads idle
-PROGRAMS = 264  # most programs of the backward pass, each with its own partial dweight: two per multiprocessor of a large GPU
+PROGRAMS = 264  # maximum programs of the backward pass, each with its own partial dweight: two per multiprocessor of a large GPU
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -178,7 +178,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def block(width: int) -> tuple[int, int, int]:
-    """Return (rows per program, padded row width, warps); the first two are powers of two. A thread gets about 16 elements."""
+    """Return (rows per program, padded row width, warps); the first two are powers of two. A thread gets at least 16 elements."""
     size = max(16, 1 << (width - 1).bit_length())
     count = max(1, ELEMENTS // size)
     return count, size, max(1, min(16, count * size // 512))

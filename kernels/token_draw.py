@@ -1,7 +1,7 @@
 """Log-sum-exp of rows of logits, and one token per row, sampled by the inverse of the cumulative distribution.
 
 Shapes: C rows, V vocabulary. The exponentials are summed once, in blocks; a draw walks over the blocks' sums and computes
-one block's exponentials again. On CPU, training gets log-probabilities from the same loop, so that sampling and training agree bit by bit.
+one block's exponentials again. On CPU, training in fp32 uses the same loop, so equal logits give equal log-probabilities, bit by bit.
 """
 
 from __future__ import annotations

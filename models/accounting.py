@@ -1,8 +1,8 @@
 """The cost of a model, from its configuration: parameters, FLOPs, memory.
 
-A multiply-add counts as two FLOPs. The backward pass of a matrix product costs twice its forward pass, which gives the usual
-6 FLOPs per parameter and token; attention's products with the keys and values are added, counted exactly for a document mask. Norms,
-rotations and the softmax are left out: together they take far less than one percent of the FLOPs.
+A multiply-add counts as two FLOPs. A backward pass costs twice the forward pass: the usual 6 FLOPs per parameter and token. Attention's
+products are counted exactly for a document mask; norms, rotations and softmax, far below one percent, are left out. Letters: widths D of
+the model, F of the feed-forward block, K of a head; H query heads; G key-value heads; V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int = 8) -> int:
-    """Return the bytes of weights, gradients and the optimiser's state, `moments` bytes per parameter (AdamW's: 8).
+    """Return the bytes of weights, gradients and the optimiser's moments, which take `moments` bytes per parameter (AdamW: 8).
 
     Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: weights and gradients that the model computes with (2 + 2), and
     the summed gradients and the weights in fp32 (4 each).
@@ -93,7 +93,7 @@ def _layer_elements(config: ModelConfig) -> int:
 def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False) -> int:
     """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
-    With activation checkpointing, the forward pass keeps each layer's input, and all elements of the one layer that is being recomputed.
+    With activation checkpointing, these are each layer's input, and all elements of the one layer that the backward pass is recomputing.
     The output layer works in chunks and keeps the gradient of its inputs instead of logits.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
@@ -111,7 +111,7 @@ def peak_bytes(
     The peak sums weights, moments, gradients of earlier micro-batches if `accumulated`, and the largest of four stages of the step:
 
     1. the output layer: the activations that the forward pass kept, this layer's inputs and their gradient, the gradient of
-       its weights, and either a chunk of logits or a scaled copy of the weights' gradient;
+       its weights, and the larger of a chunk of logits and a scaled copy of the weights' gradient;
     2. the backward pass of SwiGLU in the last layer: its product is freed; three gradients of the product's size, the gradient
        of the layer's output, and the weight gradients of the output layer and of the down projection exist;
     3. the same in the first layer: no other layer's activations are kept, but the gradients of all other layers exist;
@@ -153,8 +153,8 @@ def cache_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32")
 def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "fp32") -> int:
     """Return the bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
 
-    Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients,
-    4 (H + G) K for the rotations, 8 F for SwiGLU (experts: 8 (F + D) for each of a token's); 3 V for the softmax of the output layer.
+    Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients, 4 (H + G) K for the
+    rotations, 8 F for SwiGLU (with experts: 8 (F + D) per expert of the token). Once per token: 3 V for the output layer's softmax.
     """
     heads = config.num_attention_heads + config.num_key_value_heads
     inner = config.intermediate_size

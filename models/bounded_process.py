@@ -34,7 +34,7 @@ PROGRAMS = 64  # maximum programs that a process remembers
 
 
 class LimitError(RuntimeError):
-    """A request that exceeded a limit of time, memory or size; the message says which."""
+    """An error: a request exceeded a limit of time, memory or size, or its process ended; the message says which."""
 
 
 class Process:
@@ -57,7 +57,7 @@ class Process:
 
     def ask(self, request: Any, key: bytes, more: Any, seconds: float = SECONDS) -> dict[str, Any]:
         """Return the answer to a request of at most `seconds` CPU seconds. `more`: data of `key`, sent until the process remembers `key`.
-        Raise LimitError if the request takes too much time or memory."""
+        Raise LimitError if the request takes too much time or memory, the answer is too long, or the process ends."""
         patience = seconds * CLOCK if self._own else PATIENCE
         with self._lock:
             popen = self._running()
@@ -132,7 +132,7 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
 def _reason(status: int, seconds: float, own: str) -> str:
     if status in (-signal.SIGVTALRM, -signal.SIGPROF):
         return f"it takes more than {seconds:.3g} s of computing"
-    return own or f"its process ended with status {status}, as one does that takes too much memory, or more than {PATIENCE:g} s"
+    return own or f"its process ended with status {status}: it may have taken too much memory, or more than {PATIENCE:g} s"
 
 
 def _write(pipe: Any, whole: bytes) -> None:

@@ -71,7 +71,7 @@ def weight_names(index: Path) -> Sequence[str]:
 
 
 def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
-    """Raise ValueError if an adapter cannot be merged, changes the model's own weights, repeats layers, or has invalid or slow patterns.
+    """Raise ValueError if an adapter cannot be merged, changes base weights, repeats layers, or has invalid, slow or too many patterns.
     `raw`: the adapter's configuration; `modules`: names of the model's modules, against which the patterns are matched."""
     if (kind := raw.get("peft_type")) not in ADAPTERS:
         raise ValueError(f"peft_type = {kind!r} cannot be merged (only {', '.join(ADAPTERS)})")
@@ -87,7 +87,7 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
     try:
         answer = _process.ask((patterns, list(modules)), b"", None, seconds=0.5)
     except LimitError as error:
-        raise ValueError(f"its patterns of modules ({patterns[0]!r:.200}, …) are stopped: {error}") from error
+        raise ValueError(f"its patterns of modules ({', '.join(patterns)!r:.200}) are stopped: {error}") from error
     if "error" in answer:
         raise ValueError(f"its patterns of modules: {answer['error']}")
 

@@ -44,7 +44,7 @@ class RopeScaling(Settings):
 
     @property
     def growth(self) -> float:
-        """Return the factor by which rotated queries and keys are multiplied."""
+        """Return the factor by which rotated queries and keys are multiplied: 1 unless `rope_type` is yarn."""
         return 0.1 * math.log(self.factor) + 1 if self.rope_type == "yarn" else 1.0
 
     def stretch(self, frequencies: list[float], theta: float) -> list[float]:
@@ -108,7 +108,7 @@ class ModelShape(Settings):
     num_hidden_layers: int = Field(ge=1, description="Layers")
     num_attention_heads: int = Field(ge=1, description="Query heads")
     num_key_value_heads: int = Field(ge=1, description="Key-value heads, shared evenly by the query heads (MHA, GQA or MQA)")
-    head_dim: int = Field(0, ge=0, description="Width of a query or key head; 0: hidden_size / num_attention_heads, or with mla its widths")
+    head_dim: int = Field(0, ge=0, description="Width of query and key heads; 0: hidden_size / num_attention_heads (mla: sum of its parts)")
     rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary position frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies for a longer context; null: none")
     rms_norm_eps: float = Field(1e-5, gt=0, lt=1, description="Added to the mean square in RMSNorm")
@@ -194,7 +194,7 @@ class ModelConfig(ModelShape):
         return self
 
     def _layout(self) -> str:
-        """Return `model_type` or, if it is empty, the first layout that can hold this model; raise ValueError if `model_type` cannot."""
+        """Return `model_type` or, if empty, the first layout that fits the model. Raise ValueError for an unknown or unfit `model_type`."""
         has = self.features
         able = [name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may]
         if not self.model_type:

@@ -53,17 +53,17 @@ def answering(text: str, finished: bool = True) -> str:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row of prompts, preferences or instructions."""
+    """Return the messages of a row of prompts, preferences or instructions. Raise BadRow if the column holds none."""
     return _parse(row, "messages", list)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the tools of a row's conversation, or None if the column is null."""
+    """Return the tools of a row's conversation, or None if the column is null. Raise BadRow if it holds something else."""
     return None if row["tools"] is None else _parse(row, "tools", list)
 
 
 def message_of(row: Mapping[str, Any], column: str) -> Message | None:
-    """Return the answer in a column (chosen, rejected, edited), or None if the column is null."""
+    """Return the answer in a column (chosen, rejected, edited), or None if the column is null. Raise BadRow if it holds no message."""
     return None if row[column] is None else _parse(row, column, dict)[0]
 
 
@@ -107,7 +107,7 @@ def _turn_text(message: Message) -> str:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Return the contents of the messages, one per line, without roles, for search and comparison."""
+    """Return the contents of the messages, joined by newlines, without roles, for search and comparison."""
     return "\n".join(content_of(message) for message in messages)
 
 
@@ -128,7 +128,7 @@ def rendering(row: Mapping[str, Any]) -> Iterator[None]:
 
 
 def prompt_ids(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a prompt, up to the beginning of the answer."""
+    """Return the token ids of a prompt, up to the beginning of the answer. Raise BadRow if it cannot be rendered."""
     with rendering(row):
         ids: list[int] = tokenizer.chat(messages_of(row), tools=tools_of(row))
     return ids

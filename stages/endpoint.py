@@ -60,7 +60,7 @@ class EndpointConfig(StageConfig):
 
 
 class Reply(NamedTuple):
-    """A server's answer. `finished`: False if it was cut off. `refused`: reason of a refusal (with empty `text`), or empty."""
+    """A server's answer. `finished`: False if it was cut off or refused. `refused`: reason of a refusal (with empty `text`), or empty."""
 
     text: str
     finished: bool
@@ -68,7 +68,7 @@ class Reply(NamedTuple):
 
     @property
     def final(self) -> str:
-        """Return the text after the model's reasoning, which ends with `</think>`."""
+        """Return the stripped text after the model's reasoning, which ends with `</think>`; without reasoning, all of the text."""
         return THOUGHT.sub("", self.text).strip()
 
 
@@ -92,7 +92,7 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_Unmoved)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
-        """Return a reply to each request (`messages` and OpenAI's other fields). Raise PunaError if the endpoint cannot be used."""
+        """Return a reply to each request (`messages`, OpenAI's other fields); equal requests share one. PunaError if the endpoint fails."""
         requests = [self._whole(body) for body in bodies]
         replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
@@ -122,7 +122,7 @@ class Endpoint:
             try:
                 return self._once(request)
             except urllib.error.HTTPError as error:
-                failure = f"status {error.code}: {self._safe(error.read(2000).decode(errors='replace'))}"
+                failure = f"status {error.code}: {self._safe(_body(error))}"
                 if error.code in REFUSED:
                     return Reply("", False, failure)
                 if error.code not in PASSING and error.code < 500:
@@ -153,7 +153,7 @@ class Endpoint:
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
     def _stored_reply(self, id_: str, request: dict[str, Any]) -> Reply:
-        """Return the answer to a request, after appending both to the file."""
+        """Return the reply to a request, after appending both to the file of exchanges."""
         reply = self._answer(request)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
@@ -173,7 +173,7 @@ class Endpoint:
         return rows
 
     def write(self) -> None:
-        """Write this run's exchanges to the table `exchanges`, and their number as a metric."""
+        """Write this run's exchanges, if any, to the table `exchanges`, and their number as a metric."""
         rows = list(self._exchanges().values())
         if rows:
             self._run.write_rows(rows, EXCHANGES)
@@ -184,3 +184,11 @@ def grade_of(text: str, top: int) -> float | None:
     """Return the first number in a judge's reply; None if it is missing or not from 0 to `top`."""
     number = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", text)
     return float(number.group()) if number is not None and 0 <= float(number.group()) <= top else None
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    """Return the beginning of an error's body; empty if the connection fails before it is read."""
+    try:
+        return error.read(2000).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""

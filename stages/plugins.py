@@ -36,7 +36,7 @@ def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, 
 
 
 def offers(group: str) -> dict[str, object]:
-    """Return name → plugin (module or object, imported once) of installed packages in `group`, which is one of `GROUPS`.
+    """Return name → plugin (module or object, imported once) of installed packages in `group`. PunaError if it is not one of `GROUPS`.
 
     A plugin that cannot be imported, or whose name is taken, is left out; the log and `broken_plugins` name it.
     """
@@ -74,7 +74,7 @@ def _load(entry: EntryPoint) -> None:
 def add(text: str) -> ModuleType:
     """Import and return the Python file or dotted module that `--module` names; raise PunaError if the import fails.
 
-    A file's folder is appended to `sys.path`, so that the file can import its neighbours; the module is named after the file.
+    A file's folder is appended to `sys.path`, so that the file can import its neighbours. No other module may have the file's name.
     """
     name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
     if file:
@@ -94,7 +94,7 @@ def added_modules() -> dict[str, str]:
 
 
 def is_allowed(module: str) -> bool:
-    """True if data may name functions of a module: the user added it by `--module`, or an installed package offers plugins from it.
+    """True if data may name functions of a module: it, or a package above it, was added by `--module` or offers an installed plugin.
 
     Puna's own modules are not allowed: data refer to Puna's verifiers by name.
     """

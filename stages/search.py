@@ -39,7 +39,7 @@ class SearchConfig(StageConfig):
 class Choice:
     """The chosen answer, its value, and the number of tokens generated for all `tried` answers.
 
-    `value`: the score, or the share of answers with the same final answer.
+    `value`: the score (minus infinity if none could be scored), or the share of answers with the same final answer.
     """
 
     completion: Completion

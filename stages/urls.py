@@ -36,7 +36,7 @@ def parse(url: str) -> Address | None:
 def normalized(url: str) -> str:
     """Return one normalised URL for all URLs of the same page.
 
-    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, user names, fragments,
+    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials, fragments,
     tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified.
     URLs with another scheme lose only the fragment; a text that is not an absolute URL is returned unchanged."""
     parsed = _whatwg(url)
@@ -73,7 +73,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def names(host: str) -> list[str]:
-    """Return the host and its parent domains up to the registrable domain (a.b.co.uk gives a.b.co.uk, b.co.uk)."""
+    """Return the host and its parent domains up to the registrable domain (a.b.co.uk: a.b.co.uk, b.co.uk); without one, the host alone."""
     shortest = _registrable(host)
     if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # numbers: an IP address
         return [host]
@@ -83,7 +83,7 @@ def names(host: str) -> list[str]:
 
 
 def public_suffix(domain: str) -> bool:
-    """True if anyone can register names under `domain` (`com`, `co.uk`)."""
+    """True if a registry lets anyone register names under `domain` (`com`, `co.uk`; not shared hosts such as `blogspot.com`)."""
     return bool(_suffixes().is_public(domain))
 
 

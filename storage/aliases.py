@@ -44,20 +44,20 @@ class Aliases:
         self.project = checked_project(project)
 
     def target(self, alias: str) -> tuple[str, str] | None:
-        """Return kind and key of the artifact that an alias points to, or None."""
+        """Return kind and key that an alias points to; None if it does not exist. Raise PunaError for an invalid name or a damaged file."""
         fields = read_pointer(self._files, self._file(alias))
         return None if fields is None else (fields["kind"], fields["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias. A numbered alias that was ever set to another artifact is skipped: the next
-        free number is taken. `expected`: the key that an alias without number must point to before (empty: none), else raise PunaError."""
+        """Point an alias at an artifact and return the alias. For a numbered alias that was ever set to another artifact, take the next
+        free number. `expected`: the key that an alias without number must point to before (empty: none), else raise PunaError."""
         if (number := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
         while True:
             before = self._files.stat(file)
             if expected is not None and (now := (self.target(alias) or ("", ""))[1]) != expected:
-                raise PunaError(f"{alias}: points to {now[:12] or 'nothing'}, not to {expected[:12]}; it was changed meanwhile")
+                raise PunaError(f"{alias}: points to {now[:12] or 'nothing'}, not to {expected[:12] or 'nothing'}; it was changed meanwhile")
             if self._files.swap(file, data, before.version if before else None):
                 self._note(alias, artifact)
                 return alias
@@ -104,17 +104,17 @@ class Aliases:
         return files
 
     def keys(self) -> dict[str, str]:
-        """Return alias → key of the alias's artifact, for all aliases of all projects."""
+        """Return alias → key of the alias's artifact, for all aliases of all projects. Raise PunaError if an alias's file is damaged."""
         pointers = {alias: read_pointer(self._files, file) for alias, file in self.files().items()}
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def lost(self) -> dict[str, str]:
-        """Return alias → the first artifact it pointed to (`Artifact.id`), for all aliases of all projects that were set and are gone."""
+        """Return alias → first artifact, as `journal` does, for the aliases of all projects that were set and are gone."""
         present = {self.called(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return alias → the first artifact it pointed to (`Artifact.id`), for all aliases ever set. Damaged journal lines are skipped."""
+        """Return alias (as the default project names it) → `Artifact.id` of its first artifact, for all ever set. Skip damaged lines."""
         first: dict[str, str] = {}
         for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
             first.setdefault(str(entry["alias"]), str(entry["artifact"]))

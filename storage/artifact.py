@@ -63,14 +63,14 @@ class Artifact:
         return tuple(self.manifest.tables)
 
     def path(self, name: str = "") -> Path:
-        """Return the local path of a file of the artifact, or of its folder: for models and other files that libraries read by path."""
+        """Return the path of a file of the artifact or of its folder (object store: of a cached copy). Raise PunaError if it is missing."""
         path = self.files.local(f"{self.place}/{name}" if name else self.place)
         if not path.exists():
             raise PunaError(f"artifact {self.id} has no file {name!r}; it has {', '.join(self.manifest.files)}")
         return path
 
     def record(self, table: str | None = None) -> TableRecord:
-        """Return the manifest's record of a table (default: the main one)."""
+        """Return the manifest's record of a table (default: the main one). Raise PunaError if there is no such table."""
         name = table or self.kind
         if name not in self.manifest.tables:
             raise PunaError(f"artifact {self.id} has no table {name!r}; it has {', '.join(self.tables) or 'none'}")
@@ -133,7 +133,7 @@ class Artifact:
                 yield from shard.read(start, stop, columns).combine_chunks().to_batches(max_chunksize=rows)
 
     def parts(self, table: str | None = None, columns: list[str] | None = None, rows: int | None = None) -> list[Part]:
-        """Return the table's parts, of one row group or of at most `rows` rows each. A worker reads its part itself."""
+        """Return the table's parts of at most `rows` rows each (None: about a row group). A worker reads its part itself."""
         names, parts, before = None if columns is None else tuple(columns), list[Part](), 0
         for shard in self.shards(table):
             parts += [Part(shard, first, last - first, before + first, names) for first, last in shard.pieces(rows)]
@@ -150,12 +150,12 @@ class Artifact:
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False, seen: set[str] | None = None) -> list[str]:
-        """Return a list of clauses, one per damage found; empty if the artifact is whole.
+        """Return a list of clauses, one per damage found; empty if the artifact is whole (then record which files were verified).
 
         Damage is an unreadable, foreign or edited manifest; a file that is missing or unknown, or has a wrong size or checksum;
-        rows kept by reference whose artifact is gone or has other content. `read`: verify checksums only of files whose names begin with
-        one of these (NAME.parquet also stands for NAME/); empty: of all. `quick`: skip files whose size, inode and modification time are
-        those of their last verification. This still detects changed, truncated, replaced or removed files; only a full check detects bit
+        rows kept by reference whose artifact is gone, damaged or changed. `read`: verify checksums only of files whose names begin with
+        one of these (NAME.parquet also stands for NAME/); empty: of all. `quick`: skip checksums of files with the version (`Stat`) of
+        their last verification. This still detects changed, truncated, replaced or removed files; only a full check detects bit
         rot. `own`: skip the artifacts whose rows this one keeps by reference. `seen`: places of such artifacts that were already checked.
         """
         try:

@@ -1,7 +1,7 @@
 """Checksums of the blocks of a file on an object store, stored as the object's metadata, so that every response carries them all.
 
-A read is widened to whole blocks, whose checksums are verified. So all readers (Parquet, DuckDB, a model's loader) detect flipped bits,
-whether in transit or at rest.
+Reads of an opened file are widened to whole blocks, whose checksums are verified. So Parquet, DuckDB and a model's loader detect flipped
+bits, whether in transit or at rest, except in files that other tools copied in without checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST = 1 << 16
 MOST = 320
 """Maximum number of blocks of a file: an object can have 2 kB of metadata."""
 FIRST, LARGEST = 1 << 20, 8 << 20
-"""Bytes that a reader fetches at first, and at most at once: sequential reads double the amount."""
+"""Bytes that a reader fetches for a smaller read: at first, and at most. Each sequential fetch doubles the amount."""
 
 
 def block_bytes(size: int) -> int:

@@ -1,7 +1,7 @@
 """Requests to a bucket of an object store, with retries where a retry may help, and errors without secrets.
 
 Credentials, region and endpoint come only from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-AWS_REGION, AWS_ENDPOINT_URL). They are never passed to workers, written or shown.
+AWS_REGION, AWS_ENDPOINT_URL and others). Credentials are never pickled, written or shown.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Bucket:
         return _connect(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Return the answer to a request, with retries beyond the client's own. `written`: it writes, so a 404 means a missing bucket."""
+        """Return a request's answer, with retries beyond the client's own. `written`: a 404 means a missing bucket, not a missing file."""
         for attempt in range(TRIES):
             try:
                 return request()

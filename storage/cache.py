@@ -1,6 +1,6 @@
 """Cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
 
-The last `PINNED` entries that a process used stay while the process runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size.
+The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size per store.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def folder() -> Path:
 
 
 def most_bytes() -> int:
-    """Return the maximum size of the cache in bytes. Raise PunaError if PUNA_CACHE_GB is not a number."""
+    """Return the maximum size of a store's cache in bytes. Raise PunaError if PUNA_CACHE_GB is not a number."""
     text = os.environ.get("PUNA_CACHE_GB", str(MOST_GB))
     try:
         return int(float(text) * 1e9)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise PunaError(f"PUNA_CACHE_GB={text!r}: is not a number of gigabytes") from error
 
 
@@ -49,7 +49,7 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch the files of `versions` (name → version) that have no copy of this version; fetch(name, path) writes a copy."""
+        """Fetch files of `versions` (name → version) that lack this copy, by fetch(name, path). Pin all; evict others from a full cache."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False
@@ -103,7 +103,7 @@ class Cache:
             _pinned.popitem(last=False)[1].close()
 
     def _shrink(self, most: int) -> None:
-        """Remove entries that no process has pinned, least recently used first, until at most `most` bytes are left."""
+        """Remove entries that no process has pinned, least recently used first, until only `most` bytes or pinned ones are left."""
         sizes: dict[str, int] = {}
         files = self.root / "files"
         for path, _, names in os.walk(files):

@@ -66,7 +66,7 @@ class Catalog:
         self.connection.close()
 
     def view(self, *names: str) -> None:
-        """Create these tables, views and macros, and all that they need, unless they exist."""
+        """Create these tables, views and macros, and all that they need, unless they exist. Skip unknown names."""
         for name in names:
             if name in self._known or name not in (*self.names, *MACROS):
                 continue
@@ -93,7 +93,7 @@ class Catalog:
         return [*dict.fromkeys(self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """Return the key of the artifact with this name; `stage:NAME` is the newest artifact of a stage."""
+        """Return the key of the artifact with this name (`stage:NAME`: the newest of a stage). Raise PunaError unless the name fits one."""
         if name.startswith("stage:"):
             keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not keys:
@@ -118,7 +118,7 @@ class Catalog:
         return {name: count for name, count in counts.items() if count > 1}
 
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
-        """Return the relation of one read-only statement (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError if it fails or writes."""
+        """Return a statement's lazy relation (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError if it is invalid or writes."""
         try:
             statements = self.connection.extract_statements(text)
             if len(statements) != 1:
@@ -133,7 +133,7 @@ class Catalog:
             raise _problem(error) from error
 
     def write(self, text: str, file: Path) -> int:
-        """Write the result of a statement to a file (.parquet, .csv, .json, .jsonl), which is complete or absent; return the row count."""
+        """Write a statement's result to a file (.parquet, .csv, .json, .jsonl); return the row count. An error may leave a partial file."""
         self.sql(text)
         how = format_of(file)
         try:
@@ -161,7 +161,7 @@ def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[di
 
 
 def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
-    """Create the view `name`; raise PunaError if one of its files is damaged."""
+    """Create the view `name`; raise PunaError if one of its files cannot be read."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:

@@ -36,7 +36,7 @@ _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 
 def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
     """Return `artifact` if a check (of `read`, see `Artifact.damage`) finds no damage. Else raise DamagedArtifact, after moving it and
-    damaged artifacts whose rows it keeps to `quarantine/`. A quick check detects changed, truncated or removed files.
+    artifacts whose rows it keeps, where damaged, to `quarantine/`, if that can be written. A quick check detects changed or removed files.
     `whole`: verify all bytes, unless the store's reads do so anyway. Only this detects bit rot, which keeps a file's size and time.
     """
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # so that its manifest is read again
@@ -98,7 +98,7 @@ def reading(files: Files) -> Files:
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Verify files' checksums, unless done lately; return the bytes skipped because of `most`. Raise DamagedArtifact if one is wrong."""
+    """Verify present files' checksums, unless done lately; return the bytes skipped because of `most`. If one is wrong, run `check`."""
     todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
@@ -130,7 +130,7 @@ def _whole(files: Files, name: str) -> bool:
 
 
 def note(files: Files, kind: str, key: str, what: Finding) -> None:
-    """Add a finding about an artifact to the journal."""
+    """Add a finding about an artifact to the journal, if the store is writable."""
     line = {"time": datetime.now(UTC).isoformat(), "kind": kind, "key": key, "what": what}
     with contextlib.suppress(OSError):  # a store may be mounted read-only
         files.append(JOURNAL, index.line(line))

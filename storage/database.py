@@ -1,7 +1,7 @@
 """The file `puna.duckdb` of a store, with views of all artifacts for any DuckDB client that opens it read-only.
 
-The file has views and small tables, but no rows of artifacts. When artifacts, aliases or runs change, a new file replaces it, so that
-readers never wait and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` replaces this address.
+The file has views and small tables, but no rows of artifacts. If artifacts, aliases or runs have changed, `write` replaces the file:
+readers never wait, and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` replaces this address.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _state(store: Store) -> tuple[str, str]:
 
 
 def _before(store: Store, copy: Path) -> tuple[str, str] | None:
-    """Return the digests in the present file, read from an unlocked copy of it; None if it cannot be read."""
+    """Copy the present file to `copy`, which no client locks, and return the digests in it; None if it cannot be read."""
     try:
         copy.write_bytes(store.files.read(FILE))
         with connect(str(copy), read_only=True) as connection:

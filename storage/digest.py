@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def canonical(value: Any) -> str:
-    """Return the canonical JSON text of a value. Raise PunaError for a value without a stable text (NaN, sets, objects)."""
+    """Return the canonical JSON text of a value. Raise PunaError for a value without a stable text (NaN, tuples, sets, objects)."""
 
     def check(item: Any, where: str) -> None:
         if isinstance(item, float) and not math.isfinite(item):

@@ -10,7 +10,7 @@ class PunaError(Exception):
 
 
 class DamagedArtifact(PunaError):
-    """An artifact whose bytes have changed since it was written."""
+    """The error for an artifact whose manifest, files or rows kept by reference were changed or removed."""
 
     @classmethod
     def of(cls, name: str, damage: Sequence[str], aside: Sequence[str] = ()) -> DamagedArtifact:

@@ -1,7 +1,7 @@
 """The exchange (shuffle): regrouping of jobs' rows by a key.
 
 A job writes files in which a partition's rows are one run: an Arrow stream with its checksum. A partition is read by fetching
-the partition's run from every file. The leading bits of a key select the partition, so that partitions of ids are ranges of shards.
+the partition's run from every file. A key's leading bits (or an int32 key itself) select the partition, so one of ids is a range of ids.
 Above `LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits these runs.
 """
 
@@ -43,7 +43,7 @@ LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
 def partitions(raw: int) -> int:
-    """Return the number of partitions for about `raw` uncompressed bytes: a power of two. A partition fits into a worker's memory."""
+    """Return the number of partitions, a power of two up to `MOST_PARTITIONS`, for about `raw` uncompressed bytes. One fits into memory."""
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
 
 
@@ -109,7 +109,7 @@ class Exchange:
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
-        """Return the exchange with only the partitions that may have rows of a range of ids, if `id` is the key."""
+        """Return the exchange with only the partitions that may have ids from `low` to below `high` (None: any), if `id` is the key."""
         edges, base = bounds(self.count), self.parts[0].number if self.parts else 0
         first = bisect.bisect_right(edges, low) - base
         last = (self.count if high is None else bisect.bisect_left(edges, high)) - base
@@ -117,7 +117,7 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Yield the rows of a range in order of their ids, if `id` is the key; the last table may have no rows."""
+        """Yield the rows with ids from `low` to below `high` (None: any) in order, if `id` is the key; the last table may have no rows."""
         for part in self.parts:
             rows = in_range(part.read(), low, high).sort_by("id")
             if rows.num_rows or part is self.parts[-1]:
@@ -148,7 +148,7 @@ class Scattered:
 
 
 def scatter(how: Scatter, tables: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
-    """Write a job's rows by partition, and return the result; `info` is called at the end for the job's extra result."""
+    """Write a job's rows by partition and the job's record; return the result. `info` is called after the rows, for the extra result."""
     files: list[tuple[str, Offsets]] = []
     rows, schema = 0, None
     runs = _Runs(how)
@@ -258,7 +258,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return the exchange of all jobs' results; its parts are partitions, or groups of them at the first level. `runs`: see `Scatter`."""
+    """Return the exchange of all jobs' results; its parts are partitions or, at the first level, groups. Columns must be equal."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange made tables of different columns")

@@ -1,6 +1,6 @@
 """Interface `Files` to a store's files, on a disk or an object store: all of `storage` accesses files through this interface.
 
-Names are relative, with `/`. Committed files never change; aliases, acceptances and leases do, by compare-and-swap.
+Names are relative, with `/`. Committed files never change. Aliases change by compare-and-swap, as do an object store's leases and logs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LOCKS = "locks"
 
 
 class DamagedFile(PunaError):
-    """A file whose bytes have changed since it was written."""
+    """The error for a file whose bytes have changed since it was written."""
 
 
 class Stat(NamedTuple):
-    """A file's size in bytes, its version (a text that changes with every write), and the time of writing in seconds since the epoch."""
+    """A file's size in bytes, its version (a text that changes when the bytes change), and the time of writing, seconds since 1970."""
 
     bytes: int
     version: str
@@ -48,7 +48,7 @@ class Files(Protocol):
 
     @property
     def checks_reads(self) -> bool:
-        """True if all reads compare the bytes with checksums."""
+        """True if reads of opened files and of whole files verify checksums."""
         return False
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -90,7 +90,7 @@ class Files(Protocol):
         """Add one line to a log. A line truncated by a crash does not damage other lines."""
 
     def put(self, name: str, file: Path) -> None:
-        """Move a local file to `name`. The file survives a loss of power if it was synced before."""
+        """Move a local file to `name`, replacing any old one. Its bytes survive a loss of power if it was synced before."""
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with its content, if it exists. A half-removed folder is not an artifact."""
@@ -99,8 +99,8 @@ class Files(Protocol):
         """Rename a folder; the target must not exist."""
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
-        """Create a folder from stored files, `content`: name in the folder → file to move; `last` is written after all others. Return
-        False, and leave the folder as it is, if it already has the `last` file. `staging`: a folder for temporary use."""
+        """Create a folder from stored files, `content`: name in the folder → file to move or copy; `last` is written after all others.
+        Return False, and leave the folder as it is, if it already has the `last` file. `staging`: a folder for temporary use."""
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         """Hold a name exclusively, as a lock between processes; without `wait`, yield False if another process holds it."""
@@ -290,7 +290,7 @@ def _stat(stat: os.stat_result) -> Stat:
 
 def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:
     """Write a small file atomically; if `lasting`, it also survives a loss of power."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:16]}")  # threads may write one file at once
     with temporary.open("wb") as out:
         out.write(data)
         if lasting:

@@ -30,7 +30,7 @@ def manifests(files: Files) -> dict[tuple[str, str], str]:
 
 
 def entries(files: Files) -> list[Entry]:
-    """Return the entries of all artifacts whose manifests can be read, oldest first."""
+    """Return the entries of all artifacts whose manifests can be read, oldest first. Update the index, if the store is writable."""
     versions = manifests(files)
     lines = _lines(files)
     on_file = {(entry_read["kind"], entry_read["key"]): entry_read for one in lines if (entry_read := parse(one)) is not None}
@@ -49,7 +49,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if the manifest cannot be read. `sound`: the manifest is unchanged."""
+    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is the artifact's and unchanged."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}
@@ -85,7 +85,7 @@ def journal(files: Files, name: str, fields: set[str]) -> tuple[list[Entry], lis
 
 
 def line(entry: Entry) -> bytes:
-    """Return an entry as a line of a journal: a checksum and JSON."""
+    """Return an entry as a line of a journal or the index: a checksum and JSON."""
     data = json.dumps(entry, separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(data), data)
 

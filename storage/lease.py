@@ -83,7 +83,7 @@ _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading
 
 @contextlib.contextmanager
 def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]:
-    """Hold a name within the context and yield True; without `wait`, yield False if another process or thread holds the name."""
+    """Hold a name and yield True; without `wait`, yield False, after at most two terms, if another process or thread holds the name."""
     mine = None
     with contextlib.ExitStack() as stack:
         if _threads[place, name].acquire(blocking=wait):
@@ -121,7 +121,7 @@ def _take(place: Place, name: str, term: float) -> Held | None:
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """Return the lease's state if no process holds it; None if the holder runs on this machine, or renewed the lease meanwhile."""
+    """Return the lease's state if no process holds it; None if its holder is alive on this machine or renewed it."""
     first = _state(place, name)
     start, pause = _now(), min(POLL, term / 8)
     while first.owner:

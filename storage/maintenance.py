@@ -25,7 +25,7 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Return a finding per artifact (None: of all, also those without manifest). Note damage and, if `trust`, trust in whole suspects."""
+    """Return a finding per artifact (None: all, also without manifest). Record own damage and, if `trust`, trust in whole suspects."""
     findings = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):
@@ -49,7 +49,7 @@ class Garbage:
 
 
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
-    """Return artifacts that nothing needs, abandoned work and quarantined folders, after removing them if `remove`.
+    """Return unneeded artifacts, abandoned work and quarantined folders. `remove`: remove them and old locks, and return the removed.
 
     An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
     `keep_runs` runs with artifacts, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected.

@@ -36,7 +36,7 @@ class Stored:
 
     @property
     def version(self) -> str:
-        """Return the file's cache key, which changes when a damaged file is made again."""
+        """Return the file's cache key: the checksum in a store that verifies reads, else the version, which changes if it is made again."""
         stat = None if self.files.checks_reads else self.files.stat(self.name)
         return self.sha256 if stat is None else stat.version
 
@@ -63,7 +63,7 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows with these ascending numbers. Read only their row groups; cache the last group if it has further rows."""
+        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if it has more rows."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -188,7 +188,7 @@ class ShardRows:
 
 
 def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> pa.Table:
-    """Return the rows (source[i], row[i]) in the order of i; `take` reads the rows of one source, given by the source's number."""
+    """Return the rows (source[i], row[i]), at least one, in the order of i; take(number, rows) reads rows of the source `number`."""
     numbers = np.unique(source).tolist()
     places = [np.flatnonzero(source == number) for number in numbers]
     pieces = [take(number, row[here]) for number, here in zip(numbers, places, strict=True)]

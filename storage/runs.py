@@ -44,7 +44,7 @@ def stopped() -> dict[str, Any]:
 
 
 CRASHED = "its process ended without a word, as one that is killed or out of memory; the same command goes on from what is finished"
-"""The error of a run whose log has no closing event."""
+"""The error of a run whose log has no closing event, and which no process holds."""
 
 
 def remark(text: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def line(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` (no end recorded).
+    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` (not at work, no end recorded).
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
     `lines`: standard error of all processes except the first.

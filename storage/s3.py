@@ -40,7 +40,7 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 class S3Files(Bucket, Files):
     """The files below a prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
-    `read` verifies the checksums of whole files; callers that read parts must verify these themselves. `append` rewrites the whole log.
+    `read` verifies the checksums of whole files; callers of `read` with a range must verify it themselves. `append` rewrites the whole log.
     `publish` copies within the bucket; the conditional put of the last file decides which of two writers wins.
     """
 
@@ -79,7 +79,7 @@ class S3Files(Bucket, Files):
             return None
 
     def _read_blocks(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
-        """Return (whole blocks, version) of a file, after verifying the checksums. Raise PunaError if the file's size is not `size`."""
+        """Return (whole blocks, version) of a file. Raise PunaError if the checksums are wrong, or the file's size is not `size`."""
         for attempt in range(TRIES):
             data, now, sums, version = self._get(name, start, stop)
             if size not in (None, now):

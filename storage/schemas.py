@@ -64,7 +64,7 @@ class TableSchema:
             raise PunaError(f"table {self.name}: {error}") from error
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
-        """Return the Arrow schema for a table with the columns `given`. An open table's further columns become float64, int64 or string."""
+        """Return the Arrow schema for columns `given`. Further ones become float64, int64 or string if `open`; else raise PunaError."""
         names = set(self.schema.names)
         extra = sorted((field for field in given if field.name not in names), key=lambda field: field.name)
         if extra and not self.open:

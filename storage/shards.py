@@ -1,8 +1,8 @@
 """Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
 
 Ids of pages and documents are uniform hashes, so fixed bounds of ids give shards of similar size. The number of shards is set where rows
-enter. All derived tables keep this number, so the tables of one corpus match shard by shard. A row group is one `write_table` call on
-combined chunks, so equal rows give equal bytes, whichever job wrote them.
+enter. Derived documents and large tables with ids keep it, so they match shard by shard; others may have one shard. A row group is one
+`write_table` call on combined chunks, so equal rows give equal bytes, whichever job wrote them.
 
 A shard of documents may keep rows by reference: an order file then gives for each row its source (0: the shard's own file; n: the shard's
 file in the table's n-th source) and its row number there.
@@ -52,8 +52,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard of a table. `low`, `high`: first and last key; `groups`: number of rows of each row group in `file`. File names, empty
-    if missing: `file` has the shard's own rows, `order` the order of own and referenced rows, `facts` the own rows' digests and lengths."""
+    """One shard of a table. `low`, `high`: first and last key; `groups`: rows of each row group in `file`; `bytes`: uncompressed. Names of
+    files, empty if missing: `file` has the own rows, `order` the order of own and referenced rows, `facts` own digests and lengths."""
 
     rows: int
     digest: str
@@ -237,7 +237,7 @@ class ShardWriter:
             self._held, self._held_sizes = ([rest], [flat]) if rest.num_rows else ([], [])
 
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
-        """Return the finished shard. If it has rows by reference, `order`, `facts`, `span` (first and last key) describe all its rows."""
+        """Close the files; return the shard. If it has rows by reference, `order`, `facts`, `span` (first, last key) cover all rows."""
         files: dict[str, FileRecord] = {}
         rows = self.rows
         if self._file is not None:

@@ -83,7 +83,7 @@ class Staging:
             path.unlink(missing_ok=True)
 
     def keep(self, job: str, tables: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
-        """Move the files that a job wrote (`TABLE.parquet`, `TABLE.order.parquet`, …) to the staging folder; write the job's record."""
+        """Move a job's files (`TABLE.parquet`, `TABLE.order.parquet`, …) to the staging folder, write its record, return the tables."""
         staged = []
         # Attempts at one job may overlap: they write separate files, and the record names the files of one attempt.
         attempt = uuid.uuid4().hex[:8]
@@ -116,7 +116,7 @@ class Staging:
         raise Damaged(f"the record of {job}")
 
     def earlier(self, job: str) -> list[Staged] | None:
-        """Return the tables that an earlier attempt of a job wrote, or None. Raise `Damaged` if one of their files is damaged."""
+        """Return the tables that an earlier attempt of a job wrote, or None. If a file is damaged, remove the record; raise `Damaged`."""
         if (tables := self.job_record(job)) is None:
             return None
         staged = [_staged_of(one) for one in tables]
@@ -133,7 +133,7 @@ class Staging:
 
 
 class Damaged(Exception):
-    """A damaged file or record of an earlier attempt, whose job must run again."""
+    """The error for a damaged file or record of an earlier attempt, whose job must run again."""
 
 
 def _checksum(text: str) -> str:
@@ -189,7 +189,7 @@ class Outputs:
         self._refer(ids, source, row, self._known_facts(source, row))
 
     def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
-        """Write the `changed` rows, and keep the other rows by reference."""
+        """Write the `changed` rows (a mask), and keep the other rows by reference. For the other parameters, see `keep`."""
         assert self._main is not None
         own = np.asarray(changed)
         mine = rows.filter(changed)
@@ -241,7 +241,7 @@ class Outputs:
 
 
 def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
-    """Write the rows of in-memory pieces, sorted by the table's key; a column that a piece lacks is null in the piece's rows."""
+    """Write in-memory pieces to `path`, sorted by the table's key; a column that a piece lacks is null in its rows. Return the shard."""
     schema = table_schema(table)
     whole = schema.schema_for(unite(piece.schema for piece in pieces))
     rows = in_order(pa.concat_tables([fill(piece, whole) for piece in pieces]), schema.key)

@@ -5,7 +5,7 @@ objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
 work/<key>/                     an unfinished stage, part by part
 locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run in progress
 refs/                           aliases (see `aliases`) and accepted equivalences
-index.jsonl                     summaries of the manifests, derived from them
+index.jsonl, puna.duckdb        derived: summaries of the manifests, and SQL views (see `database`)
 runs/<run>.jsonl                the events of a run, with the artifacts that it made or reused; runs/order: the runs by start time
 runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by that process
 quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts
@@ -180,7 +180,7 @@ class Store:
             yield Work(self.files, key, "" if self.project == DEFAULT else self.project)
 
     def import_table(self, kind: str, table: pa.Table, **side: pa.Table) -> Artifact:
-        """Commit a table (and side tables) made outside any stage, for scripts and tests."""
+        """Commit a table (and side tables) made outside any stage, for scripts and tests; return the artifact."""
         names = {kind: table, **side}
         content = {name: digest.of_table(table_schema(name).conform(rows)) for name, rows in names.items()}
         key = digest.of_value({"import": kind, "tables": content})
@@ -258,7 +258,7 @@ class Store:
         return name if self.project == DEFAULT else f"{name}-{self.project}"
 
     def aliases(self) -> dict[str, str]:
-        """Return alias → key for all aliases; aliases of other projects have their full names."""
+        """Return alias → key for all aliases; aliases of other projects have their full names. Raise PunaError if one is damaged."""
         return self._aliases.keys()
 
     def lost_aliases(self) -> list[str]:
@@ -302,7 +302,7 @@ class Store:
         return [*sorted(names - set(sequence)), *sequence]
 
     def events(self, run: str) -> list[dict[str, Any]]:
-        """Return the events of a run; skip lines that a crash truncated."""
+        """Return the events of a run; skip lines that a crash truncated. Raise PunaError if there is no such run."""
         if self.files.stat(f"runs/{run}.jsonl") is None:
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
         events = []
@@ -328,7 +328,7 @@ def _field(data: bytes, name: str) -> object:
 
 @contextlib.contextmanager
 def explain_write_errors(uri: str) -> Iterator[None]:
-    """Within the context, turn errors of a full disk or a read-only store into a PunaError that says what to do."""
+    """Turn errors of a full disk or a read-only store, inside the context, into a PunaError that says what to do."""
     try:
         yield
     except (OSError, duckdb.Error) as error:
@@ -343,7 +343,7 @@ def explain_write_errors(uri: str) -> Iterator[None]:
 
 
 def files_of(uri: str | Path) -> Files:
-    """Return the files at a path, a `file://` or an `s3://` URI."""
+    """Return the files at a path, a `file://` or an `s3://` URI. Raise PunaError for other addresses."""
     if str(uri).startswith("s3://"):
         try:
             from puna.storage.s3 import S3Files
@@ -354,7 +354,7 @@ def files_of(uri: str | Path) -> Files:
 
 
 def folder_of(uri: str | Path) -> Path:
-    """Return the absolute path of the folder at a path or `file://` URI; the folder need not exist."""
+    """Return the absolute path of the folder at a path or `file://` URI, which need not exist. Raise PunaError for files and other URIs."""
     text = str(uri)
     parsed = urlsplit(text) if "://" in text else None
     if parsed is not None and (parsed.scheme != "file" or parsed.netloc not in ("", "localhost")):

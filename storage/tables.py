@@ -62,7 +62,7 @@ class Made(NamedTuple):
 
 
 def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """Return the table made of `pieces`: as unchanged shards, with referenced rows copied, or merged. `mapper` runs copying and merging."""
+    """Return the table made of `pieces`: as unchanged shards, with referenced rows copied, or merged, by jobs that `mapper` runs."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in staged)

@@ -20,7 +20,7 @@ from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
 
 NEWEST = "newest"
-"""Name of the SQL schema whose views have only the rows of the newest artifact with the table."""
+"""Name of the SQL schema whose views have only one artifact's rows: the newest of the kind or, for side tables, with the table."""
 ADDRESSES = "addresses"
 """Name of the view of all pages' and documents' addresses."""
 
@@ -135,7 +135,7 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Return SQL for the ids and addresses of all pages and documents, read from underived artifacts: derived ones keep both."""
+        """Return SQL for the ids and addresses of all pages and documents. Skip artifacts made from other such ones: they keep both."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
@@ -218,7 +218,7 @@ DERIVED = {
     ),
     "forecasts": (
         ("artifacts", "lineage", "metrics"),
-        # A training belongs to a forecast if it took the size as an input; or if it read the ladder's tokens, and the logarithms of its
+        # A training run belongs to a forecast if it took the size as an input; or if it read the ladder's tokens, and the logarithms of its
         # FLOPs and tokens differ by less than 0.1.
         """with numbers as (pivot (select artifact, name, value from metrics where stage in ('choose_size', 'pretrain'))
     on name in ('predicted_loss', 'predicted_loss_low', 'predicted_loss_high', 'flops', 'tokens', 'trained_tokens', 'validation_loss',

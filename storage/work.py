@@ -82,13 +82,13 @@ class Work:
         self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode(), lasting=False)
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
-        """Write rows as part `name` of a table, after a check against the table's schema."""
+        """Write and claim rows as part `name` of a table, after a check against the table's schema."""
         with Outputs(self.staging, f"{table}-{name}") as outputs:
             outputs.add(table, rows)
             self.claim(outputs.finish())
 
     def earlier(self, job: str) -> list[Staged] | None:
-        """Return the tables that an earlier attempt at a job wrote; None if there are none or they are damaged."""
+        """Return the tables that an earlier attempt at a job wrote; None if there are none, or after a warning if they are damaged."""
         try:
             return self.staging.earlier(job)
         except Damaged as damaged:
@@ -108,8 +108,8 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return for each shard the facts files of `documents` and its sources; None if rows of these cannot be kept by reference. Number
-        the sources: 0 for new rows, then `documents` if it has own rows, then its sources. Add `shift` to source numbers in `documents`."""
+        """Return for each shard the facts files of `documents`, if it has own rows, and its sources, numbered from 1 (0: new rows); None if
+        rows cannot be kept by reference. Set `shift`, which the caller adds to the source numbers that `documents` has."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -167,8 +167,8 @@ class Work:
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
-        """Finish the tables, publish all files with the manifest last, and return the artifact. Of two writers of one key the first wins;
-        the second gets the first one's artifact. A main table with texts adds the metric `characters`."""
+        """Finish the tables, publish all files with the manifest last, and return the artifact. Remove the work folder. Of two writers of
+        one key the first wins; the second gets the first one's artifact. A main table with texts adds the metric `characters`."""
         tables_made = self.finished(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
         records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}
@@ -198,7 +198,7 @@ class Work:
         return artifact
 
     def _own_files(self, taken: set[str], names: set[str]) -> dict[str, FileRecord]:
-        """Return the records of the files that the stage itself wrote to `output`. Raise PunaError if a file cannot be committed."""
+        """Store the files that the stage itself wrote to `output`; return their records. Raise PunaError if a file cannot be committed."""
         files = {}
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))

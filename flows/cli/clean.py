@@ -70,8 +70,8 @@ def clean(
 ) -> Cleaned:  # fmt: skip
     """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files.
 
-    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file; a
-    file without a `base` inherits from `clean`. Raise PunaError for a wrong input before anything runs.
+    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file; a file without a `base` inherits from
+    `clean`. Raise PunaError for a wrong input before anything runs, and if a file cannot be written at the end.
     """
     kind, target = _target(output)
     store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))

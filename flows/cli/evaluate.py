@@ -99,7 +99,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Return the named task files, folders and prompts as stage inputs, and the names of the harness's built-in tasks among `names`."""
+    """Return the named task files, folders and prompts as stage inputs, and the harness's tasks in `names`. Raise PunaError for others."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -123,7 +123,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with its data files, found in the task file's folder or else, as in the harness, in the working directory."""
+    """Return a task file with its data files, which lie beside it or else in the working directory. Raise PunaError if one is missing."""
     from puna.stages.evaluation.task_file import read_task
 
     (own,) = External.resolve(str(path))
@@ -141,7 +141,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Return a model's evaluation; import a path first. `own`: built-in tasks for the harness; None: run `benchmark`, not the harness."""
+    """Return a model's evaluation; if `model` is a path, import it first. `own`: the harness's built-in tasks; None: run `benchmark`."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -184,7 +184,7 @@ def compare(
     every: Annotated[bool, typer.Option("--all", help="All metrics of a task (default: one)")] = False, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare two models question by question on their common tasks: B minus A, with 95 % intervals and Holm-corrected p-values."""
+    """Compare two models' stored evaluations by question on common tasks: B minus A, with 95 % intervals and Holm-corrected p-values."""
     from puna.stages.evaluation.comparison import differences, evaluations_of, scores_of
 
     opened = Store.existing(store, project)

@@ -323,7 +323,7 @@ def verify(
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are recomputed")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare every artifact's files with their checksums; also list suspects (made from damaged artifacts) and lost aliases."""
+    """Compare files with their checksums. List damaged artifacts, suspects (made from damaged ones), lost aliases; exit with 1 if any."""
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you take as right")

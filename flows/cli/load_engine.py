@@ -29,8 +29,8 @@ def load_engine(
 ) -> Engine:  # fmt: skip
     """Return the engine of a model, named by artifact, folder or file. Raise PunaError if the model cannot be loaded.
 
-    `store`: a function that opens the store. `work`: a function that returns the expected workload for a tokenizer and the model's context
-    length. `limits`: limits of the engine. If `serving.offload` is set, the memory plan is printed on standard error.
+    `store`: a function that opens the store. With `serving.offload`, print the memory plan on standard error; `work` then returns the
+    expected workload from the tokenizer and the context length, and of the engine's `limits`, only `step_tokens` is used.
     """
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")

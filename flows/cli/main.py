@@ -89,7 +89,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, FLOPs, memory and time; for the stage
-    `sample`, KV cache memory and minimum time.
+    `sample`, KV cache memory and minimum time. Without --gpu, pretraining that would take this CPU years is planned for H100 GPUs.
 
     Time, disk and memory of a step are estimated from its earlier runs in the store. A step that follows steps to be run is itself run only
     if their output is new. The cost of pretraining follows from the model's shape, which the recipe, the input model or choose_size gives.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SERVED_AT_ONCE = 128
-"""Maximum prompt tokens per engine step of `api` on a CPU. With this limit, a 3,000-token prompt delays other answers by 1 s, not 12 s."""
+"""Default limit of prompt tokens per engine step of `api` on a CPU. A 3,000-token prompt then delays other answers by 1 s, not 12 s."""
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]
@@ -51,7 +51,7 @@ DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; t
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters from `options`. An option that is None takes the model's own value, else the value in `default`."""
+    """Return sampling parameters. If an option is None, take the model's value, else that in `default`. Raise PunaError if one is bad."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -69,7 +69,7 @@ def chat(
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
-    """Chat with a model. /new begins a new conversation, Ctrl-C ends an answer, Ctrl-D ends the chat."""
+    """Chat with a model. /new begins a new conversation. Ctrl-C ends an answer; at the prompt, Ctrl-C or Ctrl-D ends the chat."""
     place = partial(Store.existing, store, project)
     engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
@@ -103,7 +103,7 @@ def _talk(context: int, max_tokens: int) -> Work:
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer; the text so far is returned."""
+    """Print an answer while it is generated; return its text. Ctrl-C ends it early. Raise PunaError if the model cannot answer."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None
@@ -242,7 +242,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
 
 
 def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """Return the prompts as messages, with up to `most` matching passages of the documents before each prompt's last text."""
+    """Return the prompts as messages. Up to `most` matching passages of the documents precede the text of each prompt's last message."""
     artifact = store.checked(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
@@ -257,7 +257,7 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
 
 
 def _mask(engine: Engine, file: Path) -> Mask:
-    """Return the mask of the tokens that the JSON schema in a file allows at each point."""
+    """Return the mask of the tokens that the JSON schema in a file allows next. Raise PunaError if the schema cannot be used."""
     from puna.models.generation.grammar import Grammar
 
     assert engine.tokenizer is not None

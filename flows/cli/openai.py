@@ -38,7 +38,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody recei
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. `queue`: waiting and running requests, and also answers per request. Per request: `seconds`, `body` in bytes."""
+    """Server limits. `queue`: prompts that wait or run, also answers per request. `seconds`: of a generation or scoring. `body`: bytes."""
 
     queue: int = 256
     seconds: float = 600.0
@@ -46,7 +46,7 @@ class Limits:
 
 
 class Answerer:
-    """The request handlers of one model. `speculate`: see SamplingParams; unused in answers with a response format."""
+    """The request handlers of one model. `speculate`: see SamplingParams; unused if an answer must be JSON."""
 
     SAMPLED = ("temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
@@ -56,7 +56,7 @@ class Answerer:
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
-        """Return the response to a completion request; with `echo`, also with the prompts and, if requested, the prompts' log-probs."""
+        """Return the response to a completion request; `echo` adds the prompts and any requested log-probs. Raise ApiError if refused."""
         n = len(body.prompt)
         if n * body.n > self.most:
             raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
@@ -124,7 +124,7 @@ class Answerer:
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 
     async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
-        """Generate answers to all prompts, then compute requested log-probs; return `replies`. If one prompt fails, the request fails."""
+        """Generate answers (none if `longest` is 0), then compute requested log-probs; return `replies`. One failure fails the request."""
         if longest:
             drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
             try:
@@ -209,7 +209,7 @@ def _refusal(field: str, message: str) -> ApiError:
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """Yield a reply as server-sent events, ending with [DONE]. `usage`: report the token counts in the event before [DONE]."""
+    """Yield a reply, or its error, as server-sent events, ending with [DONE]. `usage`: report token counts in the event before [DONE]."""
     try:
         yield reply.line(first)
         async for event in events:
@@ -255,7 +255,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """Return the HTTP application that serves one model. `speculate`: see SamplingParams; unused in answers with a response format."""
+    """Return the HTTP application for one model. `speculate`: see SamplingParams; unused for JSON. Raise ValueError without a tokenizer."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
@@ -301,7 +301,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 
 
 def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | None) -> None:
-    """Add a middleware that refuses requests to /v1/ without the key, and POST requests while `limits.queue` requests are active."""
+    """Add a middleware that refuses requests to /v1/ without the key, if set, and POST requests while `limits.queue` prompts are active."""
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:

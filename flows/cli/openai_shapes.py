@@ -80,7 +80,7 @@ class Sampled(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """Remove null fields. Raise ValueError for lone surrogates, which are not text."""
+        """Return the fields that are not null. Raise ValueError for lone surrogates, which are not text."""
         json.dumps(values, ensure_ascii=False, default=str).encode()
         return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
@@ -223,7 +223,7 @@ class Reply:
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return text → log-prob of the likeliest tokens and the token itself. Of tokens with equal text, the likeliest counts."""
+        """Return text → log-prob of the likeliest tokens and the token; of equal texts, the likeliest counts. None without a log-prob."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}

@@ -21,7 +21,7 @@ class Worker:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.active = 0  # number of waiting and running requests
+        self.active = 0  # number of prompts and scorings that wait or run
         self.counts = {"requests": 0, "prompt_tokens": 0, "generated_tokens": 0, "scored_tokens": 0, "cancelled": 0}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tell: dict[int, Callable[[Event | ApiError], object]] = {}
@@ -36,7 +36,7 @@ class Worker:
         self._thread.join()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """Submit a request and yield its events, one per token. Raise ApiError if the engine refuses or fails, or after `seconds`."""
+        """Submit a request and yield its events, one per token. Closing the generator cancels it. Raise ApiError on failure or timeout."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         submitted: list[Asked] = []

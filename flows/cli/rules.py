@@ -70,7 +70,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A recipe's rules in order, with their drops. `whole`: group → tally of its pages; `unjudged`: rules whose signals are missing."""
+    """The rules of a recipe that drop text, in order. `whole`: group → tally of its pages; `unjudged`: rules whose signals are missing."""
 
     recipe: str
     rows: Sequence[RuleRow]
@@ -83,7 +83,7 @@ class Evidence:
 
 
 def read_annotated(path: Path) -> list[Page]:
-    """Return the pages of a file of rows (Parquet, JSON lines, CSV); raise PunaError with the wrong row and field."""
+    """Return the pages of a file of rows (Parquet, JSON lines, CSV). Raise PunaError for a wrong row, or if there are none."""
     pages: list[Page] = []
     try:
         with path.open("rb") as handle:
@@ -113,7 +113,7 @@ def _page(row: Mapping[str, Any], where: str) -> Page:
 
 
 class Annotations:
-    """Annotated pages as documents of a store, with each page's number of `good` and `bad` words (int64[page])."""
+    """Annotated pages, with each page's number of `good` and `bad` words (int64[page]); pages with text are also documents of the store."""
 
     def __init__(self, pages: Sequence[Page], store: Store, config: ExtractConfig) -> None:
         self.pages, self.store = pages, store
@@ -125,7 +125,7 @@ class Annotations:
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
 
     def groups(self, languages: Sequence[str]) -> dict[str, Mask]:
-        """Return name → bool[page] for groups of pages: all, by type, and by language (annotated, else identified)."""
+        """Return name → bool[page] for groups of pages: all, by type, and by language (annotated, else from `languages`, per document)."""
         result = {ALL: np.ones(len(self.pages), np.bool_)}
         labels = iter(languages)
         codes = [next(labels) if readable else "" for readable in self.readable]
@@ -221,18 +221,16 @@ def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> t
 
 
 def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig, list[str]]:
-    """Return the configuration without rules on unavailable signals, and the names of these rules."""
+    """Return the configuration without the groups of rules that need unavailable signals, and the names of the rules on such signals."""
     lacking: list[str] = []
     if (apart := config.code_reasoning) is not None:
         scores = {"min_code": "code_score", "min_reasoning": "reasoning_score"}
         off = {name: None for name, signal in scores.items() if getattr(apart, name) is not None and signal not in columns}
         lacking += [f"code_reasoning.{name}" for name in off]
         config = config.model_copy(update={"code_reasoning": apart.model_copy(update=off)})
-    groups: dict[str, None] = {}
-    for rule in active_rules(config):
-        if rule.drop.signal not in columns:
-            lacking.append(rule.name)
-            groups[rule.name.partition(".")[0]] = None
+    rules = list(active_rules(config))
+    groups: dict[str, None] = {rule.name.partition(".")[0]: None for rule in rules if rule.drop.signal not in columns}
+    lacking += [rule.name for rule in rules if rule.name.partition(".")[0] in groups]
     return config.model_copy(update=groups), lacking
 
 

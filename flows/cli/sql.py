@@ -136,7 +136,7 @@ def _typing(opened: catalog.Catalog) -> Iterator[None]:
 
 
 def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
-    """Return a word's completions: aliases after a quote; else tables, macros, SQL keywords, and columns of the tables in the line."""
+    """Return a word's completions: aliases after a single quote, else tables, macros, keywords, and columns of the tables in the line."""
     if word.startswith("'"):
         return [f"'{alias}'" for alias in opened.aliases if alias.startswith(word[1:])]
     if "." in word and not word.startswith((f"{NEWEST}.", '"')):
@@ -150,7 +150,7 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
 
 
 def _statements(interactive: bool) -> Iterator[str]:
-    """Yield statements until `.exit` or the end of input. A line that ends with `;` ends a statement; Ctrl-C discards unfinished lines."""
+    """Yield statements until `.exit` or the end of input; a line that ends with `;` ends one. At a prompt, Ctrl-C discards its lines."""
     pending: list[str] = []
     while True:
         try:

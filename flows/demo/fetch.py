@@ -56,7 +56,7 @@ def file_sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, created if missing, so that no two processes write the same file."""
+    """Hold an exclusive lock on a folder within the context; create a missing folder. Raise PunaError if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / ".lock").open("w")
@@ -164,7 +164,7 @@ def _client(settings: dict[str, str], address: str) -> httpx.Client:
 
 
 def _download(url: str, package: Package, path: Path, settings: dict[str, str], received: Received) -> None:
-    """Download a URL, or copy a local file, to `path`, which appears only when complete. Raise ValueError if the digest differs."""
+    """Download a URL, or copy a local file, to `path`, which appears only when complete. Raise ValueError if it is not the pinned file."""
     import httpx
 
     partial, local = path.with_name(f".{path.name}.partial"), local_path(url)

@@ -68,7 +68,7 @@ class Console:
         self._step, self._said = step, time.monotonic()
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """Show the progress of the stage that started last: `done` of `total`."""
+        """Show the progress of the stage that started last, `done` of `total`: in a bar, else by a line every `EVERY_SECONDS` at most."""
         if self._bar is not None and self._step in self._tasks:
             self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
@@ -148,7 +148,7 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Return a table of accuracy on held-out prompts: a row per task, a column per evaluation except those of control arms."""
+    """Return a table of accuracy on held-out prompts: a row per task but `choice/…`, a column per evaluation except control arms'."""
     results = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     tests = [(step, rows) for step, rows in results if any(metric == "accuracy" for _, metric in rows)]
     tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}

@@ -32,7 +32,7 @@ LARGE, LARGE_BYTES = "H100", 80e9
 """The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of this memory."""
 MODEL = "times are computed, ± 9 % in the median of 27 runs, published or measured on one H200; in long contexts off by up to 60 %"
 LONGEST = 90 * 86_400
-"""Maximum seconds of a plan for GPUs."""
+"""Maximum seconds of a plan that chooses the number of GPUs."""
 LOOKED_AT = 256
 """Maximum number of prompts whose tokens are counted."""
 
@@ -55,7 +55,7 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 
 
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
-    """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time.
+    """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time. Empty without prompts.
 
     Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication between the processes of a
     layout. Bytes are per process.
@@ -68,7 +68,7 @@ def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> li
 
 
 def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: str | None) -> dict[str, Any]:
-    """Return the minimum costs of one model's answers to rows of prompts."""
+    """Return the minimum costs of one model's answers to rows of prompts. Raise PunaError if not even one answer fits into memory."""
     from puna.models import accounting
     from puna.models.formats.checkpoint import read_config
     from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
@@ -135,7 +135,7 @@ class Total:
 
 
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the costs of a planned pretraining. If `choose_size` must first choose the size, return a note instead."""
+    """Return the costs of a planned pretraining run. If `choose_size` must first choose the size, return a note instead."""
     from puna.models.formats.checkpoint import read_config
     from puna.stages.training.chosen_size import ChosenSize
 
@@ -259,7 +259,7 @@ def _phase(
 
 
 def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
-    """Return a line for each layout that fits; if none fits, one line that names the layout with the least memory."""
+    """Return a line for each layout that fits; if none fits, one line, which names the layout with the least memory if there is any."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB of a device ({one.reason})" for one in ranked]
     if not ranked:
         return [f"none that is proved fits the step and the model on {gpus} devices; the time supposes that they share the work evenly"]

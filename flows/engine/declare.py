@@ -83,7 +83,7 @@ class Flow:
     ) -> dict[str, Given]:
         """Return the flow's inputs: for an input in `named`, the artifacts given there; for every other, the items of its kind, in order.
 
-        `sources`: artifact key → new source name of the artifact's rows. Raise PunaError if a required input is missing.
+        `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing or an item fits no input.
         """
         inputs: dict[str, Given] = {}
         fitting = assign(f"flow {self.name}", self.inputs, items, named or {})
@@ -258,11 +258,11 @@ class Walk(ABC):
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Return a context that yields True if it holds the lock `name`, False if another run does. Here it yields True, without a lock."""
+        """Return a context that yields True if it holds the lock `name`, False if another run does; in this class, True without a lock."""
         return contextlib.nullcontext(True)
 
     def tell(self, text: str) -> None:  # noqa: B027  only a walk that performs has listeners
-        """Report the flow's outcome; here do nothing."""
+        """Report the flow's outcome; in this class, do nothing."""
 
     def wrong(self, message: str) -> None:
         raise PunaError(message)
@@ -309,7 +309,7 @@ class Walk(ABC):
         return results[-1] if step.through else join(results)
 
     def _check_inputs(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
-        """Return the step's inputs that exist; report missing and repeated inputs. Raise PunaError for an unknown input or a wrong kind."""
+        """Return the existing inputs; call `wrong` for missing or repeated ones. Raise PunaError for an unknown name or a wrong kind."""
         stage = step.stage
         accepted: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
@@ -349,7 +349,7 @@ class Walk(ABC):
         return self.step(Step(label, label, stage), inputs)
 
     def _join(self, step: Step, given: dict[str, list[Output]], made: Output, label: str) -> None:
-        """Add `made`, the output of an added step, to the input of `step` for its kind; an input for one output gets only `made`."""
+        """Add `made`, an added step's output, to the input of its kind in `given`; replace a single input. Raise PunaError if none fits."""
         takers = [spec for spec in step.stage.inputs if spec.kind == made.kind]
         if not takers:
             raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")
@@ -358,7 +358,7 @@ class Walk(ABC):
 
 
 def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Value]:
-    """Return the items of the outputs, as inputs of a stage."""
+    """Return the items of the outputs as inputs of a stage: a list or one item, None if there are none."""
     arguments: dict[str, Value] = {}
     for spec in stage.inputs:
         items: list[Any] = [item for output in inputs[spec.name] for item in output.items]
@@ -375,7 +375,7 @@ def join(made: list[Output]) -> Output:
 
 
 def in_round(config: StageConfig, number: int) -> StageConfig:
-    """Return the configuration of a step in round `number` (1-based), with another seed in each round."""
+    """Return the configuration of a step in round `number` (1-based), with another seed in each round; unchanged if it has no seed."""
     if not isinstance(config, SeededConfig):
         return config
     return config.model_copy(update={"seed": (config.seed + 1_000_003 * number) % 2**31})

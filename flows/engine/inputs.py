@@ -39,7 +39,7 @@ class RunInputs:
 
 
 def is_artifact(text: str) -> bool:
-    """True if a text names an artifact (`kind/key`, a key, an alias `[PROJECT/]NAME@VERSION`) and no file of that name exists."""
+    """True if a text can name an artifact (`KIND/KEY`, 4 or more digits of KEY, `[PROJECT/]NAME@VERSION`) and no such path exists."""
     kind, slash, key = text.partition("/")
     digits = key if slash else kind
     is_key = (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")
@@ -54,7 +54,7 @@ def alias_of(name: str) -> str:
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
-    """Parse inputs. `NAME=ARTIFACT` assigns to the input NAME, else sets the rows' source to NAME. Raise PunaError if no input fits."""
+    """Return parsed inputs. `NAME=ARTIFACT` assigns to an input NAME, else renames the rows' source. Raise PunaError if no input fits."""
     items: list[Item] = []
     named: dict[str, list[Artifact]] = {}
     sources: dict[str, str] = {}
@@ -96,7 +96,7 @@ def check_address(what: str, text: str) -> None:
 
 
 def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
-    """Return the artifact of the alias `INPUT@latest` for each input that has this alias; print them unless `quiet`."""
+    """Return the artifacts of the aliases `INPUT@latest` that exist; print them unless `quiet`. Raise PunaError for an unknown project."""
     aliases = store.aliases()
     artifacts: list[Item] = []
     for spec in specs:
@@ -128,7 +128,7 @@ def column_changes(texts: Sequence[str], stage: str) -> list[str]:
         name, colon, pairs = text.rpartition(":")
         for pair in pairs.split(","):
             what, sign, column = pair.partition("=")
-            if not sign or what not in COLUMNS or not column or "." in name:
+            if not sign or what not in COLUMNS or not column or "." in name or (colon and not name):
                 raise PunaError(f"--columns {text}: write [INPUT:]WHAT=FIELD[,WHAT=FIELD]; WHAT is one of {', '.join(COLUMNS)}")
             field = f"inputs.{name}.{what}" if colon else f"{what}_column"
             changes.append(f"{stage}.{field}={json.dumps(column)}")

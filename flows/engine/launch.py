@@ -78,7 +78,7 @@ class Request:
         )  # fmt: skip
 
     def command(self, store: Store | None = None) -> str:
-        """Return the equivalent command line; it names `store` unless that is the default store."""
+        """Return the equivalent command line, without --workers and --executor; it names `store` unless that is None or the default."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
         options["--project"] = [self.project] if self.project else []
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
@@ -88,7 +88,7 @@ class Request:
 
 
 def target_named(what: str) -> Flow | Stage:
-    """Return the flow or stage named `what`. If both exist, a prefix `flow:` or `stage:` chooses; the default is the flow."""
+    """Return the flow or, if there is none, the stage `what`; a prefix `flow:` or `stage:` chooses. Raise PunaError if there is neither."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)
@@ -103,7 +103,7 @@ def target_named(what: str) -> Flow | Stage:
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts.
 
-    The Prefect server at PREFECT_API_URL, or of a running `puna up`, gets progress reports; the work never waits for them.
+    The Prefect server at PREFECT_API_URL, or of a running `puna up`, gets progress reports; only the run's end waits for them, briefly.
     """
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
@@ -138,7 +138,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
 
 
 def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig | None = None) -> Artifact:
-    """Run a single stage, print its metrics, and return its artifact. `config`: used in place of the recipe and changes."""
+    """Run a stage, print its metrics, set the requested alias, and return the artifact. `config`: used in place of recipe and changes."""
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
@@ -160,7 +160,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
-    """Return the configuration of a single stage: a recipe's values for the step with the stage's name, then `changes`."""
+    """Return a single stage's configuration: defaults, a recipe's values for the step of its name (PunaError if none), then `changes`."""
     values: dict[str, Any] = {}
     if recipe is not None:
         whole_recipe, _ = read_values(recipe, [])

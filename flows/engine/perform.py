@@ -25,7 +25,7 @@ class Performer(Walk):
         return Output(artifact.kind, (label,), (artifact,))
 
     def together(self, parts: Sequence[Callable[[], object]]) -> None:
-        """Run the parts in parallel, one per worker. After an error, start no further part."""
+        """Run the parts in parallel, one per worker; with one worker, in order. After an error, start no further part, and raise it."""
         slots = current().slots
         if slots < 2:
             return super().together(parts)
@@ -42,7 +42,7 @@ class Performer(Walk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, name: str, output: Output) -> None:
-        """Point the alias at the artifact, unless the output holds several artifacts."""
+        """Point the alias at the artifact, unless the output holds several. If it must stay where it is, report the alias set instead."""
         artifact = output.items[0] if len(output.items) == 1 else None
         if isinstance(artifact, Artifact) and (alias := current().store.set_alias(name, artifact)) != name:
             self.tell(f"{name} stands for an earlier artifact; this one is {alias}")

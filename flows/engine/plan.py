@@ -101,8 +101,8 @@ def together(sizes: Sequence[Size]) -> Size:
 class PlannedStep:
     """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
 
-    `expected`: the cost estimate if it runs; None without an earlier run. `begins`: the ids of a training's initial model and chosen size,
-    by the input's name; an id is empty if an earlier step has not made the artifact yet.
+    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: the ids of a training run's initial
+    model and chosen size, by the input's name; an id is empty if an earlier step has not made the artifact yet.
     """
 
     label: str
@@ -141,7 +141,7 @@ class Planner(Walk):
         return Output(step.stage.kind, (label,), items)
 
     def _estimate(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
-        """Return the estimate for a step that must run, and remember its output size for later steps."""
+        """Return the estimate for a step that must run, None without one, and remember its output size for later steps."""
         if self._experience is None or inputs.get("size"):  # the cost depends on the chosen size, which is in no configuration
             return None
         sizes = [Size.of(item) for estimate in inputs.values() for output in estimate for item in output.items]
@@ -160,7 +160,7 @@ class Planner(Walk):
 
 
 def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[PlannedStep]:
-    """Return the planned steps of a flow. Without inputs, plan with the inputs that a run takes by default."""
+    """Return a flow's planned steps. Without inputs, plan with a run's default inputs, or with placeholders while there are none."""
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from puna.stages.reading.pages import Page
 
 PEEK_CHARACTERS = 4000
-"""Maximum characters read of each page."""
+"""Maximum characters of the text sampled from a page."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of NVIDIA's and AMD's drivers. If one exists, models are in the accelerator's memory, not in the machine's."""
 STORED_PER_BYTE = 1.5
@@ -34,7 +34,7 @@ STORED_PER_BYTE = 1.5
 
 
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with all unmet needs of the flow's steps and their remedies.
+    """Raise PunaError with all unmet needs of the flow's steps, lack of disk space included, and their remedies.
 
     A step whose artifact exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled.
     """
@@ -93,7 +93,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """Return a function that samples all files and artifacts of an input; None if any cannot be sampled."""
+    """Return a function that samples all files and artifacts of an input; None without any, or if one cannot be sampled."""
     if not items or any(item.look is None for item in items):
         return None
     looks = dict.fromkeys(item.look for item in items if item.look is not None)  # one look may sample several inputs

@@ -86,7 +86,7 @@ class General(StageConfig):
 class Recipe:
     """A recipe: field → values, as parsed from YAML. `configs` turns the values of a step into configurations.
 
-    `project`: the store's project, whose aliases a run reads and sets; empty: the opened store's project.
+    `extra`: the added steps, by label. `project`: the store's project, whose aliases a run reads and sets; empty: the opened store's.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Recipe:
         return parse(kind, merge(base, values), where)
 
     def one(self, field: str, stage: Stage, kind: type[C]) -> C:
-        """Return the configuration, of class `kind`, of a step that is neither left out nor repeated."""
+        """Return the configuration, of class `kind`, of a step. Raise PunaError if the step is left out or repeated."""
         configs = self.configs(Step(field, field, stage))
         if len(configs) != 1 or not isinstance(configs[0], kind):
             raise PunaError(f"recipe {self.name}: {field} is {'repeated' if configs else 'left out'}; here one configuration is needed")
@@ -173,7 +173,7 @@ class Layer:
 
 
 def with_file(complaint: str, layers: list[Layer]) -> str:
-    """Return the complaint `step.field: …`, preceded by the name of the file that sets the field."""
+    """Return the complaint `step.field: …`, preceded by the name of the user's file that sets the field, if one does."""
     path = complaint.partition(":")[0].split(".")
     return max(layers, key=lambda layer: layer.depth(path)).where + complaint
 
@@ -263,7 +263,7 @@ def shipped_recipes() -> list[str]:
 
 
 def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a copy in which no two values are one object; raise PunaError if following the aliases gives too many values.
+    """Return a copy in which no two values are one object; raise PunaError if following the aliases gives too many values or levels.
 
     With aliases, a few lines of YAML can stand for nested lists that exceed any memory, or for a list that holds itself.
     """
@@ -283,7 +283,7 @@ def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def overridden(values: dict[str, Any], change: str) -> None:
-    """Apply `a.b=value` (a YAML value) to nested values. A number addresses a list item; a group is merged into an existing group."""
+    """Set `a.b=value` (YAML) in nested `values`. A number addresses a list item; groups are merged. Raise PunaError for a wrong path."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")

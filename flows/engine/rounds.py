@@ -72,7 +72,7 @@ class History:
 
     @classmethod
     def of(cls, store: Store, model: Artifact) -> History:
-        """Return the history of `policy@latest`, which must descend from `model`; without this alias, the history of `model`."""
+        """Return the history of `policy@latest`, by default of `model`. Raise PunaError if `policy@latest` does not come from `model`."""
         lineage = _Lineage(store)
         policy = store.alias(POLICY) if POLICY in store.aliases() else model
         rounds = lineage.rounds(policy)
@@ -109,7 +109,7 @@ class _Lineage:
         return tuple(self._of(one[digest]) for digest in sorted(one))
 
     def ancestors(self, keys: Iterable[str]) -> dict[str, None]:
-        """Return all ancestors of these artifacts that are still in the store."""
+        """Return the keys of all ancestors of these artifacts that are still in the store."""
         ancestors: dict[str, None] = {}
         todo = list(keys)
         while todo:
@@ -120,7 +120,7 @@ class _Lineage:
         return ancestors
 
     def roots(self, key: str) -> set[str]:
-        """Return the root models of a model's lineage: models made from no other model. The model itself may be a root."""
+        """Return the keys of the root models of a model's lineage: models made from no other model. The model itself may be a root."""
         roots, todo, seen = set[str](), [key], set[str]()
         while todo:
             seen.add(key := todo.pop())
@@ -130,7 +130,7 @@ class _Lineage:
         return roots
 
     def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return training data by kind: inputs of models in `behind`, and prompts read there by kinds other than prompts and evaluation."""
+        """Return kind → training data: inputs of models in `behind`, and prompts read there by other kinds (not evaluation, prompts)."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -179,9 +179,9 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out the verdict of a round and return a sentence on the outcome. A second call changes nothing.
+    """Carry out the verdict of a round and return a sentence on the outcome. A second call changes nothing, nor does a round that waits.
 
-    If the round passed, the policy's aliases move to the candidate. Raise PunaError if `policy@latest` was moved meanwhile.
+    If the round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` moved meanwhile.
     """
     message = str(done)
     if done.verdict == "passed":
@@ -237,7 +237,7 @@ def new_preferences(store: Store) -> int:
 
 
 def due(store: Store) -> tuple[str, Trigger] | None:
-    """Return the name of the round that should start now, and its trigger; None if none is due. New judgements change the name."""
+    """Return an idempotency key of the round that is due now, and the trigger; None if none is due. New judgements change the key."""
     trigger, preferences = load_trigger(store), human_preferences(store)
     if not trigger.preferences or preferences is None:
         return None

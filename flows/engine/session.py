@@ -78,7 +78,7 @@ class Session:
             _APART.reset(token)
 
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
-        """Run one stage, as a Prefect task if Prefect started the run; report to the terminal, the run's log and the server."""
+        """Run one stage or reuse its artifact, as a Prefect task if Prefect started the run; report to terminal, run log and server."""
         inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
 
         def work(task: str | None = None) -> Outcome:
@@ -169,8 +169,8 @@ def session(
 ) -> Iterator[Session]:  # fmt: skip
     """Open a session: workers are started when first needed and stopped at the end. `executor`: see `connect`.
 
-    `title`, `parameters`: the description of the run on a server and in the run's log. `report`: write the run's page after success. If the
-    run only reused artifacts and an earlier run has the same artifacts, name the earlier run's page instead.
+    `title`, `parameters`: the description of the run on a server and in the run's log. `report`: write the run's page after success. If
+    the run only reused artifacts, and an earlier run with the same artifacts has a page by today's code, name that page instead.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
@@ -206,7 +206,7 @@ def session(
             with contextlib.suppress(OSError, PunaError):
                 store.record(run, runs.stopped())
             if engine is not None:
-                engine.stop()  # trainings in workers save their state first
+                engine.stop()  # training runs in workers save their state first
             _tell_saved(opened, flow_run is not None)
             raise
         finally:
@@ -232,7 +232,7 @@ def _compile_mark(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM end the run like Ctrl-C within the context, unless SIGTERM has another handler; training finishes its step first."""
+    """Within the context, in the main thread, let SIGTERM end the run like Ctrl-C unless it has a handler; training first ends its step."""
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
@@ -284,7 +284,7 @@ def _write_page(address: str, run: str) -> str:
 
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
-    """Return the commit of the checkout that the program runs from, with `-dirty` if files differ from it; None outside a checkout."""
+    """Return the commit of the checkout that the program runs from, with `-dirty` if files differ from it; None if there is none."""
     if not (root / ".git").exists():
         return None
     try:
@@ -327,7 +327,7 @@ def saved_work(store: Store, key: str) -> str:
 
 
 def _trainings(scratch: Path) -> list[str]:
-    """Return, in words, the progress of each training with saved state below the scratch folder."""
+    """Return, in words, the progress of each training run with saved state below the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
     if not folders:
         return []

@@ -141,7 +141,7 @@ def everything(flow: Flow) -> Trace:
 
 
 def fields(flow: Flow) -> dict[str, Step]:
-    """Return field → step that it configures, for all fields of the flow's recipes."""
+    """Return field → the first step with it, `off` unless a step with it runs by default. Raise PunaError if two stages share a field."""
     steps: dict[str, Step] = {}
     for traced in everything(flow).steps:
         known_step = steps.setdefault(traced.step.field, traced.step)
@@ -165,7 +165,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         settings = {**everything(other).settings, **settings}
     changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
     for label, step in steps.items():
-        # If a change leaves out a step, the recipe's training for this step goes with it.
+        # If a change leaves out a step, the recipe's step that trains its classifier goes with it.
         if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
             values.pop(label, None)
     complaints: list[str] = []

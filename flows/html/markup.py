@@ -110,7 +110,7 @@ def stacked_bar(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Htm
 
 
 def number(value: float | int | None, digits: int = 4) -> str:
-    """Return a number as text: whole or large numbers with thousands separators, others to `digits` significant digits."""
+    """Return a number as text (None: a dash): whole and large numbers with thousands separators, others to `digits` significant digits."""
     if value is None:
         return "–"
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
@@ -123,7 +123,7 @@ def number(value: float | int | None, digits: int = 4) -> str:
 
 
 def short(value: float | int | None) -> str:
-    """Return a count in at most four digits: 950, 12.3 k, 4.56 M."""
+    """Return a count in at most four digits: 950, 12.3 k, 4.56 M; a dash for None."""
     if value is None:
         return "–"
     for start, scale, unit in ((0.9995e12, 1e12, "T"), (0.9995e9, 1e9, "G"), (0.9995e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -134,7 +134,7 @@ def short(value: float | int | None) -> str:
 
 
 def percent(part_: float, whole: float) -> str:
-    """Return a share in percent; a non-zero share is never shown as zero, nor an incomplete share as 100 %."""
+    """Return a share in percent, a dash if `whole` is 0. A non-zero share is never shown as zero, nor an incomplete share as 100 %."""
     if not whole:
         return "–"
     share = 100 * part_ / whole

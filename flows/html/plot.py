@@ -37,7 +37,7 @@ class Plot:
 
     @classmethod
     def of(cls, figure: Mapping[str, Any]) -> Plot:
-        """Return the plot of a figure in a manifest; points without a finite value are left out."""
+        """Return the plot of a figure in a manifest; points with a missing or infinite coordinate are left out."""
         series = {str(name): _finite(points) for name, points in figure["series"].items()}
         if any(isinstance(x, str) for points in series.values() for x, _ in points):
             series = {name: [(str(x), y) for x, y in points] for name, points in series.items()}
@@ -51,7 +51,7 @@ class Plot:
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
-        """Return the index of a series among the series with their own colours."""
+        """Return the index that chooses a series' colour: its index among itself and the series that are not faint."""
         return [n for n in self.series if n not in self.faint or n == name].index(name)
 
     @property

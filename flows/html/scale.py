@@ -20,7 +20,7 @@ Point = tuple[float | str, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mapping of values to the span from `start` to `stop` (pixels).
+    """A mapping of values to the span from `start` to `stop` (units of the view box).
 
     `names`: an axis of words instead of numbers. `whole`: only whole numbers get ticks.
     """
@@ -35,7 +35,7 @@ class Axis:
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], start: float, stop: float, label: str = "", *, zero: bool = False) -> Axis:
-        """Return an axis that covers all values, widened to round numbers. `zero`: include 0."""
+        """Return an axis that covers all values, widened to round numbers, or logarithmic (see `GROWING`). `zero`: include 0."""
         low, high = min(values), max(values)
         if zero:
             low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low < 0 else 1.0)
@@ -49,7 +49,7 @@ class Axis:
 
     @classmethod
     def tight(cls, values: Sequence[float], start: float, stop: float, label: str = "") -> Axis:
-        """Return an axis from the smallest to the largest value, for the direction in which a curve runs."""
+        """Return an axis from the smallest to the largest value; wider if it is logarithmic or all values are equal."""
         wide = cls.of_numbers(values, start, stop, label)
         if wide.log or min(values) == max(values):
             return wide

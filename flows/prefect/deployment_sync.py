@@ -47,9 +47,9 @@ class DeploymentSync:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
-        """Create or update all deployments. `crons`: cron expressions by `[PROJECT/]NAME`. Schedules that people set stay.
+        """Create or update all deployments, and end lost runs. `crons`: cron expressions by `[PROJECT/]NAME`.
 
-        `served` is called with each deployment's title and id as soon as the server has the deployment.
+        `served` is called with each deployment's title and id as soon as the server has the deployment. Schedules that people set stay.
         """
         self._settle(starting=True)
         there = self._there()
@@ -101,13 +101,16 @@ class DeploymentSync:
             self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
 
     def _there(self) -> list[dict[str, Any]]:
-        deployments: list[dict[str, Any]] = []
+        return self._all("deployments", {"deployments": {"tags": {"all_": [TAG]}}})
+
+    def _all(self, kind: str, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return all of the server's objects of a kind that a filter accepts, page by page."""
+        found: list[dict[str, Any]] = []
         while True:
-            body = {"limit": PAGE, "offset": len(deployments), "deployments": {"tags": {"all_": [TAG]}}}
-            page = self._server.insist("POST", "/deployments/filter", body)
-            deployments += page
+            page = self._server.insist("POST", f"/{kind}/filter", {**wanted, "limit": PAGE, "offset": len(found)})
+            found += page
             if len(page) < PAGE:
-                return deployments
+                return found
 
     def _content(self, offer: Offer, choices: Choices) -> dict[str, Any]:
         form = schema(self._plain[offer.title], offer.what.inputs, choices)
@@ -143,11 +146,10 @@ class DeploymentSync:
         """End Prefect runs, and their steps, whose Puna run is over: the run's process was killed before it could report.
 
         Only the second check in a row ends a run, since its process may still report. `starting`: no run has a process yet, so pending
-        runs are rescheduled.
+        runs are rescheduled if `linked`.
         """
-        body = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE}
         lost: dict[str, int] = {}
-        for run in self._server.insist("POST", "/flow_runs/filter", body):
+        for run in self._all("flow_runs", {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}):
             name = (run.get("labels") or {}).get("puna.run")
             if not isinstance(name, str) or name not in self._store.runs():
                 if starting and self._linked and run["state_type"] == "PENDING" and TAG in run["tags"] and self._twice(run["id"], lost):
@@ -159,9 +161,9 @@ class DeploymentSync:
                 self._end(f"/flow_runs/{run['id']}", state, message or log.error or f"run {name} {log.state}")
         open_steps = {
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}, "tags": {"all_": [TAG]}},
-            "task_runs": {"state": {"type": {"any_": UNFINISHED}}}, "limit": PAGE,
+            "task_runs": {"state": {"type": {"any_": UNFINISHED}}},
         }  # fmt: skip
-        for step in self._server.insist("POST", "/task_runs/filter", open_steps):
+        for step in self._all("task_runs", open_steps):
             if self._twice(step["id"], lost):
                 self._end(f"/task_runs/{step['id']}", "CRASHED", "its run is over")
         self._lost = lost

@@ -95,7 +95,7 @@ def _open_store(values: Mapping[str, Any]) -> Store:
 
 
 def _run_work(request: Request, work: Callable[[], str]) -> Any:
-    """Return the result of `work`. A `PunaError` fails the run with its message in log and state, without a traceback."""
+    """Return the result of `work`; after a PunaError, the state Failed with its message and no traceback; after cancellation, Cancelled."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     try:
@@ -128,7 +128,7 @@ def _parameter(name: str, kind: Any, about: str, default: Any) -> inspect.Parame
 
 
 def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[inspect.Parameter]) -> PrefectFlow[Any, Any]:
-    """Return `run` as the Prefect flow `name` with the parameters as its form."""
+    """Return `run` as the Prefect flow `name`, whose form has `parameters`, executor, store and project."""
     # A process that Prefect starts for a run imports the flow by this name.
     run.__module__, run.__name__ = "puna.flows.prefect.deployments", f"flow_{name}"
     run.__qualname__ = run.__name__
@@ -228,7 +228,7 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own kills them, and the server goes on showing them as running."""
+    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's runner kills them, and the server still shows them as running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
         """Interrupt the runs in progress, so that they report their end to the server; then end the runner."""

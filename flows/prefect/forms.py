@@ -37,7 +37,7 @@ class Offer:
 
 
 def offers() -> list[Offer]:
-    """Return every flow and stage, in the order of the pipeline."""
+    """Return all flows, then all stages by folder, in the order of the pipeline."""
     flows, stages = load_flows(), load_stages()
     all_offers = [Offer(name, f"0.{number:02d} {name}", "flow", flow) for number, (name, flow) in enumerate(flows.items(), 1)]
     steps = [step.step.stage.name for flow in [*flows.values()][1:] for step in everything(flow).steps]
@@ -60,7 +60,7 @@ def _group(stage: Stage) -> str:
 
 
 def defaults(offer: Offer) -> dict[str, Any]:
-    """Return the initial values of a form: for a flow, the recipe `demo`; for a stage, its configuration in this recipe."""
+    """Return a form's initial values: for a flow, the recipe `demo`; for a stage, its configuration in this recipe, empty if invalid."""
     if isinstance(offer.what, Flow):
         return {"recipe": DEFAULT_RECIPE}
     values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)

@@ -23,7 +23,7 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
     """Write the page about `run` ("latest": the newest), or its comparison with the run `compare`, and return its path.
 
     The page is self-contained. By default it is runs/<run>.html in the store (runs/<compare>-<run>.html), and the path of a local copy is
-    returned. Unfinished runs have a page, too. Raise PunaError if there is no such run, or one of its artifacts cannot be read.
+    returned. Unfinished runs have a page, too. Raise PunaError if there is no such run, an artifact is unreadable, or writing fails.
     """
     about = Run.open(store, run)
     other = None if compare is None else Run.open(store, compare)
@@ -57,7 +57,7 @@ def place(name: str) -> str:
 
 
 def written_before(store: Store, run: str) -> Path | None:
-    """Return the page of an earlier run with the same artifacts, if today's code wrote it; else, or if `run` made an artifact, None."""
+    """Return an earlier page of the flow by today's code if all runs since have the same artifacts and `run` made none; else None."""
 
     def artifacts(name: str) -> dict[str, str]:  # a dictionary, since the steps of two runs may end in different orders
         return {record.step: record.key for record in store.log(name).made}

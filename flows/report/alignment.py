@@ -11,7 +11,7 @@ from typing import Any
 
 from puna.flows.html.markup import Content, Html, details, excerpt, join, number, part, table, tag
 from puna.flows.html.plot import Plot, grid
-from puna.flows.report import arms
+from puna.flows.report import arms, training
 from puna.flows.report.run import Run, Step, for_people
 from puna.stages.align.gate import ALL
 from puna.stages.training.intervals import Interval, mean
@@ -38,12 +38,12 @@ class Measured:
 
 
 def model_label(step: str) -> str:
-    """Return the evaluated model's label, from the step's name: evaluate_round_1 is "round 1"."""
+    """Return the evaluated model's label, from the step's name: evaluate_round_1 is "Round 1"."""
     return for_people(step.removeprefix("evaluate_"))
 
 
 def models_by_step(store: Store) -> dict[str, str]:
-    """Return evaluation key → label of its model: "round 1", or for an arm, "gold answers only (round 1)".
+    """Return evaluation key → label of its model: "Round 1", or for an arm, "gold answers only (round 1)".
 
     If several runs name an evaluation, the newest run counts.
     """
@@ -61,8 +61,9 @@ def models_by_step(store: Store) -> dict[str, str]:
 
 
 def evaluations(run: Run) -> list[Step]:
-    """Return the steps that evaluated a model: no control arms, and no experiments or gates, which write the same kind of artifact."""
-    steps = [s for s in run.kind("evaluation") if s.stage != "gate" and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
+    """Return the steps that wrote an evaluation and have a model among their inputs, except gates and control arms."""
+    others = ("gate", "contamination", *training.EXPERIMENTS)
+    steps = [s for s in run.kind("evaluation") if s.stage not in others and any(i.kind == "model" for i in s.artifact.manifest.inputs)]
     return [s for s in steps if not arms.CONTROL.fullmatch(s.name)]
 
 
@@ -77,7 +78,7 @@ def gate_basis(gate: Artifact) -> str:
 
 
 def gates_view(run: Run) -> Html | None:
-    """Return the verdict of each round's gate: its metric, the prompts, the gain and the reason."""
+    """Return a table of each round's gate: verdict, metric, prompts, gain and reason; None without gates."""
     rows: list[list[Content]] = [
         [s.round, s.metrics["verdict"], gate_basis(s.artifact), number(s.metrics["gain"], 3),
          f"{number(s.metrics['gain_low'], 3)} to {number(s.metrics['gain_high'], 3)}", s.metrics["reason"]]
@@ -100,7 +101,7 @@ def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
 
 
 def accuracy_view(run: Run) -> Html:
-    """Show accuracy after each step with its interval: all tasks together, each task, then other metrics."""
+    """Show accuracy after each step with its interval, overall and by task, then other metrics; a series needs two evaluations."""
     series = measurements(run)
     overall = series.get((ALL, "accuracy"), [])
     plots = [_plot("Accuracy on held-out tasks", "accuracy", {"all tasks": overall})] if len(overall) > 1 else []
@@ -151,7 +152,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show each round beside other arms: an arm's shares with intervals, the round's gain over the arm, the arm's budget; then claims."""
+    """Show each round beside other arms: an arm's shares with intervals, the round's gain over it, the ratio of budgets; then claims."""
     parts = []
     for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "the round beyond it")]
@@ -226,7 +227,7 @@ def _rewards(run: Run, answers: Step) -> dict[str, float]:
 
 
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
-    """Return a plot of the mean of a column of the answers, with its interval, per step and model."""
+    """Return a plot of the mean of a column of the answers, with its interval, per step and model; `_rewards` fills a missing `score`."""
     points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
     spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
     for step in run.kind("answers"):

@@ -64,7 +64,7 @@ class Budget:
         return self.trained_answers / self.updates if self.updates else 0.0
 
     def ratio(self, other: Budget) -> float:
-        """Return the smallest ratio, over the resources in `LAW`, of this budget to another.
+        """Return the smallest ratio, over the resources in `LAW`, of this budget to another; infinite if the other used none of them.
 
         Trained tokens and CPU seconds are only shown, since they depend on the layout of answers and on the machine.
         """
@@ -179,7 +179,7 @@ class Arms:
 
 
 def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
-    """Return the arms of each round with control arms among the evaluations (step name, artifact), the first round first."""
+    """Return the arms of each round that has control arms, the first round first. `evaluations`: pairs of step name and artifact."""
     by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
     by_number: dict[int, dict[str, Artifact]] = {}
     for name, artifact in by_step.items():

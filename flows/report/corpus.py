@@ -114,7 +114,7 @@ def _share(value: float, whole: float) -> float:
 
 
 def kept_view(run: Run) -> Html:
-    """Show kept documents: one per combination of language and domain, then documents at even distances in the order of ids."""
+    """Show up to `KEPT_SHOWN` kept documents: one per language and domain, then documents at even distances in the order of ids."""
     documents = final_documents(run)
     if documents is None or not documents.rows():
         return Html("")

@@ -148,7 +148,7 @@ def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
 
 
 def duplicates_view(run: Run, step: Step) -> Html:
-    """Show removed documents beside their kept duplicates, with differences marked."""
+    """Show examples of removed documents beside their kept duplicates, with differences marked, and count all documents and clusters."""
     every, near = Among(), Among()
     for batch in step.artifact.batches("duplicates"):
         rows = pa.Table.from_batches([batch])

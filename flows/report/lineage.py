@@ -157,7 +157,7 @@ def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dic
 
 
 def times_view(run: Run) -> Html:
-    """Show seconds and peak memory of every step; for reused artifacts, hatched, the cost of making them."""
+    """Show time, peak memory and stored bytes of every step; for reused artifacts, hatched, the cost of making them."""
     if not run.steps:
         return Html("")
     longest = max(max(s.seconds if not s.reused else s.made_seconds for s in run.steps), 1e-9)

@@ -204,7 +204,7 @@ def _alignment(run: Run) -> Html:
 
 
 def measured_view(run: Run) -> Html | None:
-    """Return a table of the prompts and annotators behind the figures of alignment; None without evaluations and preferences."""
+    """Return a table of annotator, prompts and model-free baselines for alignment; None if there are no evaluations and no preferences."""
     if not (alignment.evaluations(run) or run.kind("preferences")):
         return None  # curation reads prompts, too, to keep them out of training
     rows: list[list[Content]] = []

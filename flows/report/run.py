@@ -75,7 +75,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
-        """Return the run `name`, or the newest run if `name` is "latest". Raise PunaError if there is no such run."""
+        """Return the run `name`, or the newest run if `name` is "latest". Raise PunaError if there is no such run or its log is empty."""
         store = store.reading()
         if name == "latest":
             names = store.runs()
@@ -102,7 +102,7 @@ class Run:
         return [s for s in self.steps if s.artifact.kind in kinds]
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
-        """Return the artifact that an input record names: of an earlier step (by key, else by content), else of the store.
+        """Return the artifact that an input record names: of an earlier step (by key, else content), else the store; None if in neither.
 
         A reused artifact may name an earlier run's input, whose content equals that of this run's artifact.
         """

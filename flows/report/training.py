@@ -123,7 +123,7 @@ def log_columns(step: Step) -> dict[str, list[float | None]]:
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
-    """Return a plot of one logged number over the steps; long series are also smoothed, with the original points faint."""
+    """Return a plot of one logged number over the steps. Long series, but the learning rate's, are also smoothed, with the points faint."""
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name == "learning_rate":

@@ -23,7 +23,7 @@ where starts_with(id, ?) or list_contains(string_split(replace(detail, ': ', ' '
 
 
 def fate(store: Store, document: str) -> list[dict[str, Any]]:
-    """Return the events of a document, or of a record without a page, oldest artifact first. Raise PunaError unless exactly one matches."""
+    """Return the events of a document, or of records without a page, oldest first. Raise PunaError if none or several documents fit."""
     artifacts = {artifact.key: artifact for artifact in store.artifacts()}
     order = {key: place for place, key in enumerate(artifacts)}
     with catalog.Catalog(store) as opened:
@@ -59,7 +59,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 
 
 def _abstentions(store: Store, artifact: Artifact, known: dict[str, Any]) -> list[str]:
-    """Return the rules of a selection that do not judge documents in a document's language and script, for want of a basis."""
+    """Return the rules of a selection whose thresholds have no factor for a document's language and script, and so do not judge it."""
     if artifact.manifest.stage != "select" or not {"language", "script"} <= set(known):
         return []
     try:

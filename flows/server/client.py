@@ -55,8 +55,8 @@ class Server:
             raise Unreachable(str(error)) from error
 
     def insist(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the server's answer; retry while it is busy or does not answer, then raise PunaError. `body` needs an idempotency key if
-        the request must not be repeated."""
+        """Return the server's answer; try up to six times while it is busy or does not answer. Raise PunaError after that, or at once if it
+        refuses the request. `body` needs an idempotency key if the request must not be repeated."""
         for wait in (0.2, 0.5, 1.0, 2.0, 4.0, None):
             try:
                 return self.ask(method, path, body, timeout=60.0)
@@ -81,18 +81,18 @@ class Server:
         return trouble
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that tell a process which Prefect server to use."""
+        """Return the environment variables that tell a process which Prefect server to use; the API key is left out."""
         return {"PREFECT_API_URL": self.url, **({"PREFECT_API_AUTH_STRING": self.auth} if self.auth else {})}
 
 
 def from_environment() -> Server | None:
-    """Return the server that PREFECT_API_URL names, whether it answers or not."""
+    """Return the server that PREFECT_API_URL names, whether it answers or not; None if the variable is not set."""
     url = os.environ.get("PREFECT_API_URL")
     return Server(url, os.environ.get("PREFECT_API_AUTH_STRING", ""), os.environ.get("PREFECT_API_KEY", "")) if url else None
 
 
 def named_server() -> Server | None:
-    """Return the server that PREFECT_API_URL names; raise PunaError if it does not answer."""
+    """Return the server that PREFECT_API_URL names, None if the variable is not set. Raise PunaError if the server does not answer."""
     server = from_environment()
     if server is not None and (trouble := server.trouble()) is not None:
         raise PunaError(
@@ -103,7 +103,7 @@ def named_server() -> Server | None:
 
 
 def server_of(store: Store) -> Server | None:
-    """Return the Prefect server for a store's runs: at PREFECT_API_URL, else of a running `puna up`, else None."""
+    """Return the Prefect server for a store's runs: at PREFECT_API_URL (PunaError if silent), else of a running `puna up`, else None."""
     server = named_server()
     if server is not None:
         return server

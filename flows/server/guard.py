@@ -60,8 +60,8 @@ def configuration(door: ASGIApp, seconds: int = 3) -> uvicorn.Config:
 class OwnSite:
     """An application behind a check of each request's host and of the site whose page sends the request.
 
-    Without a password, only this machine's names and addresses are accepted. With DNS rebinding, another site's name can point to this
-    machine, and its pages would pass as the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
+    Unless `protected` by a password or key, hosts must be `localhost` or IP addresses: by DNS rebinding, another site's name can point to
+    this machine, and its pages would pass as the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
     among them that may have a query.
     """
 
@@ -71,7 +71,7 @@ class OwnSite:
         self._app, self._protected, self._pages, self._asking = app, protected, pages, asking
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to the application, or refuse it with 400 or 403 and the reason in one line."""
+        """Pass the request to the application, or refuse it with 400 or 403 and the reason in one line (a websocket: close with 1008)."""
         if scope["type"] in ("http", "websocket"):
             refused = self._refusal(scope)
             if refused and scope["type"] == "http":
@@ -155,7 +155,7 @@ class Bounded:
         self._refusal: Refusal = refusal or (lambda status, words: PlainTextResponse(words, status))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application once the whole body has arrived."""
+        """Call the application once the whole body has arrived, or refuse the request."""
         if scope["type"] != "http" or not _has_body(scope):
             await self._app(scope, receive, send)
             return
@@ -199,7 +199,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 class Password:
-    """An application behind a login, if `auth` is set. `bodies`: only requests with a body need the login, before their body is read."""
+    """An application behind an HTTP login, if `auth` is set; websockets pass. `bodies`: only requests that may have a body need it."""
 
     def __init__(self, app: ASGIApp, auth: str, bodies: bool = False) -> None:
         self._app, self._auth, self._bodies = app, auth, bodies
@@ -237,7 +237,7 @@ def check_auth(host: str, auth: str) -> None:
 
 
 def loopback(host: str) -> bool:
-    """True if only this machine can reach the host."""
+    """True if the host is `localhost` or a loopback address, which only this machine can reach."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):

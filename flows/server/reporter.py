@@ -1,7 +1,7 @@
 """The reporter of a run: writes progress to a file in the store, and sends steps, logs and results to a Prefect server, if there is one.
 
-A daemon thread sends each step's latest state and up to `MAX_LOGS` pending log lines. So a slow or absent server delays only
-the end of the run, by up to `LAST_SECONDS`, and a server that returns catches up at once. No error here can fail or delay a stage.
+A daemon thread sends each step's latest state and the last `MAX_LOGS` unsent log lines. So a slow or absent server delays only
+the end of the run, by up to `LAST_SECONDS`, and gets all of these once it answers. No error here can fail or delay a stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from puna.storage.files import write_bytes
 
 EVERY_SECONDS = 3.0
 SOON_SECONDS = 0.1
-"""Pause before the first retry with an unreachable or busy server; the pause doubles with each retry, up to 1 s."""
+"""Pause after a request that failed because the server is unreachable or busy; the pause doubles with each failure, up to 1 s."""
 LAST_SECONDS = 8.0
 """Maximum seconds to wait at the end of a run for pending reports, if the server answered the last request."""
 GONE_SECONDS = 1.0
@@ -48,7 +48,7 @@ class StepRecord:
     label: str
     stage: str
     inputs: Mapping[str, Sequence[str]]
-    """Name of an input → ids of the steps of this run that made its artifacts."""
+    """Name of an input → ids of the steps of this run that made or reused its artifacts."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     own: bool = True
     """True if this reporter sends the step's state; False if the step runs as a Prefect task, whose state Prefect sends."""
@@ -89,7 +89,7 @@ class Reporter:
     # --- calls by the run; they return at once --------------------------------------------------------
 
     def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
-        """Return the record of a step that begins. `inputs`: input name → artifacts; `task`: id of the step's Prefect task, if any."""
+        """Record a step that begins; return the record. `inputs`: input name → artifacts; `task`: id of its Prefect task, if any."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
         step = StepRecord(label, stage, edges) if task is None else StepRecord(label, stage, edges, id=task, own=False)
@@ -123,7 +123,7 @@ class Reporter:
         self._wake.set()
 
     def end(self, state: str, message: str | None = None, report: str | None = None) -> None:
-        """Set the run's final state (COMPLETED, FAILED or CANCELLED), and wait up to `LAST_SECONDS` until pending reports are sent."""
+        """Report the run's final state (COMPLETED, FAILED, CANCELLED), waiting at most `LAST_SECONDS`, and delete the progress file."""
         self._ended, self._report, self._closed = (state, message), report, True
         self._wake.set()
         if self.server is not None:
@@ -149,6 +149,7 @@ class Reporter:
                 self._reached = False
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
+                self._wake.set()  # ask again at once
                 continue
             except PunaError as error:
                 # The server refuses reports (an old version, or another program): stop reporting, not the run.
@@ -210,7 +211,7 @@ class Reporter:
             step.drawn = drawn
 
     def _draw(self, server: Server, step: StepRecord) -> None:
-        """Create or update the step's Prefect artifact, which shows the step's progress and, after its end, its output."""
+        """Create or update the step's Prefect artifact, which shows the step's progress, or its output after its end."""
         if step.outcome is not None:
             description, data = headline(step.outcome), markdown(step.outcome)
         else:
@@ -250,7 +251,7 @@ def slug(text: str) -> str:
 
 
 def progress_text(progress: tuple[float, float, str], seconds: float) -> str:
-    """Return a step's progress in percent and counts, its note, and the estimated time left."""
+    """Return a step's progress in percent and counts, its note, and above 2 % the estimated time left. `seconds`: time since its start."""
     done, total, note = progress
     share = done / max(total, 1e-9)
     left = f", about {duration(seconds * (1 - share) / share)} left" if 0.02 < share < 1 else ""

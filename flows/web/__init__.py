@@ -22,14 +22,14 @@ Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(store: Store, *, prefect: str | None, auth: str, urls: bool = False) -> FastAPI:
-    """Return a store's web application. `prefect`: URL of Prefect's server; `auth`: USER:PASSWORD or empty; `urls`: forms take URLs."""
+    """Return a store's web application. `prefect`: Prefect's URL, if any; `auth`: USER:PASSWORD or empty; `urls`: forms take URLs."""
     store = store.reading()
     app = FastAPI(openapi_url=None)
     site = app.state.site = Site(store, prefect, Asker(store, urls=urls))
 
     @app.middleware("http")
     async def guard_page(request: Request, further: Next) -> Response:
-        """Add headers that restrict what a page may load."""
+        """Add headers that restrict what a page may load, unless the page sets its own."""
         answer = await further(request)
         answer.headers.setdefault("content-security-policy", POLICY)
         answer.headers.setdefault("x-content-type-options", "nosniff")

@@ -43,7 +43,8 @@ class Desk:
         self.order = list(self.pairs)
         if not self.order:
             raise PunaError(f"{answers.id} has no prompt with two whole answers that differ; sample more, or with a larger max_tokens")
-        self.file = store.root / "judgements" / f"{answers.key}.jsonl"
+        choice = "" if pairs_per_prompt == 1 else f"-{pairs_per_prompt}"  # other numbers of pairs give other pairs
+        self.file = store.root / "judgements" / f"{answers.key}{choice}.jsonl"
         self._said: dict[str, dict[str, Judgement]] = defaultdict(dict)
         self._lock = threading.Lock()
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ class Desk:
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
-        """Return the page's data for the pair at index `place` (None: the first that `by` has not judged); if none, only counts."""
+        """Return the page's data for pair `place` (None: the first that `by` has not judged or skipped); if none, only counts."""
         own = self._said.get(by, {})
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))
@@ -76,7 +77,7 @@ class Desk:
         return {**state, **shows}
 
     def judge(self, pair: str, by: str, better: str | None, level: str | None, edited: str | None, prompt: str | None) -> None:
-        """Append a judgement to the file. Raise PunaError for an unknown pair or a failed write. `better`: left or right on the page."""
+        """Append a judgement (`better`: left or right). Raise PunaError for an unknown pair or failed write, ValueError for a bad value."""
         if pair not in self.pairs:
             raise PunaError(f"there is no pair {pair}")
         fields = {"pair": pair, "by": by, "better": self._side(better, pair, by), "level": level}
@@ -100,7 +101,7 @@ class Desk:
         return None if side is None else there.get(side, side)
 
     def save(self) -> Artifact:
-        """Make preferences of the judgements so far, and point the alias `judged@latest` at the artifact; the flow `round` trains on it."""
+        """Make preferences of the judgements so far, and set the alias `judged@latest` for `round`. Raise PunaError if none exist."""
         if not self.file.exists():
             raise PunaError("nothing was judged yet")
         with self._lock:
@@ -132,7 +133,7 @@ def _desk(store: Store, name: str) -> Desk:
 
 
 def _desk_of(request: Request) -> Desk:
-    """Return the desk for the URL `/judge/[PROJECT~]KEY/…`, which saves judgements in that project; in `puna annotate`, the only desk."""
+    """Return the desk for the URL `/judge/[PROJECT~]KEY/…`, whose `save` sets that project's alias; in `puna annotate`, the only desk."""
     if (only := getattr(request.app.state, "desk", None)) is not None:
         desk: Desk = only
         return desk

@@ -58,7 +58,7 @@ router = pages("artifacts", "Artifacts", at=3)
 
 @router.get("/artifacts")
 def list_page(site: Here, kind: str | None = None, project: str | None = None) -> str:
-    """Return the page that lists artifacts, newest first. `kind`, `project`: list only artifacts of this kind, of this project."""
+    """Return the page that lists the newest `MOST_LISTED` artifacts. `kind`, `project`: only artifacts of this kind, of this project."""
     store = site.store.within(project).require_project()
     entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
     artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
@@ -86,7 +86,7 @@ def list_page(site: Here, kind: str | None = None, project: str | None = None) -
 def artifact_page(
     site: Here, kind: str, key: str, shown: Annotated[str | None, Query(alias="table")] = None, start: Annotated[int, Query(ge=0)] = 0
 ) -> str:
-    """Return one artifact's page. `shown`: table whose rows are shown, by default the main table; `start`: index of the first row shown."""
+    """Return one artifact's page. `shown`: table to show (None: the main table, else the first); `start`: index of the first row shown."""
     if kind not in KINDS:
         raise PunaError(f"{kind}: is no kind of artifact; the kinds are {', '.join(KINDS)}")
     store = site.store

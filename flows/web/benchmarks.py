@@ -58,13 +58,13 @@ def _model(evaluation: Artifact) -> Artifact:
 
 @router.get("/benchmarks")
 def board_page(site: Here, project: str | None = None, beside: str | None = None) -> str:
-    """Return the leaderboard page. `beside`: prefix of the key of the model to compare all others with, by default the best model."""
+    """Return the leaderboard of the `MOST` models evaluated last. `beside`: key prefix of the model to compare with (None: the best)."""
     store = site.store.within(project).require_project()
     evaluations = _evaluations(store, project)
     candidates = [one for one in {_model(one).key: _model(one) for one in evaluations}.values() if store.find(one.kind, one.key)]
     models = rank([Candidate.of(store, one, evaluations) for one in candidates[:MOST]])
     about, switch = f"project={project}&" if project else "", projects_nav(store, project, "/puna/benchmarks", every=True)
-    reference = next((one for one in models if one.model.key.startswith(beside or "")), None)
+    reference = next((one for one in models if one.model.key.startswith(beside or "")), models[0] if models else None)
     start = tag("p", button("Evaluate a model", "/puna/start/benchmark"), class_="buttons")
     if reference is None:
         nothing = tag("p", "No model was asked a task yet. ", tag("code", "puna evaluate MODEL --tasks FILE"), " does that.", class_="lead")
@@ -183,7 +183,7 @@ def _calibration(store: Store, sides: Mapping[str, Candidate]) -> Content:
 
 @router.get("/benchmarks/questions")
 def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alias="evaluation")], which: str = "") -> str:
-    """Return the page of a task's questions with the answers of one model or two. `which`: the questions to list, a key of `WHICH`."""
+    """Return the page of up to `SHOWN` questions of a task, with one or two models' stored answers. `which`: the filter, see `WHICH`."""
     evaluations = [site.store.resolve(f"evaluation/{name}") for name in names]
     titles = ["A", "B"] if len(names) > 1 else [""]
     if len(names) > 2 or which not in WHICH:

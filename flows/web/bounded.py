@@ -55,7 +55,7 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer as HTML. Raise PunaError for a refusal, `Late` if time or length run out, RuntimeError if the child fails."""
+        """Return the answer as HTML. Raise PunaError for a refusal or a dead child, `Late` past time or length, RuntimeError otherwise."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")
@@ -95,7 +95,7 @@ class Child:
         return self._process.poll() is None
 
     def answer(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the child's answer. If there is none after `seconds`, kill the child and raise `Late`."""
+        """Return the child's answer. If it is late or too long, kill the child and raise `Late`. Raise PunaError if the child has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({**question, "seconds": seconds}).encode() + b"\n")

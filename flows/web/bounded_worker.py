@@ -44,7 +44,7 @@ def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_view(store: Store, request: Request) -> Html:
-    """Return a view of a run's plan (for each step: reused or not, why, cost), or the error that makes planning impossible."""
+    """Return a view of a run's plan (for each step: reused or not, why, cost), or of the error that makes planning impossible."""
     try:
         _, steps = steps_of(request, store.uri)
     except PunaError as error:
@@ -78,7 +78,7 @@ def _data_bytes() -> int:
 
 
 def main() -> None:
-    """Answer the questions on standard input until the input ends or no question comes for `IDLE_SECONDS`."""
+    """Limit this process's memory and priority; answer the questions on standard input until it ends or is silent for `IDLE_SECONDS`."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)

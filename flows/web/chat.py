@@ -94,7 +94,7 @@ class Chat:
         return _pieces(answer)
 
     def _load(self, key: str, name: str) -> Talker:
-        """Return the process that serves the model `key`. If there is none, stop another model's process and start one."""
+        """Return the process for the model `key`, else start it in place of another model's. Raise PunaError if it does not start."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:

@@ -38,7 +38,7 @@ def near_form(options: Sequence[Html], text: str = "") -> Html:
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return a form's artifact and text, and a view of the artifact's documents like the text. Raise PunaError for a text without words."""
+    """Return a form's artifact, text and a view of documents like the text. Raise PunaError for other kinds, or a text without words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
@@ -98,7 +98,7 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
 
 @router.get("/document/{identity}")
 def document_page(site: Here, identity: str) -> str:
-    """Return the page of one document: its latest text, and its outcome in each stage (kept, scored, dropped, …)."""
+    """Return the page of one document: its latest text, if stored, and its outcome in each stage (kept, scored, dropped, …)."""
     store = site.store
     rows = fate(store, identity)
     artifacts = [store.find("documents", row["artifact"]) for row in reversed(rows) if row["verb"] == "kept"]
@@ -153,7 +153,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Yield (all artifacts to search, one batch of their rows). Columns: those of id, url, title, source and text that exist."""
+    """Yield (artifacts to search, batch): `artifact`, or with a `rule` its stored inputs. Columns, if any: id, url, title, source, text."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

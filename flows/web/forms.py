@@ -58,7 +58,7 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
 
 
 def _missing(offer: Offer, form: Asked) -> str | None:
-    """Return a note on the required inputs that a newly opened form of a stage lacks; None if none is missing, and for flows."""
+    """Return a note on the required inputs that a newly opened form of a stage lacks; None for other forms, or if none is missing."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
     if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)}: the plan follows."
@@ -181,7 +181,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the settings to fold: not required, in no shipped recipe, and not numeric (or the seed). If all are, `MANY` stay open."""
+    """Return the settings to fold: not required, in no shipped recipe, and no number but `seed`. If all are such, `MANY` stay open."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]

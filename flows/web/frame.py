@@ -97,7 +97,7 @@ Here = Annotated[Site, Depends(_site)]
 
 
 def invalid(_: Request, error: Exception) -> Response:
-    """Return a response (422) to a request with invalid fields. It leaves the values out, since JSON may not be able to hold them."""
+    """Return a response (422) with the first invalid field and its fault, without the value, which JSON may not be able to hold."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
@@ -172,7 +172,7 @@ def when(moment: datetime | None) -> Html:
 
 
 def duration_of(log: RunLog) -> str:
-    """Return a run's duration as text; for a run at work, the time since its start."""
+    """Return a run's duration as text; for a run at work, the time since its start; a dash if it has no start."""
     if log.opened is None:
         return "–"
     end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened
@@ -199,7 +199,7 @@ def option(value: str, words: str, *, chosen: bool = False) -> Html:
 
 
 def plain(value: object, longest: int = 400) -> Html:
-    """Return a table value as HTML: text is cut after `longest` characters, of bytes only the number is shown, None becomes a dash."""
+    """Return a table value as HTML: text cut after `longest` characters, floats with six digits, the number of bytes, a dash for None."""
     if value is None:
         return tag("span", "–", class_="dim")
     if isinstance(value, float):

@@ -97,7 +97,7 @@ def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
 
 
 def _open_rounds(store: Store) -> list[Round]:
-    """Return the rounds that led to the policy of the project's newest gate, and the rounds that start from it; empty without a gate."""
+    """Return the rounds that led to the policy of the project's newest gate, and those that start from it; empty without this policy."""
     own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
     gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
     policy_record = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)

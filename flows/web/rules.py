@@ -89,7 +89,7 @@ def selection(store: Store, artifact: Artifact) -> Selection:
 
 @router.get("/rules")
 def rules_page(site: Here, request: Request) -> str:
-    """Return the page with links to the newest selections, and the sliders of one: the query's, or else the one that dropped most."""
+    """Return the page with links to the newest selections, and the sliders of one: the query's, else of these the one that dropped most."""
     store, query = site.store, request.query_params
     name = query.get("artifact")
     selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]

@@ -156,7 +156,7 @@ def runs_view(logs: list[RunLog]) -> Html:
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
-    """Yield an event if the named run (None: one of the newest) changed, else a comment. `since`: digest of the state that a page shows."""
+    """Yield every `LOOKED_SECONDS` an event if the named run (None: one of the newest) changed, else a comment. `since`: last digest."""
     while not await request.is_disconnected():
         now = await run_in_threadpool(state_digest, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"

@@ -51,7 +51,7 @@ def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False
     """Serve a store's pages, Prefect and the worker until stopped; create a missing store. `urls`: forms may name inputs by URL.
 
     Raise PunaError if the port is taken, or if other machines could reach the server and `auth` is empty; no store is created then.
-    """
+    If another `puna up` serves the store, print its address and return. `limit`: maximum number of runs at once."""
     began = time.perf_counter()
     check_auth(host, auth)
     try:
@@ -95,7 +95,7 @@ def _ready(store: Store, url: str, server: Server, began: float) -> None:
 
 
 def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> None:
-    """Serve only Puna's own pages, until stopped. `urls`: plans may read inputs that are not local paths."""
+    """Serve only Puna's own pages, until stopped. `urls`: plans may read inputs that are not local paths. Raise PunaError as `up` does."""
     check_auth(host, auth)
     with guard.listening(host, port) as listening:
         url = guard.address(host, listening)
@@ -197,7 +197,7 @@ class _Served(uvicorn.Server):
         self.ready: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the server, shorten Prefect's log records, and call `ready`."""
+        """Start the server, shorten Prefect's log records, and call `ready` if it started."""
         await super().startup(sockets)
         for handler in logging.getLogger().handlers:  # Prefect has set up its own by now
             handler.addFilter(_brief)

@@ -99,7 +99,7 @@ def start_run(store: Store, name: str, form: Asked) -> str:
 
 
 def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
-    """Start a run unless the same page (field `once`) has started it before, and return the URL of the page that shows the run."""
+    """Start a run, unless the page (field `once`) has started it with the same parameters; return the URL of the page that shows it."""
     key = digest.of_value({"once": form.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     flow_run = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)

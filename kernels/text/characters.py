@@ -43,7 +43,7 @@ JOINERS, SEPARATORS = "\u00ad\u200c\u200d\u200e\u200f\u2060\ufeff", "\u200b\u0f0
 
 
 class Tables(NamedTuple):
-    """Tables by code point. `flags` uint16[0x110000]: bits SPACE to SEPARATOR; `lower` uint32[0x110000]: the character in lower case."""
+    """Tables by code point. `flags` uint16[0x110000]: bits SPACE to SEPARATOR; `lower` uint32[0x110000]: lower case (İ: itself)."""
 
     flags: NDArray[np.uint16]
     lower: NDArray[np.uint32]

@@ -50,7 +50,7 @@ IN_CODE[[ord(character) for character in f"{ascii_letters}{digits}_"]] |= IN_WOR
 
 
 def looks_like_code(line: str) -> bool:
-    """True if a line, non-empty and stripped, is more likely code than prose or boilerplate."""
+    """True if a non-empty, stripped line is more likely code than prose, or has no letters or digits; False if it begins with • or –."""
     if line.startswith(("•", "–")):
         return False
     if CODE_START.match(line) or line[-1] in "{}([\\" or not any(map(str.isalnum, line)):

@@ -18,8 +18,8 @@ from puna.kernels.text.words import BASE, IS_SYMBOL, split_codes, split_ranges
 
 
 class Hashed(NamedTuple):
-    """A text's words in lower case, without punctuation and symbols: `words` uint64[n], their hashes; `start`, `stop` int32[n], their
-    ranges in `lowered`, the text in lower case."""
+    """A text's words in lower case, except words of punctuation and symbols alone: `words` uint64[n], their hashes; `start`, `stop`
+    int32[n], their ranges in `lowered`, the text in lower case."""
 
     words: NDArray[np.uint64]
     start: NDArray[np.int32]
@@ -28,7 +28,7 @@ class Hashed(NamedTuple):
 
 
 def word_hashes(text: str) -> Hashed:
-    """Return the hashed words of a text, in lower case and without punctuation and symbols."""
+    """Return the hashed words of a text in lower case, except words of punctuation and symbols alone."""
     lowered = text.lower()
     words = split_codes(code_points(lowered))
     kept = words.flags & IS_SYMBOL == 0

@@ -98,7 +98,7 @@ def _hash(data: U8, start: int, stop: int) -> np.uint64:
 
 @njit(cache=True)
 def piece_hashes(data: U8, offsets: I64, counted: NDArray[np.bool_], newlines: int) -> tuple[U64, I64, NDArray[np.int32]]:
-    """Return (hashes, document numbers, offsets in the document) of the non-blank pieces of the `counted` (a mask) documents, in order.
+    """Return (hashes, document indices, byte offsets in the document) of the non-blank pieces of `counted` (a mask) documents, in order.
     Document d is data[offsets[d] : offsets[d + 1]]. Pieces are separated by `newlines` newlines in a row (1 or 2)."""
     room = len(offsets) + _newlines(data, offsets[0], offsets[-1])
     hashes, documents, places = np.empty(room, np.uint64), np.empty(room, np.int64), np.empty(room, np.int32)
@@ -126,7 +126,7 @@ def _newlines(data: U8, start: int, stop: int) -> int:
 
 
 def frequent_of(hashes: U64, most: int) -> tuple[I64, I64, NDArray[np.bool_]]:
-    """Return the indices of hashes that occur more than `most` times, these hashes' counts, and a mask of each hash's first occurrence."""
+    """Return, per occurrence of hashes that occur more than `most` times: its index, the hash's count, whether it is the first."""
     ordered = np.sort(hashes)
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
     counts = np.diff(np.r_[starts, len(ordered)])
@@ -163,7 +163,7 @@ def _places(hashes: U64, known: U64, total: int) -> tuple[I64, I64]:
 
 @njit(cache=True)
 def bounds_of(data: U8, offsets: I64, documents: I64, places: NDArray[np.int32], newlines: int) -> tuple[I64, I64, NDArray[np.int32]]:
-    """Return (starts, ends) in `data` of pieces, given in order by document and offset, and each piece's index in the document."""
+    """Return (starts, ends) in `data` of pieces, given in order by document and offset, and each one's index in its document."""
     begins, ends, numbers = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64), np.empty(len(documents), np.int32)
     at, number = np.int64(0), 0
     for i in range(len(documents)):

@@ -37,7 +37,7 @@ class Hint(IntFlag):
 
 
 AT, HIDDEN_AT, STREET, NUMBERS, IBAN, IPV4, IPV6, TEN, TWELVE, SSN, ABROAD, PHONE = (int(hint) for hint in Hint)
-# Non-ASCII digits are rare, and any number may consist of them: a text with one gets all hints of numbers.
+# Non-ASCII digits are rare, and these kinds of numbers may consist of them: a text with such a digit gets all these hints.
 OTHER_DIGITS = STREET | NUMBERS | IPV4 | TEN | TWELVE | SSN | ABROAD | PHONE
 IS_DIGIT, IS_BETWEEN, IS_IN_PHONES, IS_SIGN, IS_WIDE, IS_WORD, IS_HEX = 1, 2, 4, 8, 16, 32, 64
 """Roles of a byte: a digit; a separator of groups of digits; a non-digit in phone numbers; a sign to examine; the first byte of a non-ASCII

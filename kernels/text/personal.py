@@ -51,7 +51,7 @@ EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
 def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield spans of e-mail addresses, also a [at] b.org; skip example.com, file names (x@2.png), git@…, users in links (://x@host)."""
+    """Yield spans of e-mail addresses with @ (not example.com, x@2.png, git@…, ://x@host and so on), then of hidden ones: a [at] b.org."""
     if seen & Hint.AT:
         for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
@@ -166,7 +166,7 @@ VERSION = re.compile(r"(?:\bv|version|versión|release|rel|update|build|firmware
 
 
 def ip_addresses(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield spans of globally routed IP addresses; not version numbers (after a word like `version`; small parts, no word like `ip`)."""
+    """Yield spans of globally routed IP addresses. Skip IPv4 after a word like `version`, or with no part above 31 unless after `ip`."""
     for match in IPV4.finditer(text) if seen & Hint.IPV4 else ():
         parts = [int(part) for part in match[0].split(".")]
         before = text[max(0, match.start() - 24) : match.start()]
@@ -214,7 +214,7 @@ YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](
 
 
 def phones(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield spans of phone numbers: international, in North American or French groups, or beside a word such as `tel`."""
+    """Yield spans of phone numbers: international, in North American or French groups, or beside a word like `tel`. Spans may overlap."""
     stretches = phone_stretches(text)
     for pattern, needed, least, most in PHONE_FORMS:
         if not seen & needed:
@@ -245,7 +245,7 @@ def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: st
 # --- postal addresses ------------------------------------------------------------------------------------
 
 
-# Every e-mail address and phone number has one of these: an @, an international prefix, digits in groups, or a word such as `phone`.
+# Every e-mail address and phone number contains one of these or is beside one: an @, an international prefix, digits in groups, `phone`.
 SAYS_CONTACT = re.compile(
     rf"@|[\[({{]at[\])}}]|\+[1-9]|00[1-9]|\d[-. ]\d{{4}}|\d\d[ .-]\d\d|\b(?:{WORDS}|cell|office)\b|[☎☏📞]", re.IGNORECASE
 )
@@ -312,7 +312,7 @@ def find(text: str, entities: tuple[str, ...], seen: int | None = None) -> list[
 
 
 def mask(text: str, spans: list[Span]) -> str:
-    """Return the text with `<EMAIL>`, `<PHONE>`, … in place of the spans."""
+    """Return the text with `<EMAIL>`, `<PHONE>`, … in place of `spans`, which are in order and do not overlap."""
     pieces, at = [], 0
     for span in spans:
         pieces += [text[at : span.start], f"<{span.entity.upper()}>"]

@@ -92,7 +92,7 @@ BEFORE, AROUND, OWN_LINE = 64, 160, 40
 
 
 def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each address: a street with its number, and the postal code and town if they follow.
+    """Yield start and stop of each address: a street with its number or a post office box, with the postal code and town if they follow.
 
     An address counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own, it also counts in a
     block with other contact data; contacts(start, stop) returns whether text[start:stop] has contact data.

@@ -12,7 +12,7 @@ COMMON = b' etaoinsrl"/=<>-hdcupm.gf:wbvyk'  # frequent bytes of HTML and text, 
 
 
 class Words:
-    """Words that are searched for together. A word is compared in full only where its two rarest bytes stand at the right distance."""
+    """Words of two bytes or more, searched together. A word is compared in full where its two rarest bytes are, and near a text's end."""
 
     def __init__(self, *words: str) -> None:
         encoded = [word.encode() for word in words]

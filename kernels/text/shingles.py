@@ -21,18 +21,18 @@ _OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
 
 
 def character(c: str) -> str:
-    """Return what replaces a character in a normalised text: letters and digits in lower case, marks, a space, or nothing."""
+    """Return what replaces a character in a normalised text: case-folded letters and digits, marks, a space, or nothing."""
     return "".join(map(_part, unicodedata.normalize("NFD", c.casefold())))
 
 
 def _part(c: str) -> str:
-    if "\u0300" <= c < "\u0370" or c in JOINERS:  # Latin accents
+    if "\u0300" <= c < "\u0370" or c in JOINERS:  # accents of Latin, Greek, Cyrillic, …
         return ""
     return c if c.isalnum() or unicodedata.category(c).startswith("M") else " "
 
 
 def normalized(text: str) -> str:
-    """Return lower-case words without punctuation or accents (U+0300 to U+036F), separated by single spaces; numbers stay as they are.
+    """Return case-folded words without punctuation or accents (U+0300 to U+036F), separated by single spaces; numbers stay as they are.
 
     Characters are mapped one by one; then scripts without spaces are split into words. Digits stay, because only numbers distinguish pages
     of one template (statistics, product pages).

@@ -12,7 +12,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the UTF-8 bytes of strings, and their offsets int64[n + 1], without copying if Arrow allows."""
+    """Return the UTF-8 bytes of strings and their offsets int64[n + 1], which may begin after 0; both read-only, copied only if needed."""
     array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if isinstance(array, pa.ChunkedArray):  # no chunk at all
         array = pa.array([], pa.large_string())
@@ -23,7 +23,7 @@ def buffers(texts: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArr
 
 
 def readonly(values: NDArray[T]) -> NDArray[T]:
-    """Return a read-only view. Arrow's memory is sometimes writable, and numba would compile loops for writable and read-only arrays."""
+    """Return a read-only view. Arrow's memory is sometimes writable, and numba would compile loops twice, for writable arrays too."""
     view = values.view()
     view.flags.writeable = False
     return view

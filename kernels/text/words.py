@@ -46,7 +46,7 @@ BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying by it loses not
 DOT, HYPHEN, COMMA, APOSTROPHE, QUOTE, DOUBLE_QUOTE, ZERO, BLANK = 0x2E, 0x2D, 0x2C, 0x27, 0x2019, 0x22, 0x30, 0x20
 TILDE, COLON, LESS, EQUALS, GREATER, SLASH, PLUS, STAR, CARET = 0x7E, 0x3A, 0x3C, 0x3D, 0x3E, 0x2F, 0x2B, 0x2A, 0x5E
 
-IS_SYMBOL = 1  # every character is punctuation or a symbol
+IS_SYMBOL = 1  # every character is punctuation, a symbol or a control character
 HAS_LETTER = 2  # some character is a letter
 
 

@@ -75,8 +75,8 @@ class Model:
 def fit(
     lines: pa.Array | pa.ChunkedArray, classes: NDArray[np.int32], labels: list[str], settings: Settings, state: Path | None = None
 ) -> Model:
-    """Train a model on lines of words separated by spaces; return it. `classes`: each line's index into `labels`. `state`: folder to save
-    the training in (by `Saver`) and to resume from; trainings of at least `REPEATED_SECONDS` are also saved at their end."""
+    """Return a model trained on lines of space-separated words; raise ValueError if it diverges. `classes`: lines' indices into `labels`.
+    `state`: folder to save the run in (by `Saver`) and to resume from; a run of at least `REPEATED_SECONDS` is also saved at its end."""
     rate, epochs, ngrams, dimension, min_count, buckets, seed = settings
     words, codes, bounds = _encode(lines)
     counts = np.bincount(codes, minlength=len(words))
@@ -106,7 +106,7 @@ def fit(
         while step < steps:
             start, stop = time.perf_counter(), min(steps, step + SLICE)
             if not _descend(codes, bounds, word_rows, short, classes, weights, rate, epochs, step, stop):
-                raise ValueError(f"the training of a classifier diverged: try a smaller learning_rate than {rate}")
+                raise ValueError(f"a classifier diverged in training: try a smaller learning_rate than {rate}")
             step, seconds = stop, seconds + time.perf_counter() - start
             saver.stepped(step == steps and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
@@ -128,7 +128,7 @@ def write(model: Model, file: Path) -> None:
 
 
 def read(file: Path) -> Model | None:
-    """Return the model in a fastText file; None if the file is damaged or compressed, or uses subwords or another loss than softmax."""
+    """Return the classifier in a fastText file; None if it is damaged, compressed or unsupervised, or has subwords or no softmax loss."""
     data, matrices = file.read_bytes(), []
     try:
         magic, version, dimension, *_, ngrams, loss, kind, buckets, _, longest, _, _, size, words, labels, _, cut = HEAD.unpack_from(data)
@@ -144,11 +144,12 @@ def read(file: Path) -> Model | None:
             at += SHAPE.size
             matrices.append(np.frombuffer(data, np.float32, rows * dimension, at).reshape(rows, dimension))
             at += matrices[-1].nbytes
+        vocabulary = pa.array(names[:words], pa.large_binary()).cast(pa.large_string())
+        labelled = [name.decode().removeprefix(LABEL) for name in names[words:]]
     except (struct.error, ValueError):
         return None
-    vocabulary = pa.array(names[:words], pa.large_binary()).cast(pa.large_string())
     first, last = matrices
-    return Model(vocabulary, [name.decode().removeprefix(LABEL) for name in names[words:]], Weights(first, last, words, ngrams, buckets))
+    return Model(vocabulary, labelled, Weights(first, last, words, ngrams, buckets))
 
 
 def _aligned_zeros(rows: int, dimension: int) -> NDArray[np.float32]:
@@ -159,8 +160,8 @@ def _aligned_zeros(rows: int, dimension: int) -> NDArray[np.float32]:
 
 
 def _with_end_words(lines: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the bytes of lines, each followed by fastText's end word `</s>` and a space, and their bounds. A zero byte, which would end a
-    name in a file, becomes a byte 1."""
+    """Return the bytes of lines without leading white space, each followed by fastText's end word `</s>` and a space; and their bounds. A
+    zero byte, which would end a name in a file, becomes a byte 1."""
     whole = pc.replace_substring(lines.cast(pa.large_string()), "\0", "\1")
     texts = pc.binary_join_element_wise(whole, *(pa.scalar(text, pa.large_string()) for text in ("</s>", "", " ")))
     data, bounds = buffers(pc.ascii_ltrim_whitespace(texts))  # an empty line would begin with a space
@@ -237,8 +238,8 @@ def _add(rows: NDArray[np.int32], first: NDArray[np.float32], more: NDArray[np.f
 @njit(cache=True, borrows=True)
 def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weights, rows: NDArray[np.int32], hidden: NDArray[np.float32],
              output: NDArray[np.float32]) -> int:  # fmt: skip
-    """Write the mean vector of words (`known`: their rows in `first`, -1 if unknown) and n-grams to `hidden`, and the labels' probabilities
-    to `output`. Return the number of vectors in the mean, or -1 if a probability is NaN."""
+    """Write the mean vector of words (`known`: their rows in `first`, -1 if unknown) and n-grams to `hidden`, the labels' probabilities
+    to `output`, and the vectors' rows in `first` to `rows`. Return the number of vectors in the mean, or -1 if a probability is NaN."""
     first, last, count = weights.first, weights.last, 0
     for row in known:
         if row >= 0:
@@ -271,7 +272,7 @@ def _forward(known: NDArray[np.int32], short: NDArray[np.uint64], weights: Weigh
 @njit(cache=True)
 def _descend(codes: NDArray[np.int32], bounds: NDArray[np.int64], known: NDArray[np.int32], short: NDArray[np.uint64],
              classes: NDArray[np.int32], weights: Weights, rate: float, epochs: int, start: int, stop: int) -> bool:  # fmt: skip
-    """Train the matrices in place for steps start .. stop - 1 (a line each; the rate falls linearly to 0). Return False on NaN weights."""
+    """Train the matrices in place for steps start .. stop - 1 (a line each; the rate falls linearly to 0). Return False on a NaN."""
     first, last, longest = weights.first, weights.last, np.diff(bounds).max() if len(classes) else 0
     here, hashes, rows = np.empty(longest, np.int32), np.empty(longest, np.uint64), np.empty(longest * max(1, weights.ngrams), np.int32)
     hidden, grad, output = np.empty(first.shape[1], np.float32), np.empty(first.shape[1], np.float32), np.empty(len(last), np.float32)

@@ -26,7 +26,7 @@ OWN = 0.1  # minimum share of the body's prose in blocks of one path (tags and c
 
 @njit(cache=True)
 def without_teasers(page: Scan, keep: NDArray[np.bool_], p: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the doubtful blocks below its body; `p` [blocks]: probability of content."""
+    """Return `keep` [blocks] of an article without doubtful blocks below a body of `BODY_WORDS`; `p` [blocks]: content probability."""
     blocks, n = page.blocks, len(page.blocks)
     words = blocks[:, L.WORDS] * keep
     kept_words = running(words)
@@ -56,7 +56,7 @@ SAYS_COMMENTS = np.array([fnv(name, kind) for name in COMMENT_NAMES for kind in 
 
 @njit(cache=True)
 def without_comments(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] of an article without the comments below it; `keep` itself if much other text follows the first comments."""
+    """Return `keep` [blocks] without comments below an article's first `ABOVE` words; unchanged if much other text follows the comments."""
     elements, kept_words = page.elements, running(page.blocks[:, L.WORDS] * keep)
     out, above = keep.copy(), -1
     for e in range(len(elements)):

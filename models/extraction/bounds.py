@@ -37,7 +37,7 @@ BREAKS_OUT = flags(
 
 
 class Burden(NamedTuple):
-    """Counts of a page. `depth`: maximum nested elements or open formatting elements. `attributes`: maximum of a tag or, if greater, the
+    """Counts of a page. `depth`: maximum of nested and of open formatting elements. `attributes`: maximum of a tag or, if greater, the
     root of the sum of squares over tags with more than `MANY_ATTRIBUTES`. `copies`: formatting elements opened again. `doubtful`: elements
     that a parser may leave open, although a browser closes them in the usual case. `loose`: formatting elements that it may open again,
     although an end tag follows them."""
@@ -111,7 +111,7 @@ def _place(stack: NDArray[np.uint64], depth: int, name: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def _content_end(html: NDArray[np.uint8], at: int, tag: int) -> tuple[int, int]:
-    """Return the number of tags in an opaque element's content, if a parser takes it for elements; and the place of its end tag."""
+    """Return the number of start tags in an opaque element's content, which a parser may take for elements, and its end tag's index."""
     size, tags = len(html), 0
     at = find(html, at, 60)
     while at < size and not (at + 1 < size and html[at + 1] == 47 and tag_name(html, at + 2)[0] == tag):

@@ -18,12 +18,12 @@ MISREAD, DOUBTFUL = 1, 2  # doubts about a text, as bits: `repaired` may change 
 
 
 def plain(text: str) -> str:
-    """Return the repaired text without control characters."""
+    """Return the repaired text without control and invisible characters (see `_is_control`)."""
     return _of(text, False)
 
 
 def cleaned(text: str) -> str:
-    """Return the repaired text without control characters, trailing white space, outer line ends and repeated blank lines."""
+    """Return `plain(text)` without white space at line ends, line ends at the text's ends, and repeated blank lines."""
     return _of(text, True)
 
 
@@ -123,7 +123,7 @@ MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a
 
 
 def repaired(text: str) -> str:
-    """Return the text with its doubly encoded lines decoded once more, and with Windows-1252's characters instead of C1 controls."""
+    """Return the text with doubly encoded lines decoded once more, and Windows-1252's characters (or nothing) instead of C1 controls."""
     if text.isascii():
         return text
     units = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), np.uint16)
@@ -134,7 +134,7 @@ def repaired(text: str) -> str:
 
 
 def _decoded_again(text: str, suspicious: list[int]) -> str:
-    """Return the text with its suspicious lines (by number) repaired if one of them is certainly bad, else unchanged."""
+    """Return the text with its suspicious lines (given by index) repaired if one of them is certainly bad, else unchanged."""
     from ftfy.badness import is_bad
 
     lines = text.split("\n")
@@ -172,7 +172,7 @@ def roles() -> NDArray[np.uint8]:
 
 @njit(cache=True)
 def _looked_at(units: NDArray[np.uint16], roles: NDArray[np.uint8]) -> tuple[NDArray[np.int64], bool]:
-    """Return the numbers of lines in which a `FIRST` unit is followed by a `LATER` one, and True if there is a `CONTROL` unit."""
+    """Return the indices of lines in which a `LATER` unit follows a `FIRST` unit, and True if there is a `CONTROL` unit."""
     lines = 1
     for unit in units:
         lines += unit == 10
@@ -205,7 +205,7 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
     """Return the text of a page. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; valid UTF-8,
-    whatever the server says (other encodings are seldom valid UTF-8 by chance); the server's header; the page; detection."""
+    whatever the server says (other encodings are seldom valid UTF-8 by chance); the server's header; with `html`, the page; detection."""
     return _decode(body, charset, html)[0]
 
 

@@ -24,7 +24,7 @@ OPEN, CLOSE, EQUALS, SLASH, UNDERSCORE, HYPHEN = 0x5B, 0x5D, 0x3D, 0x2F, 0x5F, 0
 
 @njit(cache=True)
 def without_unseen(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without invisible text; cut tags in brackets off both ends of kept blocks, in place."""
+    """Return `keep` [blocks] without invisible text. Cut tags in brackets off both ends of kept blocks except `pre`, in place."""
     blocks, n = page.blocks, len(page.blocks)
     out, words, left = keep.copy(), 0, 0
     for e in range(len(page.elements)):
@@ -55,7 +55,7 @@ def _says_template(page: Scan, element: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _drop_notices(page: Scan, keep: NDArray[np.bool_]) -> None:
-    """Drop short blocks that ask for JavaScript from `keep`, if at most `MENTIONS` kept blocks of the page mention JavaScript."""
+    """Drop from `keep`, in place, short blocks that ask for JavaScript, if at most `MENTIONS` kept blocks of the page mention it."""
     mentions = 0
     for b in range(len(keep)):
         mentions += keep[b] and has(page.text, page.blocks[b, L.START], page.blocks[b, L.STOP], b"javascript")
@@ -94,7 +94,7 @@ def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> boo
 
 @njit(cache=True, borrows=True)
 def _narrow(page: Scan, block: int) -> bool:
-    """Remove tags in brackets from both ends of a block; return True if text is left."""
+    """Cut tags in brackets and white space off both ends of a block, in place; return True if text is left."""
     text, start, stop = page.text, page.blocks[block, L.START], page.blocks[block, L.STOP]
     moved = True
     while moved:

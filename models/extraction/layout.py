@@ -55,7 +55,7 @@ class Scan(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages after reading: the tables of `Scan`, page after page. Numbers of elements, blocks and bytes start at 0 in each page's part."""
+    """Pages after reading: the tables of `Scan`, page after page. Indices of elements, blocks and bytes start at 0 in each page's part."""
 
     html: NDArray[np.uint8]
     states: NDArray[np.int64]  # [pages, STATES]
@@ -95,7 +95,7 @@ def running(values: NDArray[Any]) -> NDArray[Any]:
 
 @njit(cache=True)
 def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int]:
-    """Return the first block and the end of the deepest element with at least this share of the total sums[-1]; (0, 0) if it is 0."""
+    """Return first block and end of the deepest element with at least this share of the total, sums[-1]; (0, 0) if the total is 0."""
     first, end = 0, 0
     for e in range(len(page.elements)):
         a, z = page.elements[e, FIRST], page.elements[e, END]
@@ -160,5 +160,5 @@ def group_sums(keys: NDArray[np.uint64], values: NDArray[np.float32]) -> NDArray
 
 @njit(cache=True)
 def ratio(a: float, b: float) -> float:
-    """Return a / b, 0 where b is 0."""
+    """Return a / b, or 0 if b is not positive."""
     return a / b if b > 0 else 0.0

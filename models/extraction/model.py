@@ -53,8 +53,8 @@ def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] without blocks that repeat the words of an earlier kept block: copies for narrow screens, quotations.
-    Blocks with the same path are not copies: messages of a thread or entries of a reference may have the same words."""
+    """Return `keep` [blocks] without copies, as for narrow screens: blocks of `COPIED_WORDS` or more (not `pre`) with the words of an
+    earlier kept block. Blocks with the same path are no copies: messages of a thread or entries of a reference may have equal words."""
     keys = text_keys(page)
     out = keep.copy()
     numbers, count = numbers_of(keys)
@@ -111,7 +111,7 @@ NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
 
 @njit(cache=True)
 def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `keep` [blocks] with the gaps in code, definition lists and tables filled, and with the headings of kept blocks."""
+    """Return `keep` [blocks] with gaps in code, definition lists and tables filled (see `NEEDED`), and with headings of kept blocks."""
     elements = page.elements
     words, kept_words = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
     first, end = deepest(page, kept_words, CONTENT_SHARE)
@@ -218,7 +218,7 @@ def page_words(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the features of all blocks [blocks, COLUMNS], and logits of the pages' types [pages, page types]."""
+    """Return the features of all blocks [blocks, COLUMNS], and logits of the pages' types [pages, page types] (no blocks: 0)."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
     rows, types = np.zeros((starts[n], COLUMNS), np.float32), np.zeros((n, len(linear.type_bias)), np.float32)
     for p in range(n):
@@ -268,14 +268,14 @@ def choose_blocks(page: Scan, p: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def content(pages: Pages, model: Model, headline: bool = False) -> NDArray[np.bool_]:
-    """Return a mask of the pages' content [blocks]. `headline`: also keep the main headings."""
+    """Return a mask of the pages' content [blocks]; cut shortcodes off kept blocks in `pages`. `headline`: also keep main headings."""
     p, types = judge(pages, model)
     return kept_blocks(pages, p, types, headline)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
 def kept_blocks(pages: Pages, p: NDArray[np.float32], types: NDArray[np.float32], headline: bool) -> NDArray[np.bool_]:
-    """Return a mask of the blocks to keep, given probabilities `p` of content and logits of the pages' types. `headline`: see `content`."""
+    """Return the mask of `content` (and change `pages` as it does), given probabilities `p` of content and logits of the pages' types."""
     starts = pages.starts[:, L.BLOCK]
     keep = np.zeros(len(p), np.bool_)
     for number in range(len(types)):

@@ -65,7 +65,7 @@ TAG_KEYS, TAG_VALUES = _table(NAMES)
 
 @njit(cache=True, borrows=True)
 def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
-    """Return the index of the first `byte` in html[at:stop]; if there is none, `stop` (by default the end)."""
+    """Return the index of the first `byte` in html[at:stop]; if there is none, the larger of `at` and `stop` (by default the end)."""
     stop = len(html) if stop < 0 else stop
     address = html.ctypes.data
     while at + LANES <= stop:
@@ -109,7 +109,7 @@ def is_space(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def tag_name(html: NDArray[np.uint8], at: int) -> tuple[int, np.uint64, int]:
-    """Return the number and hash of the element name at `at`, ignoring case, and the end of the name."""
+    """Return the index in `NAMES` (0: not listed) and the hash of the element name at `at`, ignoring ASCII case, and the name's end."""
     state = OFFSET
     while at < len(html) and not is_space(html[at]) and html[at] != 62 and html[at] != 47:
         c = html[at]

@@ -119,7 +119,7 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def write(model: Transformer, tokenizer: Tokenizer, rows: Sequence[Sequence[int]], folder: Path) -> None:
-    """Write the model in AutoAWQ's layout: the layers' matrices in four bits, the rest in fp16; change model. `rows`: see `pack_layers`."""
+    """Write the model in AutoAWQ's layout (layers' matrices in four bits, the rest in fp16); `model` changes. `rows`: see `pack_layers`."""
     group, matrices = group_of(model), pack_layers(model, rows)
     save(model.half(), folder, tokenizer)
     state = load_file(folder / WEIGHTS)

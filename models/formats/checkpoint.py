@@ -116,7 +116,7 @@ def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
 
 
 def check_files(folder: Path) -> None:
-    """Raise CheckpointError if the sizes in config.json are too large for the folder's weight files. Only their headers are read."""
+    """Raise CheckpointError if weight files are missing or damaged, or too small for the sizes in config.json. Read only their headers."""
     tensors = sum(len(file.keys()) for _, file in weight_files(folder))
     size = sum((folder / name).stat().st_size for name in _names(folder))
     try:
@@ -126,7 +126,7 @@ def check_files(folder: Path) -> None:
 
 
 def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
-    """Return a model whose parameters are the tensors of `state` (not copies); raise CheckpointError, naming `path`, if they do not fit."""
+    """Return a model with the tensors of `state` as parameters (no copies; changes `state`). Raise CheckpointError if they do not fit."""
     own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
         model = Transformer(config, head or own_head)
@@ -181,7 +181,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token's id. A reward is read at the last token that is not padding, so a stop token cannot be a reward model's."""
+    """Return the padding token's id or None. A reward model's is no stop token: the reward is read at the last real token."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)

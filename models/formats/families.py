@@ -64,7 +64,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling` from any of the places where versions of transformers write them."""
+    """Return `rope_theta` and `rope_scaling`, wherever transformers' versions write them; raise ValueError for unsupported values."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = dict(raw.get(where) or {})
     other = raw.get("rope_scaling") or {}
@@ -79,7 +79,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "yarn":
         rope = {"beta_fast": 32.0, "beta_slow": 1.0, **{name: value for name, value in rope.items() if value is not None}}
         if other_way := [name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate") if name in rope]:
-            raise ValueError(f"{where}.{other_way[0]} is not supported: yarn without it is")
+            raise ValueError(f"{where}.{other_way[0]} is not supported: leave it out of the yarn settings")
     needed = RopeScaling(rope_type=kind, factor=1).own
     if lacking := [name for name in needed if name not in rope]:
         raise ValueError(f"{where} of type {kind!r} lacks {', '.join(lacking)}")

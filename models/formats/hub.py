@@ -90,7 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Return a wrapper that shares `model`'s weights: training one trains both. `options`: fields of the family's configuration."""
+        """Return a wrapper that shares `model`'s weights in training, too; ValueError for another head. `options`: configuration fields."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":
@@ -220,7 +220,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0, **kwargs: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return logits [B, T, V] of the positions `logits_to_keep` (0: all); with `labels` [B, T] (-100: ignored), also the loss."""
+        """Return logits [B, T, V] of the last `logits_to_keep` tokens (0: all) or these indices; with `labels` (-100: ignored), a loss."""
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = softcap(self.lm_head(outputs.last_hidden_state[:, positions]), self.model.shape.final_logit_softcapping)
@@ -249,7 +249,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return the scores [B, labels], read at the last token that the mask marks or, without a mask, the last that is not padding."""
+        """Return scores [B, labels] of the last token that the mask marks (no mask: that is not padding); with `labels`, also the loss."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

@@ -44,7 +44,7 @@ class Cache:
                 pages[target] = pages[source]
 
     def turn_back(self, kept: Kept, pages: Sequence[int]) -> None:
-        """Rotate the keys in these pages back by `kept.step` positions: as many tokens before these keys were dropped."""
+        """Rotate the keys in these pages back by `kept.step` positions, because this many tokens before them were dropped."""
         mla = self.config.mla
         rotated = [keys for keys, _ in self.layers] if mla is None else [latents[..., mla.kv_lora_rank :] for latents in self.latents]
         kept.turn_back(rotated, pages, self.config)

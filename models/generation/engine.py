@@ -67,8 +67,8 @@ def is_unchanged(watched: Any) -> bool:
 class Completion(NamedTuple):
     """One answer: its tokens (a stop token included), their log-probs, and whether a stop token or text ended it.
 
-    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, masks, top-k,
-    top-p and min-p. A greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same values at that temperature.
+    `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, biases, masks,
+    top-k, top-p and min-p. A greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same values at that temperature.
     `replies`: turns of tools or users between the model's turns (`turns.py`): start, end and messages of each. Their log-probs are 0.
     """
 
@@ -138,9 +138,9 @@ class Engine:
     ) -> list[list[Completion]]:  # fmt: skip
         """Return `n` answers to each prompt (token ids, or text that the tokenizer reads), in order; `params`: for all, or one per prompt.
 
-        An answer's random numbers depend only on the seed, the prompt's tokens and the answer's number. So neither the order of the prompts
-        nor the batch changes the answer, up to rounding in matrix products (none if the engine is exact). Equal prompts in one call draw
-        different answers. `progress` gets (answers done, answers in all).
+        An answer's random numbers depend only on the seed, the prompt's tokens and the answer's number. So, without a draft, neither order
+        nor batch changes the answer, up to rounding in matrix products (none if the engine is exact). Equal prompts in one call draw
+        different answers. `progress` gets (answers done, all answers). Raise ValueError for an unusable prompt, RowError for a failure.
         """
         self._look()
         repeats: Counter[tuple[int, ...]] = Counter()
@@ -165,7 +165,7 @@ class Engine:
         return wanted if self.kept is not None else min(wanted, max(0, self.model.config.max_position_embeddings - prompt))
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
-        """Yield the answers' tokens as they are drawn; closing the iterator cancels the request."""
+        """Yield an event per drawn token of the answers; closing the iterator cancels the request. Raise RowError if the request fails."""
         self._look()
         yield from self._events([self._request(prompt, params)])
 
@@ -189,14 +189,14 @@ class Engine:
                 self.cancel(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Return the request for a prompt, queued for the next steps."""
+        """Return the request for a prompt, queued for the next steps; raise ValueError if it cannot be used or does not fit the cache."""
         self._look()
         request = self._request(prompt, params)
         self.scheduler.add(request)
         return request
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        """Return the request for a prompt. Raise ValueError if the prompt cannot be read or names a token that the model lacks."""
+        """Return the request for a prompt. Raise ValueError if the prompt or a stop cannot be used, or a token is not in the vocabulary."""
         request, V = request_of(self.tokenizer, prompt, params, index), self.model.config.vocab_size
         if not (min(request.prompt) >= 0 and max(request.prompt) < V):
             raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
@@ -220,7 +220,7 @@ class Engine:
         self.scheduler.cancel(request)
 
     def clear(self) -> None:
-        """End every request and drop the caches, whose content cannot be trusted after a failure."""
+        """End every request, forget failures not yet reported, and replace the caches, whose content cannot be trusted after a failure."""
         del self.caches, self.scheduler
         self._weights, self._places, self._failed = [], [], []
         self._renew()
@@ -233,7 +233,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one forward pass of the scheduled tokens and draw the next tokens; return their events, or [] if no request is left."""
+        """Run a forward pass of the scheduled tokens and draw the tokens due; return their events ([] while it only reads prompts)."""
         return self._end(*self._begin())
 
     def _begin(self) -> tuple[list[Answer], Drawn | None]:
@@ -343,7 +343,7 @@ class Engine:
         self._renew()
 
     def _renew(self) -> None:
-        """Drop the cached pages if the weights changed; allocate new caches if a model's device or dtype changed."""
+        """Drop the cached pages if the weights changed; allocate new caches and drop all requests if a model's device or dtype changed."""
         weights = [*map(Tensor.data_ptr, self._parameters)]
         if weights == self._weights and is_unchanged(self._watched):
             return

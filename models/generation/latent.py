@@ -79,7 +79,7 @@ class LatentPages(OverLatents):
 
     @cached_property
     def _at_hand(self) -> tuple[Tensor, PagedPlan]:
-        """Return the numbers of the pages that any query sees, int64, and the plan renumbered to these pages."""
+        """Return the indices (int64) of the pages that any query sees, and the plan with indices into this list instead."""
         plan = self.plan
         tables, sequence, position = (t.numpy() for t in (plan.tables, plan.sequence, plan.position))
         last = np.zeros(len(tables), np.int32)
@@ -92,7 +92,7 @@ class LatentPages(OverLatents):
         return torch.from_numpy(pages.astype(np.int64)).to(plan.device), moved
 
     def _absorbing(self, layer: LatentAttention) -> bool:
-        """True if the absorbed way takes fewer multiplications than spelling out, over the same pairs of query and key."""
+        """True if the absorbed way takes fewer multiplications than spelling out keys and values, over the same query-key pairs."""
         mla, (pairs, tokens) = layer.mla, self._sizes
         wider = 2 * mla.kv_lora_rank - mla.qk_nope_head_dim - mla.v_head_dim
         grow = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)

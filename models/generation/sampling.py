@@ -31,7 +31,7 @@ class RowError(ValueError):
 
 
 class Draw(NamedTuple):
-    """One row's draw: its parameters, a random number in [0, 1), and the tokens of the prompt and of the answer so far."""
+    """One row's draw: its parameters, a random number in [0, 1), the prompt's tokens and, if `params.shifts`, the answer's so far."""
 
     params: SamplingParams
     uniform: float

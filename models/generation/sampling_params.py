@@ -20,7 +20,7 @@ class SamplingParams:
     """The sampling parameters of one prompt's answers.
 
     n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
-    likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose sum reaches top_p (nucleus sampling,
+    likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose probabilities reach top_p (nucleus sampling,
     Holtzman et al. 2020). min_p: from tokens with at least this share of the highest probability (Nguyen et al. 2024). max_tokens: maximum
     length. stop: token ids and texts that end an answer; None: the tokenizer's stop ids. seed: random numbers depend only on seed, prompt
     tokens and answer number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the

@@ -214,7 +214,7 @@ class Scheduler:
                 request.trunk, answer.room = (list(answer.pages), hidden), 0
 
     def finish(self, answer: Answer) -> None:
-        """Release an ended answer's slot; the answer's pages stay in the tree until they are needed."""
+        """Release an ended answer's slot and pages; whole pages stay in the tree until needed, unless some of its tokens were dropped."""
         self.running.remove(answer)
         self._give_back(answer)
 
@@ -323,7 +323,7 @@ class Scheduler:
             self.pool.keep(answer.tokens[: answer.computed], answer.pages)
 
     def _held(self, tokens: int) -> int:
-        """Return the number of a sequence's tokens that fit into the cache."""
+        """Return how many of a sequence's `tokens` tokens the cache holds."""
         return tokens if self.kept is None else min(tokens, self.kept.room)
 
     def _room_left(self, answer: Answer) -> int:

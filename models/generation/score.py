@@ -59,10 +59,11 @@ class Scoring:
                 yield from self._run_lanes(beside, longest)
                 beside = []
             beside.append(lane)
-        yield from self._run_lanes(beside, longest)
+        if beside:
+            yield from self._run_lanes(beside, longest)
 
     def _lanes(self) -> list[Lane]:
-        """Return the lanes: in sorted order, a prompt joins the previous prompt's lane if the two share at least half of its tokens."""
+        """Return the lanes: in sorted order, a prompt joins the previous one's lane if both share a prefix of at least half its tokens."""
         lanes: list[Lane] = []
         before: list[int] = []
         for number in sorted(range(len(self.prompts)), key=self.prompts.__getitem__):

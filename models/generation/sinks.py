@@ -40,7 +40,7 @@ class Kept:
 
     @property
     def room(self) -> int:
-        """Return the maximum number of a sequence's tokens in the cache."""
+        """Return the maximum number of tokens of one sequence in the cache: sinks, window and one step."""
         return self.sinks + self.window + self.step
 
     def fallen(self, computed: int) -> int:
@@ -75,7 +75,7 @@ def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool
     Raise ValueError if the settings conflict or do not suit the model."""
     if window is None:
         if sinks:
-            raise ValueError(f"sinks = {sinks}: tokens fall out of the cache behind them only with a window; set one, or leave sinks out")
+            raise ValueError(f"sinks = {sinks}: without a window the cache drops no tokens; set a window, or leave sinks out")
         return None
     if whole:
         raise ValueError(f"window = {window}: a draft, or log-probs equal to training's (exact), need all tokens; leave one of the two out")

@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 
 
 def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pass | None = None) -> Tensor:
-    """Run the model on `work`; return the hidden states [N, D] of the tokens of `work`, in order."""
+    """Run the model on `work`, writing keys and values to `cache`; return the hidden states [N, D] of the tokens of `work`, in order."""
     counts = np.array([len(one.tokens) for one in work])
     ids = torch.tensor([token for one in work for token in one.tokens])
     sequence = np.repeat(np.arange(len(work), dtype=np.int32), counts)

@@ -25,7 +25,7 @@ class VllmEngine:
     """A vLLM engine for the model in a folder of Hugging Face's layout.
 
     weights: `same`, or `fp8`: vLLM quantises the weights while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
-    The constructor raises ImportError if the package vllm is not installed.
+    The constructor raises ImportError if the package vllm is not installed, and ValueError for other `weights`.
     """
 
     def __init__(self, folder: Path | str, tokenizer: Tokenizer, weights: str = "same", memory: float = 0.9) -> None:
@@ -43,8 +43,8 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return answers as `Engine.generate` does. Equal prompts draw different answers. Answers depend only on seed and prompt, up
-        to rounding that varies with vLLM's batches. `progress` is called once, at the end."""
+        """Return answers as `Engine.generate` does; raise ValueError for a mask or speculation. Answers depend only on the seed, the prompt
+        and the number of equal prompts before it, up to rounding that varies with vLLM's batches. `progress` is called once, at the end."""
         if not prompts:
             return []
         repeats: Counter[tuple[int, ...]] = Counter()

@@ -41,7 +41,7 @@ class Prose(NamedTuple):
 def prose(data: U8, offsets: I64, wanted: NDArray[np.bool_], limit: int) -> Prose:
     """Return the prose lines of each wanted text data[offsets[n]:offsets[n + 1]]. Of a text over `limit` characters, `WINDOWS` windows of
     `limit` characters in all are read. A line is prose if it is mostly letters and spaces after its leading white space and bullets,
-    and is not code. It must have several words, or characters outside ASCII."""
+    and is not code. It has at least `LEAST` characters, several words or characters outside ASCII, and ends with none of `NOTHING_IN`."""
     room = int(offsets[-1] - offsets[0]) // (LEAST + 1) + WINDOWS * len(wanted) + 1
     begins, ends, letters, capitals = (np.empty(room, np.int64) for _ in range(4))
     unsure, bounds = np.empty(room, np.bool_), np.zeros(len(offsets), np.int64)

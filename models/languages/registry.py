@@ -142,7 +142,7 @@ class Names(NamedTuple):
         return cls(codes, {row.language: row.group for row in rows if row.group})
 
     def canonical(self, label: str) -> str:
-        """Return the language code for any identifier's label: `eng_Latn`, `eng` and `en` give `en`."""
+        """Return Puna's language code for an identifier's label: `eng_Latn`, `eng` and `en` give `en`. An unknown code stays as it is."""
         code = label.removeprefix("__label__").replace("_", "-").split("-")[0]
         return self.codes.get(code, code)
 

@@ -1,4 +1,4 @@
-"""Identification of a text's script: the ISO 15924 code of most of its letters."""
+"""Identification of a text's main script, the one with most letters, by its ISO 15924 code."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ TOGETHER = 256  # texts of a batch, whose arrays fit into the processor's second
 
 
 class Found(NamedTuple):
-    """A text's language (ISO 639) and script (ISO 15924). `score`: the language group's probability; CLD2's share if CLD2 decided."""
+    """A text's language (ISO 639), script (ISO 15924) and score: its language group's probability, CLD2's share, or 1 by script alone."""
 
     language: str
     score: float

@@ -92,7 +92,7 @@ class Shelf(Protocol):
     """The store that streamed layers are loaded from."""
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Return a layer's weights by their names in a `Block`; the weights are valid until `give` is called."""
+        """Return a layer's weights by their names in a `Block`, valid until `give`, which releases the weights that were taken first."""
 
     def give(self) -> None: ...
 
@@ -259,7 +259,7 @@ def spread(streamed: int, layers: int) -> list[int]:
 
 
 def offload_layers(source: Source, level: Level, streamed: int, device: torch.device) -> tuple[Transformer, Shelf | None]:
-    """Return the model with all but `streamed` of its layers on the device, and the shelf of streamed layers (None without any)."""
+    """Return the model with all but `streamed` layers on the device, and the shelf of streamed layers or None. Call once per source."""
     model, layers = source.take_empty(), source.config.num_hidden_layers
     numbers = spread(streamed, layers)
     state = source.rest(device)

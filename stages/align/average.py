@@ -61,8 +61,8 @@ def average(
 
     An average of reward models costs as much as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's
     prompts. If the set has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; among equals,
-    the most even. `search.reward`: verifiers, `reward_model` or both score answers; rewards are centered on the first model's answers if
-    `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (the mean reward) and that of equal weights.
+    the most even. `search.reward`: verifiers, `reward_model` or both score answers; with both, rewards are centered on the first model's
+    answers if `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (mean reward), also of equal weights.
     """
     from puna.models.training.average import average_checkpoints
 
@@ -83,7 +83,7 @@ def average(
 
 
 def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
-    """Yield the weights of every way to divide `steps` equal parts of 1 among the models, the most even first."""
+    """Yield the models' weights for every division of `steps` parts of size 1/`steps` among the models, the most even first."""
     even = steps / models
     divisions = [
         tuple(b - a - 1 for a, b in itertools.pairwise((-1, *bars, steps + models - 1)))
@@ -97,7 +97,7 @@ def _search(
     models: Sequence[Artifact], prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], config: AverageConfig,
     run: StageRun,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the weights of the average whose answers to the development set have the highest mean reward."""
+    """Return the weights of the average with the highest mean reward on the prompts. Raise PunaError for over `MOST_TRIALS` averages."""
     from puna.models.training import average as averaging
 
     equal = tuple(1 / len(models) for _ in models)

@@ -205,7 +205,7 @@ def _duplicate_rule(rows: Sequence[Row]) -> Any:
 
 
 def _quality_rule(rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun) -> Any:
-    """Return a rule that keeps rows with a high reward, the judge's full score or, without a judge, enough agreement; and unscored rows."""
+    """Return a rule that keeps rows with a high reward, a full grade or (no judge) enough agreement, or with neither reward nor grade."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
     both = [row for row in rows if grades and row["score"] is not None and row["id"] in grades.quality]
@@ -284,7 +284,7 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
 
 
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
-    """Return unit vectors [n, D]: the mean hidden state over a dialogue's tokens, minus the mean of all dialogues.
+    """Return unit vectors [n, D] (or zero): the mean hidden state over a prompt and its first answer, minus the mean of all examples.
 
     Uncentred hidden states share a large common direction, so every cosine is near 1. `folder` keeps finished batches for a resumed run.
     """
@@ -312,7 +312,7 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
 
 
 def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rounds: int = 20) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the cluster of each vector, int64 [n], by spherical k-means that starts from `clusters` random vectors."""
+    """Return the cluster of each vector, int64 [n], by spherical k-means: at most `rounds` rounds from `clusters` random vectors."""
     centres = vectors[generator.choice(len(vectors), clusters, replace=False)]
     assigned = np.full(len(vectors), -1)
     for _ in range(rounds):

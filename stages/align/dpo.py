@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
-    """Train by DPO or another preference loss, with template tokens masked and an NLL term on the better answer (Llama 3, section 4.1.4).
+    """Train by DPO or another preference loss, by default with template tokens masked and an NLL term (Llama 3, section 4.1.4).
 
     The reference is the policy that training starts from; if the loss needs its log-probabilities, they are computed once, before the first
     step, for the preferences that training reaches. Values that `reference_logprobs` has stored are read instead; the metric
@@ -115,9 +115,9 @@ def _train(
 def _train_kto(
     model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
 ) -> list[dict[str, float]]:
-    """Train in place by KTO (Ethayarajh et al. 2024) on examples whose groups have two tiers, the good and the bad answers.
+    """Train in place by KTO (Ethayarajh et al. 2024) on examples with two tiers, the good and the bad answers; return the log.
 
-    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts (`mismatched`).
+    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts. Raise PunaError without any.
     """
     from puna.models.training.objectives import Kto
 
@@ -172,9 +172,9 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Return each example's prompt with answers of other examples: as many as the example has answers, or fewer if a row has no room.
+    """Return each example's prompt with answers of other examples: as many as the example has answers; fewer if others or room run out.
 
-    Answers are taken cyclically in a random order. If all fit and no example has more than half of them, each is taken once.
+    Answers are taken cyclically in a random order. If all fit and no example has more than half of all answers, each answer is taken once.
     """
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]

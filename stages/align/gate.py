@@ -25,7 +25,7 @@ class ApprovalConfig(StageConfig):
 
 @stage(kind="evaluation")
 def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
-    """Record a person's decision on the candidate of a `gate`; the next run of the flow `round` carries it out."""
+    """Record a person's decision on the candidate of a `gate`; the page of rounds or the next run of the flow `round` carries it out."""
     if gate.manifest.stage != "gate":
         raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}, not by a round's gate")
     run.write_rows([evaluation_row("all", "approved", float(config.approved), 1)])
@@ -92,7 +92,7 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
-    """Return a clause per metric that got worse by more than `max_fall`. Raise PunaError if the two evaluations cannot be compared."""
+    """Return a clause per task whose main metric got worse by more than `max_fall`. Raise PunaError if they cannot be compared."""
     rows, remarks = differences(scores_of([before]), scores_of([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")

@@ -36,7 +36,7 @@ class ChosenConfig(StageConfig):
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """Take the better answer of each training preference, or its edited version if any. Equal answers to a prompt are taken once."""
+    """Take the better answer, or its edited version, of training preferences with one of `levels` or no level; equal answers once."""
     rows = {}
     for artifact in preferences:
         for row in artifact.read().to_pylist():

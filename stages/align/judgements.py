@@ -49,7 +49,7 @@ class JudgementsConfig(SeededConfig):
 
 
 def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfig) -> dict[str, tuple[Row, Row]]:
-    """Return pair id → two finished, different answers to one prompt, in an order that the seed shuffles."""
+    """Return pair id → two finished, different answers to one prompt, shuffled by the seed; at most `pairs_per_prompt` pairs per prompt."""
     import numpy as np
 
     pairs = {}

@@ -19,10 +19,10 @@ class NewPromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
-    """Take up to `count` training prompts of each task of a pool that are not among `used`, in the order of a hash of the id.
+    """Take up to `count` training prompts of each task of `pool`, in the order of a hash of seed and id, and set their `split`.
 
-    A conversation that occurs under two ids is one prompt. The output may be empty. The metric `left` counts the prompts not taken.
-    """
+    Prompts with an id or messages in `used`, or messages of a held-out prompt of the pool, are left out. A conversation under two
+    ids is one prompt. The output may be empty. The metric `left` counts the prompts that could still be taken."""
     texts, ids = set[str](), set[str]()
     for artifact in used or ():
         columns = artifact.read(columns=["id", "messages"])

@@ -161,7 +161,7 @@ def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) ->
 def judge(
     prompt: Row, first: Row, second: Row, config: PreferencesConfig, noise: float, mistaken: bool = False
 ) -> tuple[Row, str | None, float | None]:
-    """Return a preferences row (without `split`; only its id if dropped), the rule that drops the pair or None, and the margin.
+    """Return a preferences row (no `split`; only its id if dropped), the rule that drops the pair or None, and the margin or None.
 
     `noise` is a standard normal draw; `mistaken`: the annotator takes the worse answer for the better one.
     """

@@ -23,8 +23,8 @@ class ReferenceLogprobsConfig(BadRowsConfig):
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
 
-    A `dpo` run from this model, on these preferences and in the same precision, reads the values instead of computing them, with any loss.
-    A row of `scores` has a digest of prompt and answer tokens as id; its name holds precision and model digest. Preferences that the
+    A `dpo` run from this model, on these preferences, with the same precision and `mask_format`, reads the values, with any loss.
+    A row of `scores` has a digest of prompt, answer and mask as id; its name holds mask, precision and model digest. Preferences that the
     chat template refuses, and too long preferences, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
     """
     import torch

@@ -31,8 +31,8 @@ def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig
     """Take the prompts of preferences in which one answer refuses and the other does not, with a verifier of refusals.
 
     In the task `harmful` the better answer refuses, and refusals are right; in the task `borderline` the worse answer refuses, and
-    other answers are right. The reference is the better answer. Prompts of both tasks, and preferences in which both answers
-    refuse or neither does, are left out and counted in metrics.
+    other answers are right. The reference is the better answer, edited if it was. Prompts of both tasks are left out, and preferences
+    that lack an answer, or in which both answers refuse or neither does; metrics count these.
     """
     verifiers = {task: to_text("regex", pattern=config.pattern, absent=task == "borderline") for task in ("harmful", "borderline")}
     check, blank = from_text(verifiers["harmful"]), Question("", "", "", None)

@@ -80,8 +80,8 @@ def ppo(
     """Train by PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
 
     The reward is a frozen reward model's output (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
-    `reward`. The critic starts as the first reward model, or else as the policy with a zero head. `judges` are models that verifiers name.
-    An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
+    `reward`. The critic starts as the first reward model (by digest), or else as the policy with a zero head. `judges` are models that
+    verifiers name. An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
     chat template refuses, and prompts that may not fit into a row with their answers, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.ppo import train_ppo
@@ -108,7 +108,7 @@ def grpo(
     """Train by comparing the answers to a prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
     By default the loss is PPO's clipped surrogate, a mean over the tokens of an update, like DAPO's; `surrogate`, `ratio` and `normalizer`
-    change it. The KL divergence to the starting policy is subtracted from an answer's reward. For rewards, `judges` and dropped prompts,
+    change it. Rewards lose `kl_coefficient` times the KL divergence to the starting policy. For rewards, `judges` and dropped prompts,
     see `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of the other prompts.
     """
     from puna.models.training.ppo import train_grpo
@@ -189,7 +189,7 @@ def _check(policy: Artifact, reward_models: Sequence[Artifact], config: Rollouts
 
 
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:
-    """Return a function that writes a rollout's answers to the table `rollouts`."""
+    """Return a function that writes a rollout's answers to the table `rollouts`, once. It raises PunaError if they are None (lost)."""
     names = {tuple(ids): row["id"] for ids, row in zip(asked, rows, strict=True)}
 
     def rollout_rows(rollout: int, answers: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:

@@ -56,9 +56,9 @@ def rejection_sample(
     """Choose finished answers for each prompt, by default one with the highest reward (Llama 3, section 4.2.2); see `pick` and `most`.
 
     The side table `scores` holds each instruction's `agreement`: the share of finished answers with its text. If the reward model
-    picks, `scores` also holds the `reward` of each answer. `dropped` holds prompts whose answers were all cut off (`unfinished`), that have
-    no right answer (`none_right`), or that cannot be scored; see `bad_rows`. Metrics compare the gold accuracy of the picked answers with
-    the accuracies of the mean answer and of the best answer.
+    picks, `scores` also holds the `reward` of each finished answer. `dropped` holds prompts whose answers were all cut off (`unfinished`),
+    that lack a right answer if one is required (`none_right`), or that cannot be scored; see `bad_rows`. If all answers have gold scores,
+    metrics compare the gold accuracies of the picked, the mean and the best answer.
     """
     questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}

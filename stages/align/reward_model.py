@@ -1,4 +1,4 @@
-"""The reward model: a scalar head trained to order the ranked answers of a prompt."""
+"""The reward model: a language model with a scalar head, trained to order the ranked answers of a prompt."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ STEPS = 10
 
 class Pair(NamedTuple):
     """A chosen and a rejected answer. `right`: 1 if the chosen answer has the higher reward, one half for a tie, else 0; `longer`: the same
-    for the lengths. `difference`: length difference as a share of the longer answer; `margin`: reward difference."""
+    for the lengths in tokens. `difference`: length difference as a share of the longer answer; `margin`: reward difference."""
 
     level: str | None
     right: float

@@ -170,7 +170,7 @@ class Writer:
         self.dropped: list[Row] = []
 
     def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
-        """Return `count` sampled texts for each row; none for a row that is refused or too long. `purpose` seeds the sampling."""
+        """Return `count` sampled texts for each row; none for a refused or too long row, which goes to `dropped`. `purpose`: the seed."""
         config, bad, seed = self._config, BadRows(self._config, "synthesize"), self._run.seed(purpose)
         texts: dict[str, list[Text]] = {}
         if self.endpoint is not None:
@@ -225,7 +225,7 @@ class Check:
 
 
 def score_agreement(texts: Sequence[str], share: float) -> list[Score]:
-    """Return the texts' scores: 1 for the most frequent final answer, if it is unique and at least `share` of all texts have it; else 0."""
+    """Return the texts' scores: 1 for the most frequent final answer, if no other ties and at least `share` of texts have it; else 0."""
     finals = [None if (result := final_answer(text)) is None else " ".join(result.casefold().split()) for text in texts]
     counts = Counter(final for final in finals if final).most_common(2)
     alone = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])

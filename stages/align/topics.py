@@ -46,8 +46,8 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, does so with a fine-tuned model).
 
     `labelled`: examples whose `task` is their topic, `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
-    learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine topics together. Rows stay as
-    they are. The side table `scores` holds the most probable `fine:NAME` and `coarse:NAME` of each row with their probability.
+    learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine topics together. Kept rows
+    are unchanged. `dropped` has rows above `max_per_topic`. `scores`: each row's likeliest `fine:NAME` and `coarse:NAME` with probability.
 
     The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two controls are measured in the same
     way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words. The accuracies hold only for

@@ -18,7 +18,7 @@ from puna.storage.schemas import KINDS
 Looked = tuple[tuple[str, ...], float]
 """Sampled texts of some inputs, and the sampled share of their bytes."""
 GLANCE, LOOK = 0.1, 0.4
-"""Seconds to read sample pages, and as many to extract texts: of a short sample, and of one that is large enough for a complaint."""
+"""Seconds to read sample pages, and again to extract their texts: first `GLANCE`; then `LOOK`, for a sample that justifies a complaint."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class InputSpec:
     sources: bool = False
 
     def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
-        """Return the input's artifacts as a list. Raise PunaError for a wrong number or kind, or for an artifact that is given twice."""
+        """Return the values as a list, empty for an optional None. Raise PunaError for a wrong number or kind, or a repeated artifact."""
         if value is None:
             if not self.optional:
                 raise PunaError(f"stage {stage} needs the input {self.name!r} ({self.kind})")
@@ -156,7 +156,7 @@ class Stage:
         return [*config.reaches(), *(self.named(self.check(given)) if self.named else ())]
 
     def check(self, given: dict[str, Value]) -> dict[str, list[Artifact] | list[External]]:
-        """Return input name → artifacts. Raise PunaError if the inputs do not fit the declaration."""
+        """Return input name → artifacts or external inputs. Raise PunaError if the inputs do not fit the declaration."""
         if unknown := set(given) - {spec.name for spec in self.inputs}:
             names = ", ".join(spec.name for spec in self.inputs) or "none"
             raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
@@ -177,7 +177,7 @@ def stage(
     stage computes on an accelerator in one process; on a cluster, a worker with an accelerator runs the whole stage. `ranks`: all processes
     that were started together run the stage. `signals`: the signals that the stage writes, or a function from the configuration to the
     columns of the tables of signals; a rule on another signal is refused before the run. `named(inputs)`: functions and classes that the
-    inputs' rows name; see `Named`.
+    inputs' rows name; see `Named`. Raise TypeError if the function or an argument does not fit.
     """
 
     def declare(function: Callable[..., None]) -> Stage:

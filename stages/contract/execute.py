@@ -37,7 +37,7 @@ class Outcome:
 
 
 def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Identity:
-    """Return the identity of an artifact, from which its key is computed: stage, code, configuration and inputs."""
+    """Return the identity that an artifact's key is computed from: stage, code, configuration, inputs. Raise PunaError if any is wrong."""
     if not isinstance(config, stage.config):
         raise PunaError(f"stage {stage.name} takes a {stage.config.__name__}, not a {type(config).__name__}")
     records = [
@@ -50,7 +50,7 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
 
 
 def by_todays_code(artifact: Artifact, store: Store) -> Identity:
-    """Return the identity that today's code would give `artifact`. Raise PunaError if its stage or an input is gone."""
+    """Return the identity that today's code would give `artifact`. Raise PunaError if its stage, a setting or an input is gone."""
     manifest = artifact.manifest
     stage = REGISTRY.get(manifest.stage)
     if stage is None:
@@ -82,7 +82,7 @@ def perform(
     If the artifact is damaged or suspect, a new one is made, and the old one is set aside when the new one is ready. Raise PunaError for a
     damaged input. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one.
     `apart`: any stage runs as a whole on a worker, so that several can run at once. `listener` gets no progress from such a worker.
-    """
+    `on_start` is called before the function, and not for a reused artifact. `part_rows`: maximum rows of a part that the function gets."""
     start = time.perf_counter()
     identity = identify(stage, config, given)
     artifact = reusable(stage, identity, store)
@@ -174,7 +174,7 @@ def _perform_there(
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
-    """Return the artifact of this identity, or an equivalent older artifact (see `accept`); None if it is gone, damaged or suspect."""
+    """Return an older artifact that `accept` made equivalent, else that of this identity; None if both are gone, damaged or suspect."""
     keys = dict.fromkeys((store.accepted_key(identity.key), identity.key))
     return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 

@@ -83,7 +83,7 @@ class External:
     def resolve(cls, text: str) -> list[External]:
         """Return `[NAME=]URI` as inputs: a file, or a folder with everything below it.
 
-        Without a name, a folder of archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
+        Without a name, a flat folder of only archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
         Any other URI gives one input, named after the URI's last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set and
         `hf://OWNER/NAME[@REVISION]` a model, resolved to a commit. A path below either gives files. Raise PunaError for an unreadable URI.
         """
@@ -120,7 +120,7 @@ def public(uri: str) -> str:
 
 
 def without_secrets(text: str, uri: str) -> str:
-    """Return a message with the credentials of `uri` removed, percent-encoded or decoded."""
+    """Return a message without the credentials of `uri` (those of at least 4 characters), percent-encoded or decoded."""
     for form in dict.fromkeys((uri, unquote(uri))):
         text = text.replace(form, public(form))
         for part in form.split("::"):

@@ -57,7 +57,7 @@ def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[
 
 
 def check(stage: Stage, config: StageConfig) -> None:
-    """Raise PunaError if the layouts in `config` do not fit the number of processes."""
+    """Raise PunaError if the layouts and `generate` in `config` do not fit the number of processes."""
     apart = getattr(config, "generate", 0)
     if apart and apart >= ranks.count():
         raise PunaError(f"{stage.name}: generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")

@@ -221,7 +221,7 @@ class StageRun:
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Write the rows that `make` returns to a table. Rows written before a crash are reused without calling `make`."""
+        """Write the rows that `make` returns to `table` (None: the main). Rows written before a crash are reused without calling `make`."""
         staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
         if staged is None:
             self._work.add(table, _table(make(), table), f"once-{name}")
@@ -256,7 +256,7 @@ class StageRun:
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:
-        """Return a 63-bit seed that depends only on the configuration's seed and `names`."""
+        """Return a 63-bit seed that depends only on the configuration's seed and `names`. Raise PunaError if there is no seed."""
         base = getattr(self.config, "seed", None)
         if base is None:
             raise PunaError(f"stage {self.stage}: its configuration has no seed; derive it from SeededConfig")

@@ -115,7 +115,7 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
 
 
 def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, new_rows: pa.Table) -> None:
-    """Keep unchanged documents by reference and write the others."""
+    """Keep unchanged documents by reference and write the others. Raise PunaError for ids that `rows` lacks."""
     if _share_memory(new_rows["id"], rows["id"]):
         at = np.arange(rows.num_rows)
     else:

@@ -57,7 +57,7 @@ FAILURE = "failure"
 
 
 def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
-    """Declare a signal that a stage computes by itself. Raise TypeError if another module declared this name."""
+    """Declare a signal that a stage computes by itself. Raise TypeError for a bad name or type, or a name of another module."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_globals["__name__"] if frame and frame.f_back else ""
     return _register(Signal(name, kind, unit, meaning, caller, optional))
@@ -68,7 +68,7 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
 
     The parameters are columns of a document (text, title, url, source). The return annotation is the type: float, int or str, with
     `| None` if a document may have no value. Name and meaning default to the function's name and the first paragraph of its docstring.
-    """
+    Raise TypeError for a function that does not fit."""
 
     def declare(function: F) -> F:
         label = name or function.__name__
@@ -101,7 +101,7 @@ def _register(new: Signal) -> Signal:
 
 
 def with_meanings(name_of_table: str, table: pa.Table) -> pa.Table:
-    """Return the table; a table `signals` gets the declared types, units and meanings. Raise PunaError for an undeclared signal."""
+    """Return the table; a table `signals` gets declared types, units and meanings. Raise PunaError for an undeclared or mistyped signal."""
     for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":
             continue

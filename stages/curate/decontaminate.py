@@ -66,7 +66,7 @@ def decontaminate(
     """Drop documents that share n-grams of words with held-out prompts (question and reference together) or with `texts`.
 
     `texts` are documents that must not be trained on; each counts as a prompt whose task is its source. As in GPT-3 (Brown et al. 2020,
-    appendix C), n-grams have 13 words, without case and punctuation. A question of fewer words is matched as a whole if it is long
+    appendix C), n-grams have `n` (13) words, without case and punctuation. A question of fewer words is matched as a whole if it is long
     enough, else `unmatchable_TASK` counts it. Documents that pass are searched for changed prompts (`decontaminate.fuzzy`). `dropped` has
     the fraction of the best matched prompt's n-grams, the prompt, and its first n-gram or the passage. `contaminated_TASK` counts the
     prompts found in documents; `examples` shows each best matched prompt with its first document.

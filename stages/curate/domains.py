@@ -159,7 +159,7 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
 def domains(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Label each document with a knowledge type, by a classifier of `train_domains`.
 
-    A type's weight is its probability, by a model that did not see the document, times (1 + its number of seed words) squared. `domain` is
+    A type's weight is its probability, by a model that did not see the document, times (1 + its number of seed words)². `domain` is
     the type with the largest weight, `domain_score` its share of all weights, `domain_seed` the label from seed words. Documents in other
     languages are typed by words that also occur in the lexicon's four languages. Documents of code sources are `code`.
     """

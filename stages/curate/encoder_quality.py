@@ -116,8 +116,8 @@ def encoder_quality(
     """Score documents with a classifier of `train_encoder_quality`, on the encoder that it was trained on.
 
     The signals are named as in `quality`, so that `select` applies the same rules. A training document of the classifier is scored
-    by a head that was not trained on it. The share `keep` of the documents reaches the quality in the metric `threshold`.
-    """
+    by a head that was not trained on it. The share `keep` of the documents reaches the quality in the metric `threshold`. With `language`,
+    ranks are computed per language."""
     place = place_of(PURPOSE, "encoder", model, encoder)
     if trained(classifier, PURPOSE).about.encoder != _digest(model, encoder):
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder than this one; give the same, or train on this one")

@@ -80,7 +80,7 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
 
     Code, lists and tables keep their structure. Formulas are read from MathML, scripts and images' alternative texts
     (`puna.models.extraction.technical`). Permalink marks and Markdown-like markers are not written.
-    """
+    Unreadable pages, pages without text and pages above a limit are in `dropped`."""
     run.transform(_extract, pages, config)
 
 
@@ -108,7 +108,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Return the title and text of one page. Raise Unreadable if the page gives no text."""
+    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit, or the extraction's own error."""
     (results,) = _extract_pages([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results

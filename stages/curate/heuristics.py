@@ -69,7 +69,7 @@ class HeuristicsConfig(SeededConfig):
     @field_validator("signals")
     @classmethod
     def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Raise ValueError unless every name is a declared signal with a definition and without compiled code."""
+        """Return the distinct names. Raise ValueError unless each is a declared signal with a definition and without compiled code."""
         plugins.offers("puna.signals")
         own = {name for name, signal in SIGNALS.items() if signal.definition and not signal.compiled}
         for name in names:
@@ -98,8 +98,8 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
     section 3.1.1) are n-grams seen earlier, per document and per line (`line_signals`); adult vocabulary; and the Kullback-Leibler
     divergence of the document's words from the corpus, or given `language`, from documents of its language. `signals.definitions` defines
     the signals in Python. `signals` of your own are measured in a separate process. If one fails or exceeds its limits for a document, it
-    is null there, and `failed_NAME` counts the document. `failure` says why a document is not measured; `select` drops it as `failed`.
-    """
+    is null there, and `failed_NAME` counts the document; PunaError if it fails for all. `failure` says why a document, or one of your
+    signals for it, was not measured; `select` drops the document as `failed`."""
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)

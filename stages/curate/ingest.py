@@ -89,7 +89,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty, body_too_large,
     truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error). A
     page's id is a hash of source, address, time, media type and body. It does not depend on the page's place in the inputs.
-    """
+    Raise PunaError if no page is kept."""
     jobs = list(_jobs(inputs, config))
     input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
     batches = list(_batches(jobs))
@@ -173,8 +173,8 @@ def hints(rules: Container[str]) -> str:
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     """Raise PunaError if the beginnings of the inputs cannot be read as configured.
 
-    Every Parquet file must have the named columns. At least one file must have rows; a JSON or CSV file, a row that gives a page.
-    """
+    Every Parquet file must have the named columns. At least one file must hold data: a row (Parquet), a row that gives
+    a page (JSON, CSV), or a byte (other formats)."""
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
         rejected = next((one for one in results if isinstance(one, Rejected)), None)
@@ -183,7 +183,7 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Return sample pages from every input file, read within `seconds`, and their approximate share of all bytes."""
+    """Return sample pages from every input file (no streamed data set), read in about `seconds`, and their rough share of the bytes."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
@@ -215,7 +215,7 @@ def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | 
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """Return True if a file may hold pages. JSON and CSV are read up to the first page; if none has one, return the first rejection."""
+    """Return True if a file may hold pages. A JSON or CSV file is read up to its first page; without one, return its first rejection."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None

@@ -293,7 +293,7 @@ def _ask(
 
 
 def _read_grade(text: str, question: Question) -> float:
-    """Return the grade that a reply begins with, NaN without one."""
+    """Return a reply's grade: its first word Yes or No as 1 or 0, or else the first number in it; NaN without a valid one."""
     if question.answers == ("No", "Yes"):
         word = text.casefold().lstrip("*\"'")
         return 1.0 if word.startswith("yes") else 0.0 if word.startswith("no") else float("nan")

@@ -53,8 +53,8 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
     Only a document's lines of prose are classified if there are enough, so that the code in a manual does not decide. Program text and text
     without letters have the language zxx, with score 1. The score adds the probabilities of languages that are easily confused with the
     language. The classes of `classifier` (made by `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with a
-    script: `en`, `eng`, `eng_Latn`. The table `languages` has stop words for `heuristics` and thresholds for `select`. A document whose
-    identification fails gets the language und (undetermined) with score 0, and failed_language counts it.
+    script: `en`, `eng`, `eng_Latn`. The table `languages` has stop words for `heuristics` and threshold factors for `select`. A document
+    whose identification fails gets the language und (undetermined) with score 0, and failed_language counts it.
     """
     if classifier is not None:
         trained(classifier, "language")
@@ -127,7 +127,7 @@ def _classify(classifier: Artifact, identity: str, seen: str, names: Names) -> F
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
-    """Return the language, score and script of `text`, by the vote that the stage `language` uses without a classifier."""
+    """Return language, score and script of `text` by the vote of the stage `language`; zxx, score 1 for code or a text without letters."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     results = prose(data, readonly(np.array([0, len(data)])), np.array([True]), max_characters)
     seen = classifier_text(lambda: text, results, 0, max_characters)
@@ -135,9 +135,9 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """Return a document's text for language identification: its prose, or a sample of the whole text if prose is short; None for code or
-    a text without letters. `found` and `number`: the prose of several documents, and this document's index in it. `text` returns the whole
-    text, and is called only if there is little prose.
+    """Return a document's text for language identification: its prose, or a sample of the whole text if there is little prose. It is in
+    lower case if most letters are capitals. Return None for code or a text without letters. `found`, `number`: the prose of several
+    documents, and this document's index in it. `text` returns the whole text, and is called only if there is little prose.
     """
     seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
     if letters < PROGRAM_ENOUGH:

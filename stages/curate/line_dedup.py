@@ -40,7 +40,7 @@ class LineDedupConfig(StageConfig):
     protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
 
     def limit(self, documents: int) -> int:
-        """Return the maximum number of occurrences of a line in a bucket of `documents` documents."""
+        """Return the maximum number of occurrences of a kept line or paragraph in a bucket of `documents` documents."""
         return max(self.max_occurrences, int(self.max_per_million * documents / 1e6))
 
     @property
@@ -51,13 +51,13 @@ class LineDedupConfig(StageConfig):
 
 @stage(kind="documents", filters="documents")
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
-    """Remove lines that occur too often in a bucket of documents (Llama 3, section 3.1.1: over 6 times in 30 million documents).
+    """Remove lines or paragraphs (`unit`) that occur too often in a bucket of documents (Llama 3, section 3.1.1: over 6 in 30 million).
 
     The limit is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared by 64-bit hashes,
-    without surrounding white space. About one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted; those
-    that would pile up after a removal are removed too. To bound memory, hashes are partitioned by value and counted, then frequent hashes'
-    places are partitioned by shard. A document without any line left is dropped. `removed_lines` has every removed line, so that the input
-    can be rebuilt. `examples` has the most frequent lines, also from buckets that are too small to lose lines.
+    without surrounding white space. About one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted. After a
+    removed line, blank lines are removed too if no line or a blank line stays before it. To bound memory, hashes are partitioned by value
+    and counted; then frequent hashes' places are partitioned by shard. A document that loses all lines is dropped. `removed_lines` has each
+    removed line, so that the input can be rebuilt. `examples` has each bucket's most frequent lines, even if the bucket loses none.
     """
     shards, rows, size = documents.shards(), documents.rows(), config.bucket_documents
     sizes = {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
@@ -106,7 +106,7 @@ def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
 def _frequent(
     pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
-    """Return the pieces that occur too often in their bucket, by shard; and for each bucket and count, the number of distinct lines."""
+    """Return a row per occurrence of a piece too frequent in its bucket; and triples (bucket, count, number of pieces with this count)."""
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
@@ -151,7 +151,10 @@ def _remove(
     rule, value = pa.repeat(f"{config.unit}_occurrences", len(row)), occurrences.astype(np.float64)
     removed = {"id": ids.take(pa.array(row)), "line": number, "text": strings(*gathered(data, begin, end)), "rule": rule, "value": value}
     counts = np.bincount(row, minlength=len(ids))[empty]
-    detail = [f"all {count} {config.unit}s occur more than {config.limit(max(sizes.values()))} times" for count in counts.tolist()]
+    owner = np.zeros(len(ids), np.int64)
+    owner[row] = bucket[gone]
+    limits = [config.limit(sizes[one]) for one in owner[empty].tolist()]
+    detail = [f"all {count} {config.unit}s occur more than {limit} times" for count, limit in zip(counts.tolist(), limits, strict=True)]
     dropped = {
         "id": ids.filter(pa.array(empty)), "rule": pa.repeat("line_dedup_empty", len(counts)), "value": np.zeros(len(counts)),
         "threshold": pa.nulls(len(counts), pa.float64()), "detail": detail,

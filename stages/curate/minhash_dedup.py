@@ -30,10 +30,10 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
     Candidates agree in at least one of `bands` bands of their MinHash signatures. They are judged in order of preference: preferred sources
-    first, then the longest, latest or best, then by id. A document is removed if it is a verified near-duplicate of an earlier, kept
-    document: it shares enough shingles with that document, and has no long passage that the document lacks. Without `verify`, one document
-    of each chain of candidates is kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger corpus, band keys
-    are partitioned by value, and candidates by component, over workers. One worker holds all edges between candidates, 16 bytes each.
+    first, then the longest, latest or best; ties go by length, time and id. A document is removed if it shares enough shingles with an
+    earlier, kept document, and has no long passage that the kept one lacks. Without `verify`, one document of each chain of candidates is
+    kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger corpus, band keys are partitioned by value, and
+    candidates by component, over workers. One worker holds all edges between candidates, 16 bytes each.
     """
     if config.survivor == "best_score":
         check_score(signals, config)
@@ -65,7 +65,7 @@ def _members(run: StageRun, documents: Artifact, parts: list[Part], config: Minh
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
-    """Raise PunaError if the signal that ranks near-duplicates is missing."""
+    """Raise PunaError if the signal `score`, which ranks near-duplicates, is missing."""
     if signals is None:
         raise PunaError("minhash_dedup.survivor is best_score: give the signals that hold the score")
     if config.score not in signals.columns():

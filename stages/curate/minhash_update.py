@@ -26,11 +26,11 @@ Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revi
 
 @stage(kind="documents", filters="documents")
 def minhash_update(documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun) -> None:
-    """Remove near-duplicates from added documents, and record the earlier decisions that change.
+    """Remove near-duplicates from added documents, whose ids must be new, and record the earlier decisions that change.
 
-    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the kept added documents, and
-    evidence for the removed ones; `revisions` has the earlier documents whose decision changes. Only components with added documents are
-    decided again. All decisions, combined by `verdicts`, equal the decisions of `minhash_dedup` on all documents.
+    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the kept added documents,
+    evidence for the removed ones, and an index of both; `revisions` has the earlier documents whose decision changes. Only components with
+    added documents are decided again. All decisions, combined by `verdicts`, equal those of `minhash_dedup` on all documents.
     """
     settings = _configuration(previous)
     if settings.survivor == "best_score":

@@ -34,9 +34,9 @@ class PiiConfig(StageConfig):
 def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
     """Mask e-mail and postal addresses, phone, card, bank account and social security numbers and public IP addresses.
 
-    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts masked
-    pieces. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind. The rule `pii_failed` drops documents that
-    are too long, or whose search fails: they may contain personal data.
+    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts each
+    document's masked pieces by kind. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind, masked or not. The
+    rule `pii_failed` drops documents that are too long, or whose search fails: they may contain personal data.
     """
     run.transform(_mask, documents, config)
 

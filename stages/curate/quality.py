@@ -52,8 +52,8 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
 
     Puna's model (`puna.models.classifiers.grades`) was trained on a judge's grades of English documents: `quality` is the probability of a
     grade of 3 (good text) or more, null for other languages. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM
-    (2406.11794), usually tells good sources from others: `quality` is the probability of `positive`, by a model that was not trained on
-    the document, and null for exempt sources. Such a classifier also learns how the sources differ in subject or language.
+    (2406.11794), usually tells good sources from others: `quality` is the probability of `positive`, null for exempt sources. A classifier
+    of `train_classifier` judges each document by a model not trained on it. It also learns how sources differ in subject or language.
 
     `quality_rank` is the share of scored documents with a lower quality, among documents of the same language if `language` is given.
     """

@@ -83,7 +83,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return a message on the first missing signal, or on each missing or repeated line table; none if an input's tables are unknown."""
+    """Return messages: on the first missing signal or bad rule, else on each missing or repeated line table; none if tables are unknown."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -136,7 +136,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record for each rule the number of documents that it skips, because their language's factor for the rule's signal is null."""
+    """Record per rule how many documents it skips, if any: those, in `languages`, of languages whose factor for its signal is null."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
         if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):
@@ -242,9 +242,9 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
-    """Return the text without the lines whose numbers (from 0) are in `gone`, and the removed lines by number.
+    """Return the text without the lines whose numbers (from 0) are in `gone`, and the removed text by line number.
 
-    As in `line_dedup`, blank lines after a removed line are removed too if the text before that line is empty or ends in a blank line.
+    As in `line_dedup`, blank lines after a removed line go with it if the kept text before is empty or ends in a blank line.
     """
     lines, rest, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):

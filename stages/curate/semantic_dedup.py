@@ -39,7 +39,7 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
     Vectors are randomly projected TF-IDF of normalized words: they match reordered and lightly edited text, but not paraphrases. With a
     `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states minus the corpus mean (Mu and
     Viswanath 2018). Documents are clustered by spherical k-means. A cluster's documents are visited in order of preference; a document is
-    removed if its cosine with a kept document reaches `threshold`. `duplicates` has the pair and the cosine.
+    removed if its cosine with a kept document reaches `threshold`; one under `min_words` words stays. `duplicates` has pairs and cosines.
     """
     if not documents.rows():
         return

@@ -34,8 +34,8 @@ class SubstringDedupConfig(StageConfig):
 def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: StageRun) -> None:
     """Remove all but the first occurrence, in id order, of passages of at least `words` words (Lee et al. 2021, ExactSubstr).
 
-    White space is ignored. `removed_spans` has every removed passage. A document that is left with too few words is dropped. Hashes of
-    windows are partitioned by value. A repeated window is sent to its first occurrence's shard, for that document's id, then to its own.
+    White space is ignored. `removed_spans` has every removed passage. A document left with too few words by a removal is dropped. Windows'
+    hashes are partitioned by value. A repeated window goes to its first occurrence's shard, which adds that document's id, then to its own.
     """
     shards = documents.shards()
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)

@@ -96,7 +96,7 @@ class ImportClassifierConfig(StageConfig):
 
 @stage(kind="classifier")
 def import_classifier(model: External, config: ImportClassifierConfig, run: StageRun) -> None:
-    """Import a fastText model (.bin or .ftz) as a classifier, which is applied like a classifier of `train_classifier`."""
+    """Import a local supervised fastText model (.bin, .ftz) as a classifier, which is applied like a classifier of `train_classifier`."""
     file = Path(model.uri.removeprefix("file://"))
     if not file.is_file():
         raise PunaError(f"import_classifier: {model.uri} is no local file; give a fastText model, .bin or .ftz")
@@ -119,7 +119,7 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
 def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Write the most probable class of each document, and that class's probability, by a trained or imported classifier.
 
-    The classifier's training documents are scored by models that did not see them. Both signals are null for exempt sources.
+    Training documents of `train_classifier` are scored by models that did not see them. Both signals are null for exempt sources.
     """
     run.transform(_classify, documents, classifier, columns=["id", "source", "text"])
 

@@ -69,9 +69,9 @@ class Verdict(NamedTuple):
 def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilterConfig, run: StageRun) -> None:
     """Drop documents of unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
 
-    `lists`: further lists, read by `block_lists`. A document is dropped if its URL is invalid, lies below a listed domain or
-    domain/path, has a listed word or adult words, or matches a listed expression. Domains and paths are looked up by 64-bit hashes: with 5
-    million entries, a collision wrongly drops about one URL in 10^12.
+    `lists`: further lists, read by `block_lists`. A document is dropped if its URL is invalid, lies in a listed domain or path, has listed
+    or adult words, or fits a list's expression. Valid URLs without a host, or in `allowed`, stay. Domains and paths are looked up by 64-bit
+    hashes: with 5 million entries, a collision wrongly drops about one URL in 10^12.
     """
     places: dict[str, str] = {}
     for name, file in LISTS.items():

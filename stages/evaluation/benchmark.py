@@ -68,7 +68,7 @@ class BenchmarkConfig(SeededConfig):
 
 @dataclass
 class Result:
-    """Measurements of a task with questions `ids`. `about`: version, content, shots and format. `settings`: settings of the task file."""
+    """Measurements of a task's questions `ids`. `about`: version, content, shots, format. `settings`: the task file's. `seconds`: CPU's."""
 
     name: str
     about: dict[str, Any]
@@ -149,7 +149,7 @@ def check_names(tasks: Sequence[Task]) -> None:
 
 
 def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
-    """Return the held-out prompts of an artifact as tasks, one for each task name. `longest`: maximum tokens of an answer."""
+    """Return an artifact's held-out prompts as tasks, one per task name: its first `limit` by id. `longest`: maximum answer tokens."""
     tasks = []
     for name, rows in sorted(heldout_prompts(prompts).items()):
         rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
@@ -201,7 +201,7 @@ class Bench:
         return self.model.config.max_position_embeddings
 
     def measured(self, task: Task) -> Iterator[Result]:
-        """Yield the result of a task. With `options: best`, yield the better format's result, then both formats' results."""
+        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then both formats' results."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
@@ -294,7 +294,7 @@ class Bench:
         return rows
 
     def generated(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers to each prompt; a prompt that leaves no room for its answer in the context loses its beginning."""
+        """Return `n` answers per prompt; a prompt too long for the context loses its beginning. PunaError if max_gen_toks fills it all."""
         from puna.models.generation import SamplingParams
 
         room = self.longest - how.max_gen_toks
@@ -312,7 +312,7 @@ class Bench:
     def _verify(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's score and detail for each answer. An answer that cannot be scored gets 0; a metric counts such answers."""
+        """Return the verifier's score and detail per answer: 0 if it was cut off or cannot be scored; a metric counts the latter."""
         pairs = [(row, text) for row, several in zip(task.asked(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]
@@ -327,7 +327,7 @@ class Bench:
 def write(
     results: Sequence[Result], config: BenchmarkConfig, run: StageRun, overlaps: Artifact | None, layout: dict[str, Any] | None = None
 ) -> None:
-    """Write the tables of an evaluation, and its results in the harness's layout (`layout`: results that the harness wrote itself)."""
+    """Write an evaluation's tables and metrics, and its results in the harness's layout (`layout`: results that the harness gave)."""
     searched = set() if overlaps is None else {row["task"] for row in overlaps.read().to_pylist()}
     learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == OVERLAP}
     rows: list[dict[str, Any]] = []

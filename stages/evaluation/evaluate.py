@@ -224,7 +224,7 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))
-            run.write_rows([intervals.evaluation_row(task.replace("pages", "choice"), metric, interval, len(members))])
+            run.write_rows([intervals.evaluation_row("choice" + task.removeprefix("pages"), metric, interval, len(members))])
     run.metric("choice_chance", 1.0 / own.options)
 
 

@@ -45,7 +45,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
     """Evaluate a model with lm-evaluation-harness, on task files over local data or on the harness's own tasks by name.
 
     The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, common prefixes only once.
-    The tables are those of `benchmark`, which gives equal numbers for task files that both can read.
+    The tables are those of `benchmark`, which gives equal numbers for task files that both can read. A task's `verifier` is not run.
     """
     if problems := needs(config, Facts({}, None)):
         raise PunaError(f"harness: {'; '.join(problems)}")
@@ -84,7 +84,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
 
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
-    """Return a task file's content for the harness: with local paths of the data files and without Puna's own keys."""
+    """Return a task file's content for the harness: local data paths, no keys of Puna. PunaError if `permuted`, or data are not local."""
     if spec.permuted:
         raise PunaError(f"{file.location}: the harness does not know `permuted`: remove it, or leave --harness out")
     content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier", "permuted"})

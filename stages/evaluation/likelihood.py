@@ -53,7 +53,7 @@ class Encoder:
         return [*self.lead, *self.tokenizer.encode(text)]
 
     def encode_chat(self, text: str, mark: str | None) -> list[int]:
-        """Return the ids of text from a chat template, preceded by `lead` (BOS, or none) unless the template already wrote it."""
+        """Return the ids of text that a chat template wrote, after `lead` unless the text begins with it. `mark`: see `Tokenizer.guard`."""
         ids = self.tokenizer.encode_markup(text, mark)[0]
         return ids if ids[: len(self.lead)] == self.lead else [*self.lead, *ids]
 
@@ -82,7 +82,7 @@ def likelihoods(
     model: Transformer, requests: Sequence[Request], longest: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:  # fmt: skip
-    """Return the likelihood of each continuation, in order. Contexts that do not fit into `longest` tokens lose their beginning."""
+    """Return each continuation's likelihood. Contexts too long for `longest` are cut at the beginning; PunaError for such continuations."""
     import torch
 
     from puna.kernels.exact import can_be_exact, exact_passes
@@ -108,7 +108,7 @@ def likelihoods(
 
 
 def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches of (request index, input ids), sorted by ids. Tokens of common prefixes count once towards `limit`."""
+    """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
     inputs = []
     for number, (context, continuation) in enumerate(requests):
         if not continuation or len(continuation) > longest:

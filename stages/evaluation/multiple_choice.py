@@ -1,7 +1,7 @@
 """Multiple-choice questions from held-out pages: several continuations, one of which is the page's own.
 
-The model's answer is the option with the highest log-likelihood, plain or divided by the option's length in bytes. These are `acc` and
-`acc_bytes` of lm-evaluation-harness, whose `acc_norm` divides by characters."""
+The model's answer is the option with the highest log-likelihood, plain or divided by the option's length in bytes. The metrics equal `acc`
+and `acc_bytes` of lm-evaluation-harness, whose `acc_norm` divides by characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """Return held-out pages of up to `max_page_bytes`, by smallest hash, up to `max_bytes` in all. Raise PunaError if there are none."""
+    """Return held-out pages (without a mixture: any) up to `max_page_bytes`, by smallest hash, `max_bytes` in all. PunaError if none."""
     if mixture is not None:
         check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
@@ -82,8 +82,8 @@ def build(
 ) -> list[Item]:
     """Return at most `items` questions from documents (id, category, text). The documents' order does not matter.
 
-    A page gives a question if it has prompt_words + option_words words. Wrong options are the same word range of other pages, preferably
-    of the same category. So length and position do not reveal the answer, and topic seldom does."""
+    A page gives a question if it has prompt_words + option_words words, and other pages give enough distinct wrong options. These are the
+    same word range, preferably of the same category. So length and position do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
         words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]

@@ -55,7 +55,7 @@ class NeedleConfig(NeedleSettings, SeededConfig):
 
 
 def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSettings) -> Ids:
-    """Return the token ids of all texts that hold no passage's question. Raise PunaError if there is no such text."""
+    """Return the joined token ids of all texts without a passage's question. Raise PunaError if that gives no token."""
     questions = [settings.passage.partition("{value}")[0].rstrip(" ").replace("{key}", key) for key in settings.key_words]
     left = [text for text in texts if not any(question in text for question in questions)]
     noise = np.asarray([id_ for ids in tokenizer.encode_batch(left) for id_ in ids], dtype=np.int64)
@@ -68,7 +68,7 @@ def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSetting
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
     """Yield each trial's prompt and answer ids, `length` tokens in all, with the passage asked for at `depth` of the noise.
 
-    Raise PunaError if a text is too short for its passages."""
+    Raise PunaError if `length` is too short for the passages."""
     head, tail = settings.passage.split("{value}")
     question = head.rstrip(" ")
     space = head[len(question) :]
@@ -111,7 +111,7 @@ def by_depth(
 
 
 def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
-    """Return, per trial, whether every token of the answer is the likeliest."""
+    """Return, per trial, whether each token of the answer is the model's likeliest."""
     import torch
 
     from puna.models.training.objectives import Targets

@@ -74,7 +74,7 @@ def has_letters(task: Task) -> bool:
 
 
 def with_letters(text: str, choices: Sequence[str]) -> str:
-    """Return a question with its options listed by letter before its last line, if that ends in a colon, or before a new `Answer:`."""
+    """Return a question with lettered options before a last line ending in a colon, else before a new `Answer:`. PunaError if too many."""
     if len(choices) > len(LETTERS):
         raise PunaError(f"a question has {len(choices)} options, more than there are letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
@@ -170,7 +170,7 @@ class Asker:
 
 
 def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihood]]) -> list[Column]:
-    """Return the metrics of multiple choice. `acc_norm` divides log-likelihoods by the option's characters, `acc_bytes` by its bytes."""
+    """Return multiple-choice metrics. `acc_norm` divides log-likelihoods by characters, `acc_bytes` by bytes; `exact_match`: greedy."""
     lengths: dict[str, Callable[[str], int]] = {"acc": lambda _: 1, "acc_norm": len, "acc_bytes": lambda text: len(text.encode())}
     columns = [Column(one.metric, []) for one in task.file.metrics]
     for document, likelihoods in zip(task.documents, scored, strict=True):
@@ -195,7 +195,7 @@ def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) ->
 
 
 def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return a column for each filter and metric: 1 for an answer that matches a right text, else 0."""
+    """Return a column per filter and metric: 1 if a question's first answer after the filter matches a right text, else 0."""
     columns = []
     for one in task.file.filters:
         texts = [several[0] for several in run_filter(answers, one.filter, f"{task.where}: filter {one.name}")]
@@ -219,9 +219,9 @@ def _right_texts(document: Document) -> list[str]:
 
 
 def verified_columns(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return columns of a verifier's scores: the mean; with several answers also pass@k and the majority answer's score.
+    """Return columns of a verifier's scores: the mean; for n > 1 answers also pass@k (k = 2, 4, …, n) and the majority's score.
 
-    pass@k is the chance that one of k answers is right (Chen et al. 2021): 1 - C(n - c, k) / C(n, k) with c of n right."""
+    pass@k is the chance that one of k answers is right (score 1; Chen et al. 2021): 1 - C(n - c, k) / C(n, k) with c of n right."""
     n = len(scores[0])
     columns = [Column("verified", [sum(several) / n for several in scores])]
     for k in [*(2**power for power in range(1, n.bit_length()) if 2**power < n), *([n] if n > 1 else [])]:

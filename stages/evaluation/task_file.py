@@ -195,7 +195,7 @@ _Loader.add_constructor("!function", _code)
 
 
 def read_task(text: bytes, where: str) -> TaskFile:
-    """Return the task of a YAML text. Raise a PunaError that begins with `where` for an unsupported key or value."""
+    """Return the task of a YAML text. Raise a PunaError that begins with `where` if the text is not YAML or has unsupported content."""
     try:
         content = yaml.load(text[: FILE_BYTES + 1], _Loader)  # noqa: S506  a loader without Python
     except PunaError as error:
@@ -218,7 +218,7 @@ def generation(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
-    """Yield (file, task) for each task file of an input. Raise PunaError if there is none."""
+    """Yield (file, task) for each task file (.yaml, .yml) of an input. Raise PunaError if there is none, or one is invalid."""
     found = False
     for file in external.files:
         if PurePosixPath(file.name).suffix in (".yaml", ".yml"):
@@ -281,16 +281,16 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples; examples from test_split leave out rows equal to the document's."""
+        """Return a document's few-shot examples; examples from the evaluated split leave out rows equal to the document's."""
         own = self.file.fewshot_config.split or self.file.fewshot_split
-        pool = [shot for shot in self.shots if own != self.file.test_split or shot.row != document.row]
+        pool = [shot for shot in self.shots if own != self.file.split(self.where) or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:
             raise PunaError(f"{self.where}: num_fewshot is {self.file.num_fewshot}, but there are {len(pool)} examples")
         return pool[: self.file.num_fewshot]
 
 
 def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int | None = None, shots: int | None = None) -> Task:
-    """Return a task with its first `limit` documents. `shots` overrides the file's num_fewshot."""
+    """Return a task with its first `limit` documents; `shots` overrides num_fewshot. Raise PunaError for a fault anywhere in the task."""
     spec = spec if shots is None else spec.replace(num_fewshot=shots)
     where = file.location
     rows = _rows(external, file, spec, spec.split(where))
@@ -325,7 +325,7 @@ def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -
 
 
 def _data(external: External, file: ExternalFile, name: str) -> ExternalFile:
-    """Return the data file that the task file calls `name`."""
+    """Return the data file that the task file calls `name`; raise PunaError if it is missing."""
     by_name = {normpath(one.name): one for one in external.files}
     data = by_name.get(normpath(str(PurePosixPath(file.name).parent / name)), by_name.get(normpath(name)))
     if data is None:

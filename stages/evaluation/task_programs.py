@@ -36,17 +36,17 @@ def render(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, whe
 
 
 def run_filter(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
-    """Return the answers to each question after the steps of a filter (`FILTERS`)."""
+    """Return the answers to each question after the steps of a filter (`FILTERS`). Raise a PunaError beginning with `where` on failure."""
     return _ask("filter", [list(several) for several in answers], where, [dict(step) for step in steps])
 
 
 def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
-    """Return, per pair, whether answer and expected text are equal by the metric exact_match with these settings."""
+    """Return, per pair, whether answer and expected text are equal by exact_match with these settings. PunaError (`where`) on failure."""
     return _ask("match", list(pairs), where, dict(settings))
 
 
 def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path and value of each string in a JSON value."""
+    """Yield the path and value of each string inside a JSON object or list."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from [((*path, key), item)] if isinstance(item, str) else texts_of(item, (*path, key))
 
@@ -126,7 +126,7 @@ def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], c
 
 
 def _value(name: str, text: str, choices: bool) -> Any:
-    """Return a rendered field, parsed: choices as a list, a bracketed target as a list, digits (with `choices`) as a choice's index."""
+    """Return a rendered field, parsed: choices as a literal, a bracketed target as a list, digits (if `choices`) as a choice's index."""
     if name == "doc_to_choice":
         try:
             return ast.literal_eval(text)

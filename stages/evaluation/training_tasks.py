@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TaskWatch:
-    """Evaluation of tasks by their main metric, at multiples of `every` training steps and at the last. Saved scores survive a crash."""
+    """Evaluation of tasks by their main metric after every `every` training steps and after the last. Saved scores survive a crash."""
 
     def __init__(self, tasks: Sequence[External], every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun) -> None:
         self.tasks = [load_task(one, file, spec) for one in tasks for file, spec in task_files(one)]
@@ -42,7 +42,7 @@ class TaskWatch:
         return step % self.every == 0 or step == last
 
     def ask(self, step: int, model: Transformer) -> None:
-        """Evaluate the model after this step, unless its scores were saved before a crash."""
+        """Evaluate the model after this step and save its scores, unless they were saved before a crash."""
         from puna.models.generation import Engine
         from puna.models.training.trainer import computing_in
 

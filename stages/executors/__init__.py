@@ -13,13 +13,13 @@ FORMS = "processes, dask, dask://HOST:PORT, ray or ray://HOST:PORT"
 
 
 def local(workers: int | None = None) -> PartExecutor | None:
-    """Return a pool of local processes, or None for one worker: the caller's process then does the work."""
+    """Return a pool of `workers` local processes (None: one per core), or None for one worker: the caller's process then does the work."""
     count = workers or cores()
     return None if count == 1 else Processes(count)
 
 
 def connect(name: str, workers: int | None = None) -> PartExecutor | None:
-    """Return the executor `name`, or None to work in this process. Without an address, start Dask or Ray here with `workers` workers."""
+    """Return the executor `name`, or None to work here. Without an address, start Dask or Ray here with `workers` (None: all cores)."""
     engine, _, address = name.partition("://")
     if engine == "dask":
         from puna.stages.executors.dask_cluster import DaskCluster

@@ -68,7 +68,7 @@ class DaskCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return the number of parts: two per thread, so that the next part has arrived before the current part ends."""
+        """Return how many parts may be with the workers: two per thread, so that the next one has arrived before the current one ends."""
         return 2 * self._threads
 
     def has_device(self) -> bool:

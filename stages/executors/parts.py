@@ -186,9 +186,9 @@ class PartExecutor(Executor):
 def map_in_order(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
-    """Yield `function(item, *arguments)` in the order of `items`.
+    """Yield `function(item, *arguments)` in the order of `items`; without an executor, compute each in this process when it is asked for.
 
-    At most `ahead` calls (or two per slot, if more) and `BYTES_UNDER_WAY` bytes are under way; one call is always allowed.
+    At most `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are under way. If the caller stops, cancel the rest.
     """
     if executor is None:
         for item in items:

@@ -122,7 +122,7 @@ class _Context(SpawnContext):
 
 
 def _start(parent: int) -> None:
-    # Ctrl-C reaches every process of a terminal. A worker ends at once, a training after its step; only the driver reports it.
+    # Ctrl-C reaches every process of a terminal. A worker ends at once, a training run after its step; only the driver reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 

@@ -47,7 +47,7 @@ def follows() -> bool:
 
 
 def join() -> None:
-    """Join the processes that were started together, if any. Raise PunaError if an environment variable or rank 0 is missing."""
+    """Join the processes that were started together, if any. Raise PunaError if an environment variable or another rank is missing."""
     if count() == 1:
         return
     import torch
@@ -62,7 +62,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Let all processes train together within the context. `job`: what rank 0 sends the followers, as JSON; None in a follower."""
+    """Let all processes run a stage together; a RuntimeError inside becomes PunaError. `job`: sent to the followers; None in a follower."""
     from puna.models.training.parallel import mesh
 
     if job is not None:
@@ -91,12 +91,12 @@ def agree(wish: bool) -> bool:
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
-    """Return, on every rank, `compute` of all items (one JSON value each), dealt to ranks. Items of equal key go to one rank or group."""
+    """Return, on every rank, all items' JSON values in order. `compute` gives those of a rank's share; equal keys share a rank or group."""
     return mesh(layout).dealt(items, compute, key)
 
 
 def _last_words() -> str:
-    """Return the errors that the other ranks reported, and the ranks that reported none in half of `LAST_WORDS`."""
+    """Return, after `LAST_WORDS` / 2 seconds, the errors that other ranks have reported, and the ranks that have reported none."""
     from puna.models.training.parallel import mesh
 
     time.sleep(LAST_WORDS / 2)
@@ -118,7 +118,7 @@ def tell(line: str) -> None:
 
 
 def lines_of_ranks() -> list[str]:
-    """Return the log lines that other ranks sent to rank 0 since the last call."""
+    """Return the log lines, each after `rank N: `, that other ranks sent to rank 0 since the last call."""
     if count() == 1:
         return []
     from puna.models.training.parallel import mesh
@@ -132,7 +132,7 @@ def lines_of_ranks() -> list[str]:
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
-    """Run the jobs that rank 0 sends, until it sends `END`."""
+    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails, tell rank 0 why and exit with status 1."""
     from puna.models.training.parallel import mesh
 
     number = 0
@@ -174,7 +174,7 @@ def start(command: Sequence[str], processes: int) -> int:
     """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
     If a signal kills one process, all are killed and start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0,
-    whose training saves its state. Only rank 0 has stdin and stdout; all have stderr.
+    whose training run saves its state; then nothing starts again. Only rank 0 has stdin and stdout; all have stderr.
     """
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
@@ -185,7 +185,7 @@ def start(command: Sequence[str], processes: int) -> int:
 
 
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
-    """Return the exit status of rank 0, else of another failed rank, else 0; minus the signal number if a signal killed a rank."""
+    """Return rank 0's exit status, else another failed rank's, else 0; minus the signal that killed a rank, unless `stop` was called."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -54,7 +54,7 @@ class RayCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return the number of parts: two per core, so that the next part has arrived before the current part ends."""
+        """Return how many parts may be with the workers: two per core, so that the next one has arrived before the current one ends."""
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:

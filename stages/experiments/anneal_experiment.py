@@ -98,8 +98,8 @@ def anneal_experiment(
     default rows alone, with a share of the set's rows, and with a share of the set's rows with shuffled words. The gain is the drop in
     loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
     runs. It may raise the loss on default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count
-    once; a set of mostly copies is refused before any training. The table `weights` is the annealing mix, for `mix`: accepted sets divide
-    `share` in proportion to their bytes, and the rest is weighted as in the mixture.
+    once; a set of mostly copies, or one that would be read too often, is refused before any training. With a mixture, the table `weights`
+    is the annealing mix, for `mix`. Accepted sets divide `share` by their bytes; the rest is weighted as in the mixture.
     """
     source = tokenizer or model
     if source is None:
@@ -268,7 +268,7 @@ def _verdict(
 
 
 def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], share: float) -> list[dict[str, Any]]:
-    """Return each category's weight in the annealing mix: the mixture's weight, scaled, plus accepted sets' parts of `share` by bytes."""
+    """Return each category's weight in the annealing mix: the mixture's, scaled to 1 - `share`, plus an accepted set's part of `share`."""
     table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
     natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
     size = {name: count for group in groups for name, count in group.members.items()}

@@ -14,7 +14,7 @@ from puna.models.config import ModelConfig, ModelShape
 from puna.models.parameters import matrix_parameters
 from puna.models.training.settings import OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Evaluation, StageRun, stage
-from puna.stages.experiments.law import LawConfig, forecaster_of, loss_figure, read_points, task_laws
+from puna.stages.experiments.law import LawConfig, forecaster_of, loss_figure, read_points, task_laws, with_accuracy
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.intervals import Interval, evaluation_row
 from puna.stages.training.phase import Phase
@@ -52,7 +52,7 @@ class ChooseSizeConfig(LawConfig):
 
 @dataclass(frozen=True)
 class Size:
-    """A model's configuration, its number of training tokens, and the FLOPs of this training."""
+    """A model's configuration, its number of training tokens, and the FLOPs of the training run."""
 
     shape: ModelConfig
     tokens: float
@@ -68,9 +68,9 @@ class Size:
 def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> None:
     """Choose shape and tokens for a budget, and forecast the loss before the run (Llama 3, section 3.2.1).
 
-    Shapes come from the ladder's family, with as many tokens as the budget allows. The law's surface decides: the lowest loss wins.
-    The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of forecasts of known budgets, which
-    grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer.
+    Shapes come from the ladder's family (`model`: only this one), with as many tokens as the budget allows. The law's lowest loss decides.
+    The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of forecasts of known budgets. This
+    error grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer.
     `pretrain` takes these from the input `size`, or from a recipe.
     """
     rows = read_points(law)
@@ -82,8 +82,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
     for name, number in numbers.items():
         run.metric(name, number)
-    if rows[0]["accuracy"] is not None:
-        surface, sigmoid = task_laws(rows)
+    if asked := with_accuracy(rows):
+        surface, sigmoid = task_laws(asked)
         numbers["task_loss"] = float(surface([size.parameters], [size.tokens])[0, 0])
         numbers["accuracy"] = float(sigmoid(numbers["task_loss"]))
     intervals: dict[str, Interval | float] = {"loss": loss, **numbers}
@@ -127,7 +127,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes whose growth over the ladder's best size is usual (`GROWTH`): few points leave the surface's optimum uncertain."""
+    """Return the sizes of usual growth (`GROWTH`) over the ladder's best: few points leave the optimum uncertain. PunaError if none."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 
@@ -171,7 +171,7 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
 
 
 def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
-    """Return the chosen size, with the batch size, learning rate, schedule and optimizer of the ladder's runs."""
+    """Return the chosen size, with batch size and learning rate by power laws of the ladder's runs, and their schedule and optimizer."""
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]
     many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))

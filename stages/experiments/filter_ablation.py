@@ -86,7 +86,7 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
 def _report(
     rules: dict[str, tuple[int, float, float]], losses: dict[tuple[str, int], float], config: FilterAblationConfig, run: StageRun
 ) -> None:
-    """Report each rule's documents, tokens and passes, and its gain in bits per byte."""
+    """Write rows and a figure: each rule's documents, tokens and passes and, if it was measured, its gain in bits per byte."""
     rows, bars, repeats = [], list[tuple[str, Interval]](), range(config.repeats)
     for name, (documents, tokens, read) in rules.items():
         rows += [evaluation_row(name, "tokens", tokens, documents), evaluation_row(name, "readings", read, documents)]
@@ -110,7 +110,7 @@ def _trial(
     job: int, arm: int, kept: int, name: str, seed: int, pools: PoolRows, vocab_size: int, begin: int, config: FilterAblationConfig,
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train on kept documents with a share of documents that the rule `arm` drops; return the loss on held-out kept documents."""
+    """Train on kept documents, with a share of those that rule `arm` drops; return the trial with its loss on held-out kept documents."""
     text, shares = Pools.read(pools), np.zeros(len(pools.totals))
     shares[kept] = 1.0
     if arm != kept:

@@ -88,7 +88,7 @@ class Rung(NamedTuple):
 def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, config: LadderConfig, run: StageRun) -> None:
     """Train models of several small sizes on several numbers of tokens, for a scaling law (Llama 3, section 3.2.1; Bhagia et al. 2024).
 
-    A shape is trained once at a constant learning rate. At .5, 1, 2 and 4 times 20 tokens per parameter, the rate of a copy decays to 0,
+    A shape is trained once at a constant learning rate. At each of `multiples` times `tokens_per_parameter`, a copy's rate decays to 0,
     which gives a point. Batch size and learning rate are tuned first, at two model sizes and the middle multiple: the best rate of short
     runs is too high for long runs. Other shapes follow the power law through the two optima. A shape whose first point has fewer than 400
     steps is an error. The loss is measured on documents held out as in pretrain, and on the `heldout` sets. Runs share the CPU's cores. If
@@ -255,7 +255,7 @@ def _train(
 # --- questions ------------------------------------------------------------------------------------------
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
-    """Return questions from held-out documents: does the text continue unchanged, or with two parts swapped?"""
+    """Return `wanted` questions: does a held-out text continue unchanged, or with two parts swapped? Raise PunaError if there are fewer."""
     generator, questions = np.random.default_rng(0), list[Question]()
     size, part = PROMPT_TOKENS + OPTION_TOKENS, OPTION_TOKENS // PARTS
     starts = [(piece, start) for piece in pieces for start in range(0, len(piece) - size + 1, size)]

@@ -48,8 +48,8 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     run.metric("seed_noise", forecaster.points.seed_noise())
     _law_figure(forecaster, run)
     _parabola_figure(lines, forecaster, run)
-    if rows[0]["accuracy"] is not None:
-        table += _task_rows(rows, forecaster.points, run)
+    if asked := with_accuracy(rows):
+        table += _task_rows(asked, run)
     run.write_rows(table)
 
 
@@ -110,7 +110,7 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
 
 
 def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
-    """Return a figure of the small runs' losses, known budgets' forecasts, and the law at the best sizes up to `flops`."""
+    """Return a figure of small runs' losses, known budgets' forecasts, the law at the best sizes up to `flops`, and series `further`."""
     points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
     forecasts = [(test.flops, test.predicted) for test in forecaster.backtests]
     series: dict[str, list[tuple[Any, float]]] = {
@@ -157,7 +157,12 @@ def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Si
     return surface, scaling_laws.fit_sigmoid(points.loss, accuracy, 1 / PARTS)
 
 
-def _task_rows(rows: Sequence[dict[str, Any]], points: Points, run: StageRun) -> list[dict[str, Any]]:
+def with_accuracy(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points of those runs that were asked questions."""
+    return [row for row in rows if row["accuracy"] is not None]
+
+
+def _task_rows(rows: Sequence[dict[str, Any]], run: StageRun) -> list[dict[str, Any]]:
     surface, sigmoid = task_laws(rows)
     nll, accuracy = np.array([row["task_loss"] for row in rows]), np.array([row["accuracy"] for row in rows])
     error = float(np.sqrt(np.mean((sigmoid(nll) - accuracy) ** 2)))

@@ -134,7 +134,7 @@ def _recommend(
 
 
 def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Floats:
-    """Return the weights of the groups' losses, normalized to sum to 1."""
+    """Return the weights of the groups' losses, scaled to sum to 1. PunaError if a group is unknown, a weight negative, or all are 0."""
     names = [group.name for group in groups]
     if unknown := sorted(set(given) - set(names)):
         raise PunaError(f"mix_experiment.target: {unknown[0]!r} is not among the categories {', '.join(names)}")
@@ -149,7 +149,7 @@ def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Flo
 
 @dataclass(frozen=True)
 class Trial:
-    """One proxy run: its mixture, and the held-out loss of each category in nats per token."""
+    """One proxy run: its mixture, each category's held-out loss in nats per token, and the cost of the run."""
 
     number: int
     name: str
@@ -209,7 +209,7 @@ def _report(
     tried: Sequence[Trial], optimum: Trial, used: Trial, gain: Interval, repeats: int, groups: Sequence[Group], target: mixing_laws.Floats,
     fitted: list[mixing_laws.Surrogate], run: StageRun,
 ) -> None:  # fmt: skip
-    """Report the trials, the surrogates fitted to `tried` (the natural mixture first), and the gain of the optimum."""
+    """Write rows, metrics and figures on the surrogates fitted to `tried` (the natural mixture first), and on the gain of the optimum."""
     natural, names = tried[0], [group.name for group in groups]
     shares, losses = np.array([t.shares for t in tried]), np.array([t.losses for t in tried])
     best = np.array(optimum.shares)

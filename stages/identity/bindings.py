@@ -111,7 +111,7 @@ def _parse(name: str, file: Path, content: str) -> Module:
 
 
 def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
-    """Return local name → dotted origin for each name that an import binds."""
+    """Return local name → dotted origin for each name that an import binds; a relative import's origin begins with `puna.`."""
     if isinstance(node, ast.Import):
         return {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0] for alias in node.names}
     base = "puna." if node.level else f"{node.module}."
@@ -119,7 +119,7 @@ def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 
 
 def imported_names(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
-    """Return local name → (module, symbol or None) for the first-party names that an import binds."""
+    """Return local name → (module, symbol or None) of an import's first-party names; PunaError for `import *` from a followed module."""
     targets: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:

@@ -39,7 +39,7 @@ def version_in_key(module: str) -> str:
 
 @functools.cache
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that driver and workers must share."""
+    """Return name → version of the installed libraries that driver and workers must share (`WORKERS`)."""
     return {name: version for name in WORKERS if (version := _version(name))}
 
 

@@ -63,7 +63,7 @@ _unedited: dict[str, tuple[str, int, int, int, int]] = {}
 
 
 def source_digest(file: Path | str) -> str:
-    """Return the digest of a source file: of Puna's files, read at the start of this process; of other files, at the first call."""
+    """Return the digest of a source file: of Puna's, at this process's start (or "edited", see `_read`); of others, at the first call."""
     name = str(file)
     if name not in _AT_START:
         _AT_START[name] = digest(Path(file))

@@ -39,7 +39,7 @@ class Benchmark:
     tells: Callable[[Sequence[Fields], dict[str, str]], bool] = lambda rows, columns: True
 
     def columns(self, rows: Sequence[Fields], given: Mapping[str, str]) -> dict[str, str] | None:
-        """Return field → column, or None if the rows do not fit this benchmark. `given`: columns that the user mapped."""
+        """Return field → column, or None if the rows do not fit this benchmark. `given`: field → column, as the user mapped them."""
         fields = self.needs | ASIDE | self.may
         if set(given) - set(fields):
             return None
@@ -76,7 +76,7 @@ def _optional(plan: Plan, row: Fields, name: str) -> str | None:
 
 
 def _value(plan: Plan, row: Fields, name: str) -> Any:
-    """Return a field's value; text, such as a CSV cell, is parsed as JSON."""
+    """Return a field's value; text, such as a CSV cell, is parsed as JSON. Raise Refused if the text is not JSON."""
     value = plan.get(row, name)
     return turns.parse(value, plan.name(name)) if isinstance(value, str) else value
 
@@ -89,13 +89,13 @@ def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
 
 
 def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
-    """Return a field's list of texts, which must not be empty; whole numbers are converted to text."""
+    """Return a field's list of texts; whole numbers become text. Raise Refused if the list is empty, or an item is blank or not text."""
     values = [str(value) if type(value) is int else value for value in _list(plan, row, name)]
     return [turns.text(value, f"{plan.name(name)}.{number}") for number, value in enumerate(values)]
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the correct option's index. The field holds a label, a number counted from `start` (negative: no numbers), or the text."""
+    """Return the correct option's index by label, number from `start` (negative: none) or text. Raise Refused unless one option fits."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     option_labels = list(labels)[: len(options)]
@@ -113,7 +113,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
 
 
 def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a multiple-choice prompt with lettered options. `right`: indices of correct options; `mixed`: order the options by a hash."""
+    """Return a multiple-choice prompt. `right`: correct options; `mixed`: order by hash. Refused unless 2 to 26 options, some wrong."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
@@ -273,12 +273,12 @@ def _boolean(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _has_labels(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
-    """True if at least half of the choices are objects or have a key `label`, unlike MMLU's plain lists of texts."""
+    """True if at least half of the rows' `choices` are objects or contain a key `label`, unlike MMLU's plain lists of texts."""
     return _mostly(rows, columns["choices"], lambda value: isinstance(value, dict) or '"label"' in json.dumps(value).replace("\\", ""))
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if `is_so` holds for at least half of a column's non-null values. Rows for which it fails are dropped later."""
+    """True if `is_so` holds for at least half of a column's non-null values, or there are none. Other rows are refused later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
     return 2 * sum(map(is_so, values)) >= len(values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from puna.stages.reading.dates import moment
 
 Fields = Mapping[str, Any]
 Values = dict[str, Any]
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+RANKS = {"rank", "ranks", "ranking", "rankings"}  # a column with such a word in its name holds ranks, others scores
 HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -197,7 +200,7 @@ def _side(value: Any, field: str) -> list[Message]:
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return one side's messages without the context that they may repeat. Raise Refused if several messages repeat another context."""
+    """Return one side's messages without the context. Raise Refused if there are several, and they do not begin with the context."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:
@@ -233,7 +236,7 @@ def _labelled_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return a ranked row's context and columns: a best answer is `chosen`, a worst one `rejected`, the rest `others`; ties share ranks."""
+    """Return a ranked row's context and columns: one best answer is `chosen`, one worst is `rejected`, the rest are `others` with ranks."""
     field = plan.name("answers")
     answers = plan.get(row, "answers")
     answers = turns.parse(answers, field) if isinstance(answers, str) else answers
@@ -257,7 +260,7 @@ def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _compared_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return a compared row's context and columns. Preference -3: the first answer is significantly better; 3: the second is."""
+    """Return a compared row's context and columns. Preference: -3 (first answer significantly better) to 3 (second); 0 raises Refused."""
     worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
     if worth not in (-3, -2, -1, 1, 2, 3):
         rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")
@@ -291,7 +294,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
             amount = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
             raise Refused(field, "wrong_number", f"holds {amount} for {len(answers)} answers")
         numbers = [turns.number(value, f"{field}.{i}") for i, value in enumerate(values)]
-        return ([-value for value in numbers], True) if "rank" in field else (numbers, False)
+        return ([-value for value in numbers], True) if RANKS & {word.lower() for word in WORD.findall(field)} else (numbers, False)
     field = plan.name("answers")
     fields = {name for answer in answers if isinstance(answer, dict) for name in SCORES if answer.get(name) is not None}
     if len(fields) != 1:
@@ -305,7 +308,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """Return the best answer's edited version, from the column `edited` or the answer's field `edited`; None if there is no edit."""
+    """Return the best answer's edit, from its field or the column `edited`, or None. Raise Refused for two edits, or another answer's."""
     first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:

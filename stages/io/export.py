@@ -47,8 +47,8 @@ def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet
     """Write an artifact's main table to one file in `folder`, atomically; return the file's path.
 
     Parquet has the columns as stored. JSON lines have conversations as lists of messages: `messages` for instructions, `prompt` for
-    prompts. Preferences have `prompt`, `chosen` and `rejected`; with one of the two answers and no edit, `completion` and a boolean
-    `label`. Raise PunaError if there is no table, if JSON cannot hold a column of bytes, or if the folder is not empty.
+    prompts. Preferences have `prompt`, `chosen`, `rejected`, `edited` and `others`, if known; a single answer without an edit is
+    `completion`, with a boolean `label`. Raise PunaError if there is no table, if JSON would have to hold bytes, or if `folder` has files.
     """
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; export_model writes models")
@@ -104,7 +104,7 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     `hf`: weights, configuration, tokenizer and chat template for transformers, vLLM and lm-eval. `gguf`: one file for llama.cpp, named
     after the folder. `awq`: hf with the layers' matrices in 4 bits; scales are calibrated on the file `text`, which should resemble the
     model's inputs. `adapter`: the LoRA adapters that training kept, in PEFT's layout. Raise PunaError if the artifact is no model, is
-    damaged, lacks adapters or does not fit the format. Raise it also if awq has no `text`, another format has one, or the folder has files.
+    damaged, lacks adapters or does not fit the format; if awq lacks a readable `text`, another format has one, or `folder` has files.
     """
     if (format == "awq") != (text is not None):
         raise PunaError("export: awq, and no other format, calibrates scales on a text: give a text file with format awq, and only then")

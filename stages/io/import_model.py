@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local_folder(files: External, scratch: Path) -> Path:
-    """Return the path of a single local file, else the folder of the files. Remote files are downloaded to a folder in `scratch`."""
+    """Return the path of a single local file, else the folder of the files. If a file is remote, copy all to a folder in `scratch`."""
     places = {file.name: file.local() for file in files.files}
     if len(places) == 1 and (only := next(iter(places.values()))) is not None:
         return only
@@ -34,7 +34,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download the files of `hf://OWNER/NAME[@COMMIT]` that match `patterns(all file names)` to `target`; return this folder."""
+    """Download the files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. PunaError if this fails."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -64,7 +64,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template given as a name or a file: the artifact's key then depends on the text, not on the path."""
+        """Return the text of a template (name, file or text): an artifact's key depends on the text. ValueError for a missing file."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.tokenizer import TEMPLATES

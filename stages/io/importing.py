@@ -1,7 +1,7 @@
 """Code that the import stages share: it finds files, detects the layout of each input, reads rows in workers and counts dropped rows.
 
-One worker reads a whole file. Rows are then partitioned by id, and the first row of each id is kept. Invalid and repeated rows go to the
-table `dropped` with file, row, field and reason."""
+One worker reads each file. Rows are then partitioned by id, and the first row of each id is kept. Invalid and repeated rows go to the table
+`dropped` with file, row, field and reason, or stop the run (`bad_rows`)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PromptRowsConfig(SplitConfig):
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
-    """Write the inputs' valid rows as an artifact of `kind`. Table `examples`: each input's layout, why it was chosen, and an example."""
+    """Write tables of valid rows, `dropped` rows and `examples` (each input's layout, and a row). Raise PunaError without valid rows."""
     jobs = list(_jobs(inputs, kind, config, run))
     if isinstance(config, PromptRowsConfig) and config.verifier:
         from_text(named_verifier(config.verifier))
@@ -122,7 +122,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """An input's files. `formats`, `splits`: file name → format, split (only if a file is named train); `beside`: files without rows."""
+    """An input's files. `formats`: file name → format; `splits`: file name → split, empty if none is `train`; `beside`: without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Return an input's files with formats and splits. Raise PunaError if a format is not recognised, or only files without rows remain."""
+    """Return an input's non-empty files with formats and splits. PunaError if a format is unknown, or only files without rows remain."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -317,7 +317,7 @@ def _check_question(values: dict[str, Any]) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the nulls that columnar formats add to structures for missing keys."""
+    """Return a value without keys that hold null, at any depth: columnar formats add them to structures for missing keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -347,7 +347,7 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
 
 
 def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
-    """Return the row with its id (`named`, else a digest of its content), its prompt's id unless it is a prompt, and its split."""
+    """Return `values` after adding the row's id (`named`, else a digest), its prompt's id (not for prompts) and its split."""
     context, tools = values["messages"], values["tools"] or ""
     content: tuple[Any, ...]
     if kind == "instructions":
@@ -368,7 +368,7 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
 
 
 def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return the first row of each id in a partition and the dropped rows, as tables, and counts of both."""
+    """Return a partition's first row of each id and its dropped rows, as tables, and counts. `bad_rows` refuse: PunaError for repeats."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
     (first, repeated), again = repetitions(ids), []

@@ -76,11 +76,11 @@ class ImportPromptsConfig(PromptRowsConfig):
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
     """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier, if given.
 
-    If a conversation ends in an answer, that answer is the reference. Rows of known benchmarks are recognised by their columns and
-    get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name unused columns;
-    `prompts_without_verifier` counts rows without a verifier.
+    If a conversation ends in an answer, that answer is the reference, unless the row names another. Rows of known benchmarks are recognised
+    by their columns and get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name
+    unused columns; `prompts_without_verifier` counts rows without a verifier.
 
-    `examples` shows how each input was read; `dropped` lists each invalid or repeated row (same id or, without ids, same messages). A
-    verifier may name functions only of modules that `--module` or an installed plugin names. A tenth of the prompts is held out by default.
+    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same messages). Verifiers
+    may name only functions of modules that `--module` or a plugin names. By default, a tenth of rows without a split is held out.
     """
     import_rows("prompts", config.layout, inputs, config, run)

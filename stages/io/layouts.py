@@ -1,7 +1,7 @@
 """Common layouts of data sets: the columns that each layout needs, and the detection of an input's layout.
 
-All layouts of a table kind are tried; for prompts, the benchmarks come first and the first that fits is taken. If the rows fit several
-layouts, or a field fits several columns, an error lists the candidates and how to declare one (`layout`, `columns`).
+All layouts of a table kind are tried; for prompts without verifiers, the benchmarks come first and the first that fits is taken. If the
+rows fit several layouts, or a required field fits several columns, an error lists the candidates and how to declare one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. `needs`: groups of fields; one field per group is required; `may`: optional fields; `why`: the content, in words."""
+    """A layout. `needs`: groups of fields, at least one per group is required; `may`: optional fields; `why`: the content, in words."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -119,8 +119,8 @@ class Plan:
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
     """Return the plan to read an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear or missing.
 
-    `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a
-    verifier for rows without one (`_check_meaning` is skipped). With "auto", benchmarks come before prompt layouts unless rows have one.
+    `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a verifier
+    for rows without one (skip `_check_meaning`). With "auto", benchmarks come before prompt layouts unless rows have verifiers.
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
@@ -167,7 +167,7 @@ def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterab
 
 
 def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
-    """Raise PunaError if rows without a verifier have a column of `UNSUPPORTED` that the plan does not read."""
+    """Raise PunaError if a plan without a verifier leaves a filled column of `UNSUPPORTED` unread (`PASSAGES`: only with a prompt)."""
     if "verifier" in plan.columns:
         return
     used_columns = set(plan.columns.values())
@@ -212,7 +212,7 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return field → column. Raise PunaError if a required field, `reference` or the context has several columns; others take the first."""
+    """Return field → column. PunaError if a required field, `reference` or (kto, ranked) the context has several; others take the first."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.needed, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]

@@ -48,7 +48,7 @@ def parse(text: str, field: str) -> Any:
 
 
 def message(turn: Any, field: str) -> Message:
-    """Return a message with Puna's role name and its content as text. Keys with null values are dropped, other keys are kept."""
+    """Return a message with Puna's role and text; a turn of `CALLS` becomes the assistant's `tool_calls`. Keys with null are dropped."""
     if not isinstance(turn, dict):
         raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
     names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
@@ -92,7 +92,7 @@ def _calls(value: Any, field: str) -> list[Message]:
 
 
 def dialogue(text: str, field: str) -> list[Message]:
-    """Return the messages of a dialogue in Anthropic's HH-RLHF format: turns after "\\n\\nHuman:" and "\\n\\nAssistant:"."""
+    """Return the messages of a dialogue in HH-RLHF format ("\\n\\nHuman:", "\\n\\nAssistant:"). Refused for other text or an empty turn."""
     before, *parts = HUMAN.split(text)
     if before.strip() or not parts:
         raise Refused(field, "not_a_dialogue", f"begins with {text[:40]!r}, not with '\\n\\nHuman:'")

@@ -62,10 +62,10 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
-    most `max_share`. Overrepresented categories (Llama 3 names arts and entertainment) keep the fraction `down_sample` of their weight.
-    Training reads as much text as one pass over all documents: a category of weight w and b of all B bytes is read w B / b times, at most
-    `max_repeats` (four passes cost little: Muennighoff et al. 2023). A hash of a document's id rounds the document's epochs up or down.
-    Held-out documents stay held out.
+    most `max_share`. Unless weights are configured or from `anneal_experiment`, the categories in `down_sample` keep this fraction of
+    theirs. Training reads as much text as one pass over all training documents: a category of weight w and b of all B bytes is read w B / b
+    times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). If this limits every category with a weight, it reads
+    less. A hash of a document's id rounds the document's epochs up or down. Held-out documents stay held out.
     """
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
@@ -107,7 +107,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
     """Return category → share. The initial weights are `wanted` or, if `wanted` is empty, the shares of the text (`sizes`, bytes).
 
-    The excess of a category over `max_repeats` or `max_share` goes to the others, in proportion to their weights.
+    A category's excess over `max_repeats` or `max_share` goes to the others by weight, if possible. Raise PunaError without any text.
     """
     total = sum(sizes.values())
     if not total:

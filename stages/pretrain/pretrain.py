@@ -58,7 +58,7 @@ class PretrainConfig(SizedConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return problems: two sizes, settings that an input decides, unfit moments, too little memory (new models: without embeddings)."""
+    """Return problems: both `model` and `size`, settings that they fix, unfit optimizer state, low memory (new: without embeddings)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
@@ -79,10 +79,10 @@ def pretrain(
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from scratch or from an input model.
 
     Attention stays inside each document. Every row is read once per epoch, in a new order in each epoch. Phases run in order; a phase reads
-    the tokens that it names (the input `tokens` is named initial). A phase may lengthen the context; with `accept`, it is repeated until
-    it passes a test. Annealing lowers the learning rate to 0 and may average checkpoints. A few documents of the initial tokens are held
-    out from all phases: their loss is logged, and averaged weights are used only if they lower this loss. The optimizer's moments pass from
-    phase to phase and are saved with the model. A crashed run resumes bit-identically (on a GPU: with `compute.deterministic`).
+    the tokens that it names (the input `tokens` is named initial). A phase may lengthen the context; with `accept`, it runs up to
+    `attempts` times to pass a test. Annealing lowers the learning rate to 0 and may average checkpoints. A few documents of the initial
+    tokens are held out from all phases: their loss is logged, and averaged weights are used only if they lower it. Moments pass from phase
+    to phase (unless `fresh`) and are saved with the model. A crashed run resumes bit-identically (on a GPU: with `compute.deterministic`).
     `size`, from `choose_size`, sets the model, the optimizer and the first phase; that phase's final loss and the forecast are metrics.
     Scores on `tasks` (folders of task files and data) are in the log and the metrics.
     """
@@ -147,7 +147,7 @@ def _sources(
 
 
 def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with their steps, and the number of tokens that the run reads before each phase if all rows are full."""
+    """Return the phases with steps, and the tokens read before each if all rows are full. PunaError if a phase's row lengths differ."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
         if len(rows := {sources[name].row_length for name in phase.sources}) > 1:
@@ -198,7 +198,7 @@ def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int)
 
 
 def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
-    """Return the model with the phase's context length, rotary base and rotary scaling."""
+    """Return the model with the phase's rotary base and scaling, and a context of at least its rows; the same object if nothing changes."""
     from puna.models.transformer import Transformer
 
     old = model.config
@@ -238,7 +238,7 @@ class Watch:
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
         """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
-        `row`: tokens of a packed row; `short`: validation loss before the phase."""
+        `row`: tokens of a packed row; `short`: validation loss before the phase. Writes metrics and a figure."""
         length, rise = phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)

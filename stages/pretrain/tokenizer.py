@@ -41,11 +41,11 @@ def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
 def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None, config: TokenizerConfig, run: StageRun) -> None:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
-    With a mixture, only its training documents are used. The sample is the documents with the smallest hashes,
-    until `max_bytes` is reached; the merges depend only on how often each word occurs in the sample. One library
-    call learns all merges: Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a
-    kill it starts again. A tokenizer trained from scratch must restore every sampled text when it decodes the text's tokens.
-    Given a model, its tokenizer is reused for continued pretraining; `new_tokens` tokens are learned from the sample and added.
+    With a mixture, only its training documents are used. The sample is the documents with the smallest hashes, as many as fit into
+    `max_bytes` (at least one); the merges depend only on how often each word occurs in the sample. One library call learns all merges:
+    Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a kill it starts again. A
+    tokenizer trained from scratch must restore every sampled text when it decodes the text's tokens. Given a model, its tokenizer is reused
+    for continued pretraining; `new_tokens` tokens are learned from the sample and added.
     """
     from puna.models.tokens.growth import grown_tokenizer
     from puna.models.tokens.tokenizer import Tokenizer, TokenizerError

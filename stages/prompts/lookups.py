@@ -63,8 +63,8 @@ class _Text:
 def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool = False) -> dict[str, dict[str, float]]:
     """Return baseline → id of a held-out question → 1 if the baseline's answer is correct, else 0.
 
-    Of equally near training questions, the first by id is used. Questions whose verifiers need a separate process are left out, unless
-    `trusted` lets such verifiers run here. The result is empty without gold answers, or if no question remains.
+    Only the first `MOST` questions and gold answers by id are used; of equally near training questions, the first. Questions are left out
+    if the verifier is faulty or, unless `trusted`, needs a separate process. The result is empty without gold answers or questions.
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
     examples = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
@@ -147,7 +147,7 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function that joins the most frequent token at each place of known answers to a question's wording, else to its task."""
+    """Return a function that joins the commonest token at each place of known answers (of the commonest length) to the wording, or task."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

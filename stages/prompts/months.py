@@ -38,8 +38,8 @@ class DatedPromptsConfig(StageConfig):
 def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
-    The month and the task decide all draws. A question belongs to the months whose number equals a hash of its text, modulo 24. So no two
-    of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares the months of an evaluation.
+    The month, the generator and its parameters decide all draws. A question belongs to the months whose number equals a hash of its text,
+    modulo 24. So no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares these months.
     """
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
     for number, task in enumerate(config.tasks):
@@ -86,9 +86,9 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that memorised older questions solves more of these than of new ones. Rows hold, per task and for `all` tasks, the shares
-    solved (`newest`, `older`) and `gap`, older minus newest. The gap of several tasks is the mean of their gaps, with Student's interval;
-    the metric `by_heart` is true if this interval and the interval of all questions pooled lie above 0.
+    A model that memorised older questions solves more of these than of new ones. Rows hold, per task scored in the newest and older months,
+    and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap of several tasks is the mean of
+    their gaps, with Student's interval; the metric `by_heart` is true if this interval and that of all questions pooled lie above 0.
     """
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}

@@ -54,9 +54,9 @@ class PromptsConfig(SeededConfig):
 def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Generate questions with gold answers by procedural generators; a question has its generator's verifier.
 
-    No question occurs twice, over all tasks. Questions are ordered by a hash of their text. So rounds that `skip` the training questions of
-    earlier rounds take disjoint random samples. Puna's generators name a question's structure, and whole structures are held out: no
-    training question has a held-out structure. reasoning-gym's generators name no structure: a hash of the question decides. Raise
+    No question occurs twice, over all tasks. Questions are ordered by a hash of their text. So rounds of equal settings that `skip` the
+    training questions of earlier rounds take disjoint random samples. Puna's generators give a question a structure, and whole structures
+    are held out: no training question has a held-out structure. reasoning-gym's generators give none: a hash of the question decides. Raise
     PunaError if a task has too few different questions.
     """
     texts: set[str] = set()
@@ -68,7 +68,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Return one task's rows of the prompts table, without questions in `taken` (of earlier tasks); add the new questions to `taken`."""
+    """Return one task's rows of the prompts table, without questions in `taken`; add all draws to `taken`. PunaError if too few remain."""
     pool: dict[str, Drawn] = {}
     for draw in draw_questions(task, config.draws, seed):
         pool.setdefault(draw.question, draw)
@@ -105,7 +105,7 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
-    """Yield the questions of `count` draws. reasoning-gym seeds draw i by seed + i · `apart`; if `apart` > 1, near seeds share no draws."""
+    """Yield the questions of `count` draws, without draws that divide by 0. reasoning-gym seeds draw i by seed + i · `apart`."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)

@@ -52,7 +52,7 @@ def decode(body: bytes, encodings: str, limit: int) -> bytes:
 def gunzip(body: bytes, limit: int) -> bytes:
     """Return the content of consecutive gzip members, at most `limit` + 1 bytes; other bytes after them are ignored.
 
-    Raise EOFError if the data end inside a member. A missing checksum or length at the very end is accepted: no content is lost.
+    Raise EOFError if the data end inside a member, zlib.error for damage. A missing checksum or length at the very end is accepted.
     """
     out, at, member = bytearray(), 0, True
     while member and len(out) <= limit:
@@ -81,8 +81,8 @@ def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
 
 
 def _inflate(body: bytes, limit: int) -> bytes:
-    """Return a deflate body (with or without zlib's header) decompressed to at most `limit` + 1 bytes; uncompressed text is kept."""
-    bare = body[:1] != b"\x78"
+    """Return a deflate body (zlib's header optional) decompressed to at most `limit` + 1 bytes; text is kept unless it begins with x."""
+    bare = body[:1] != b"\x78" or int.from_bytes(body[:2], "big") % 31 != 0  # zlib's header holds a checksum
     text = bare and not NO_TEXT.match(body)  # the body may be decoded already
     engine = zlib.decompressobj(RAW if bare else ZLIB)
     try:
@@ -109,7 +109,7 @@ def unzstd(body: bytes, limit: int) -> bytes:
 
 
 def _join_chunks(body: bytes, limit: int) -> bytes:
-    """Return the joined chunks of a body, which may be truncated after its first chunk; return a body without chunks unchanged."""
+    """Return the joined chunks of a body, which may be truncated after its first chunk; return any other body unchanged."""
     pieces: list[bytes] = []
     at, end = 0, None
     while head := CHUNK.match(body, at):
@@ -140,5 +140,5 @@ DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
     "br": _unbrotli,
     "chunked": _join_chunks,
 }
-"""Encoding → decoder. gzip, zstd and chunked return unencoded bodies unchanged; deflate does so for text. Brotli has no signature."""
+"""Encoding → decoder. gzip, zstd and chunked return unencoded bodies unchanged; deflate, text (see `_inflate`). Brotli has no signature."""
 DECODERS["x-gzip"] = DECODERS["gzip"]

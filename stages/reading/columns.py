@@ -72,7 +72,7 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
 
 
 def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
-    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. Raise PunaError if damaged."""
+    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. PunaError if unreadable."""
     number = 0
     try:
         if kind == "parquet":
@@ -116,7 +116,7 @@ def records(batch: Any) -> list[dict[str, Any]]:
 
 
 def values(column: Any) -> list[Any]:
-    """Return the values of an Arrow array; a value that Python cannot hold is `Unread`."""
+    """Return the values of an Arrow array, nanoseconds cut to microseconds; a value that Python cannot hold is `Unread`."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # pandas writes ns, Python has microseconds

@@ -39,7 +39,7 @@ def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
 
 
 def _sizes(data: bytes) -> tuple[int, int]:
-    """Return a page's packed and unpacked size from its header, a struct in Thrift's compact protocol. Raise IndexError if `data` ends."""
+    """Return a page's packed and unpacked size, header included, by this Thrift header. IndexError if `data` ends, ValueError if bad."""
     numbers: dict[int, int] = {}
     at, field = 0, 0
     while kind := data[at]:

@@ -40,7 +40,7 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the page's fields in an input's rows; None if no file has any. Raise PunaError instead if all files hold textless rows.
+    """Return the page's fields in an input's rows; None if no file has any. PunaError instead if all files are tables and one is textless.
 
     If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
     """

@@ -36,7 +36,7 @@ def suffix(name: str) -> str:
 
 
 class Unpacking:
-    """Counter of a file's unpacked bytes; `add` raises PunaError if they exceed the limit for the file's size."""
+    """Counter of a file's unpacked bytes; `add` raises PunaError above the limit for the file's size. No limit if it cannot seek."""
 
     def __init__(self, name: str, handle: BinaryIO) -> None:
         self._name, self._packed, self._bytes = name, 1 << 60, 0
@@ -181,7 +181,7 @@ def jobs_of(
 
 
 def hub_stream(uri: str, subset: str | None, split: str) -> Any:
-    """Return a streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (or of a local folder in tests)."""
+    """Return a streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (in tests: a local folder). PunaError if it fails."""
     import datasets
 
     name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")

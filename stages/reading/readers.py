@@ -63,7 +63,7 @@ class Columns:
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
     """Yield a file as one page or rejection. The media type follows from the file's name; the date is 1970-01-01.
 
-    At most `max_bytes` + 1 bytes are decompressed.
+    The body holds at most `max_bytes` + 1 decompressed bytes.
     """
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
@@ -99,7 +99,7 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
     """Yield one page or rejection per row of a Parquet file, read in batches.
 
-    A dictionary-encoded text is decoded once per batch, or rejected without decoding if it is longer than `max_bytes`.
+    A text in a dictionary is decoded once per batch, or rejected undecoded above `max_bytes`. The rest of a damaged group is one rejection.
     """
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
     column_names = _existing(file.schema_arrow.names, name, columns)
@@ -134,7 +134,7 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
 
 
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """Yield one page or rejection per row of a saved Hugging Face data set's file (Arrow stream), read in batches."""
+    """Yield one page or rejection per row of a saved Hugging Face data set's file (Arrow stream). Raise PunaError for damage."""
     number, unpacking = 0, Unpacking(name, handle)
     for batch in batches(handle, name, "dataset"):
         batch = batch.select(_existing(batch.schema.names, name, columns))

@@ -56,7 +56,7 @@ def format_of(name: str, head: bytes) -> str | None:
 
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """Yield a row or a fault for each record of a file in the format `kind`, in order."""
+    """Yield a row or a fault for each record of a file in the format `kind`, in order. PunaError for a bad columnar file or CSV header."""
     unpacking = Unpacking(name, handle)
     if kind in COLUMNAR:
         number = 0
@@ -111,7 +111,7 @@ def _object(number: int, value: Any) -> Row | Fault:
 
 
 class _Broken(Exception):
-    """A JSON value that is invalid, truncated or too long. The exception's arguments are the rule and a message."""
+    """An error for a JSON value that is invalid, truncated or too long. Its arguments are the rule and a message."""
 
 
 class _Values:
@@ -266,7 +266,7 @@ class _Lines:
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
-    """Yield one row per record after the header; every cell is text. `delimiter`: empty to infer it from the header."""
+    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" infers it. PunaError for a bad header."""
     csv.field_size_limit(max_row_bytes)
     try:
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))
@@ -331,6 +331,6 @@ def _batch(batch: Any, before: int, most: int, unpacking: Unpacking) -> Iterator
 
 
 def stream_rows(rows: Any) -> Iterator[Row | Fault]:
-    """Yield the rows of a streaming Hugging Face data set, or of any iterable of dicts."""
+    """Yield the rows of a streaming Hugging Face data set, or of any iterable of dicts; a fault for an item that is no dict."""
     for number, row in enumerate(rows, 1):
         yield _object(number, row)

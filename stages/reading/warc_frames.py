@@ -225,7 +225,7 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
 
 
 def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
-    """Return the violated rule and a message for an invalid header; the message is "" if the header is valid."""
+    """Return the violated rule and a message. For a valid header: the rule that applies if the record is cut off, and ""."""
     if header is None and buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
         return "malformed_record", f"no header of at most {MAX_HEADER_BYTES} bytes"
     if header is None:
@@ -333,7 +333,7 @@ class _Buffer:
         return self.cut
 
     def take(self, count: int) -> bytes | None:
-        """Return the first `count` bytes, or None (and drop nothing) if the file or member has fewer."""
+        """Return the first `count` bytes, or None (and drop nothing) if the file or member has fewer, or damage comes first."""
         while not self._is_cut(count):
             if len(self._data) >= count:
                 data = bytes(self._data[:count])
@@ -344,7 +344,7 @@ class _Buffer:
         return None
 
     def discard(self, count: int) -> bool:
-        """Drop `count` bytes without holding them all; return False if the file or the member has fewer."""
+        """Drop `count` bytes in pieces. If the file or member has fewer, or damage comes first, drop some and return False."""
         while not self._is_cut(count):
             if count <= len(self._data):
                 self._drop(count)

@@ -83,7 +83,7 @@ class BadRows:
         raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
 
     def write(self, run: StageRun) -> None:
-        """Write the table `dropped`, and its counts as metrics, for a stage whose output rows are not its input rows."""
+        """Write the table `dropped`, and counts of all dropped rows as metrics, for a stage whose output rows are not its input rows."""
         # Two inputs may hold rows with the same id: the table has one row per id and rule, the metrics count both.
         run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
         run.metric("dropped_rows", len(self.dropped))

@@ -24,7 +24,7 @@ class Window(NamedTuple):
 
 
 def windows(length: int, context: int) -> list[Window]:
-    """Return windows of at most `context` tokens over a document of `length` tokens.
+    """Return windows of at most `context` tokens (2 or more, else ValueError) over a document of `length` tokens.
 
     Every token but the first is scored once. From the second window on, a scored token follows at least context // 2 tokens of its window,
     so that few tokens are scored with little context.

@@ -28,7 +28,7 @@ class Chosen(NamedTuple):
 
 
 def split_documents(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
-    """Yield the documents (sorted by id) that the mixture puts into `split`; without a mixture, all documents once.
+    """Yield the documents (a table sorted by id) that the mixture puts into `split` with repeats above 0; without a mixture, all once.
 
     If `mixture` is a selection (kind documents), yield every document once; the category is `kept`, or the rule that drops the document."""
     ids = documents.column("id").to_pylist()

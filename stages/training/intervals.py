@@ -13,7 +13,7 @@ Z95 = 1.959963984540054
 
 @lru_cache(maxsize=4096)
 def student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom.
+    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom (1 or more, else ValueError).
 
     Up to 100 degrees, bisection on the exact distribution finds the quantile (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). Above, it
     is the expansion around the normal distribution's quantile (26.7.5), which is accurate to 9 digits there.
@@ -57,7 +57,7 @@ def evaluation_row(task: str, metric: str, value: Interval | float, n: int) -> d
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Return a share of successes with Wilson's score interval (Wilson 1927).
+    """Return a share of successes with Wilson's score interval (Wilson 1927). Raise ValueError without trials.
 
     The interval stays inside 0 to 1, and it has a width at shares of 0 and 1, where the normal interval has none.
     """
@@ -76,7 +76,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 
     The interval follows from the linearised ratio estimator (Cochran 1977, section 6.4): from the deviations
     numerator - ratio * denominator and Student's t with n - 1 degrees of freedom.
-    A single unit has no interval: low and high are its value.
+    A single unit has no interval: low and high are its value. Raise ValueError unless the denominators add up to more than 0.
     """
     total, n = math.fsum(denominators), len(denominators)
     if n != len(numerators) or total <= 0:
@@ -90,12 +90,12 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """Return the mean of `values` with the interval of Student's t (1908); see `ratio`."""
+    """Return the mean of `values` (at least one) with the interval of Student's t (1908); see `ratio`."""
     return ratio(values, [1.0] * len(values))
 
 
 def paired_difference(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
-    """Return the mean difference one - other over the common items, with Student's interval of the mean.
+    """Return the mean difference one - other over the common items, with Student's interval. Raise ValueError if there are none.
 
     For two models on the same prompts, this interval is usually narrower than an unpaired one: the prompts' difficulty cancels.
     """

@@ -35,7 +35,7 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 
 
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
-    """Return the law fitted to losses [n] at mixtures [n, M]; at least M + 1 mixtures are needed.
+    """Return the law fitted to losses [n] at mixtures [n, M]. Raise ValueError for fewer than M + 1 mixtures, or a loss not above 0.
 
     For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by
     the square of the loss above the floor, which turns an error of the logarithm into an error of the loss.
@@ -59,10 +59,10 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 
 
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
-    """Return the shares between `least` and `most` [M] with the lowest value; `value` maps mixtures [n, M] to [n], in nats.
+    """Return the shares between `least` and `most` [M] with the lowest value found; `value` maps mixtures [n, M] to [n], in nats.
 
     Projected gradient descent with an adaptive step starts from the three best of `starts` [S, M]: a sum of convex laws has one minimum,
-    but a Gaussian process may have several.
+    but a Gaussian process may have several. Raise ValueError if no mixture lies within the bounds.
     """
     low, high = np.asarray(least, dtype=np.float64), np.asarray(most, dtype=np.float64)
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
@@ -108,7 +108,7 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
     """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
     The first M + 1 are the corners, each of which favours one category, and the uniform mixture. Every further mixture is the random
-    candidate that is farthest from the mixtures chosen so far (a maximin design).
+    candidate that is farthest from the mixtures chosen so far (a maximin design). Raise ValueError if M shares of `least` leave no room.
     """
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
@@ -150,7 +150,7 @@ def _kernel(a: Floats, b: Floats, length: float) -> Floats:
 
 
 def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
-    """Return the process fitted to losses [n] at mixtures [n, M] by marginal likelihood: grid over length and noise, variance exact."""
+    """Return the process fitted to losses [n] at mixtures [n, M] by marginal likelihood: a grid of length and noise, exact variance."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
     best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
@@ -182,7 +182,7 @@ class Surrogate:
 
 
 def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
-    """Return both laws fitted to losses [n] at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
+    """Return both laws fitted to n >= M + 2 losses at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
 
     `left_out` [n] of the result: the weighted mean's prediction of a loss from all other mixtures, minus the measured loss.
     """

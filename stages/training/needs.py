@@ -62,7 +62,7 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
 
 
 def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[str]:
-    """Return an error message if `parameters` of `bytes_each` bytes do not fit into free memory. Activations are not counted."""
+    """Return an error message if `parameters` of `bytes_each` bytes exceed the free memory, if known. Activations are not counted."""
     free, needed = facts.available_memory_bytes, parameters * bytes_each
     if free is None or needed <= free:
         return []
@@ -110,7 +110,7 @@ def model_template(config: object, facts: Facts) -> list[str]:
 
 
 def size(model: Artifact) -> int:
-    """Return a model's number of parameters, estimated from the bytes of its safetensors files."""
+    """Return a model's number of parameters, estimated from the bytes of its weights' files."""
     dtype = json.loads(model.path("config.json").read_bytes()).get("torch_dtype", "float32")
-    weight_bytes = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors"))
+    weight_bytes = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors") and "/" not in name)
     return weight_bytes // (2 if dtype in ("bfloat16", "float16") else 4)

@@ -33,7 +33,7 @@ Source = Literal["initial", "fresh", "long", "best"]
 
 
 class Growth(StageConfig):
-    """A larger step (batch), or another mixture, from a number of trained tokens on."""
+    """A larger step (batch), longer rows, or tokens of another mixture, from a number of trained tokens on."""
 
     after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which the growth begins")
     rows: int = Field(ge=1, description="Rows of a step from then on")

@@ -67,7 +67,7 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: the largest categories by bytes, and one group of all others."""
+    """Return at most `most` groups of training documents: the largest categories by bytes, and all others. PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
@@ -114,7 +114,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode enough documents of each group for the small runs, the first in hash order; return references to them."""
+    """Encode each group's first documents in hash order, enough for the small runs; return references. PunaError for a group of one."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
@@ -149,7 +149,7 @@ def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int
 
 
 def _divide(rows: pa.Table, total: int, sizes: Sizes) -> tuple[Packed, Packed]:
-    """Return a group's training pool and held-out documents. The first by hash are held out: at least one, up to a third of the text."""
+    """Return a group's training pool and held-out documents: the first by hash, at least one, up to `heldout` or a third of the text."""
     rows = rows.sort_by([("order", "ascending"), ("id", "ascending")])
     reached = np.cumsum(rows["bytes"].to_numpy())
     limit = min(sizes.heldout * TEXT_PER_TOKEN, total // 3)

@@ -40,7 +40,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread, so that sums add up in the same order on any machine or worker."""
+    """Run torch on one thread within the context, so that sums add up in the same order on any machine or worker."""
     import torch
 
     before = torch.get_num_threads()
@@ -65,7 +65,7 @@ def train_proxy(
 ) -> Proxy:  # fmt: skip
     """Train a model in place; return it with the cost. `lengths`: step → document lengths, for the cost; `state`: folder of checkpoints.
 
-    `moments`: the optimizer's state to continue with; None: a new state.
+    `moments`: the optimizer's state to continue with; None: a new state. Raise PunaError if the training diverges.
     """
     from puna.models import accounting
     from puna.models.training.loop import train
@@ -78,7 +78,7 @@ def train_proxy(
 
 
 def moments_in(state: Path) -> dict[str, Tensor]:
-    """Return the optimizer's state at the end of a training whose checkpoints lie in `state`."""
+    """Return the optimizer's state at the end of a training run whose checkpoints lie in the folder `state`."""
     from puna.models.training.state import load_state
 
     saved = load_state(state)
@@ -108,7 +108,7 @@ def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tu
 
 
 def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in `file`; if the file is missing, write `make(state)` to it first. `state`: a folder for training state."""
+    """Return the JSON object in `file`; if missing, write `make(state)` to it first. `state`: a folder for training state, then removed."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))
@@ -130,7 +130,7 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
 
 
 def resize(shape: ModelShape, width: int) -> ModelShape:
-    """Return the shape at another width: layers, number of heads and feed-forward in proportion, heads of about the same width."""
+    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide. ValueError if impossible."""
     share = width / shape.hidden_size
     heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))
     if width % (2 * heads):

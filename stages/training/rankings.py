@@ -1,4 +1,4 @@
-"""Training examples made from preferences: each prompt once, with its ranked or labelled answers."""
+"""Training examples made from preferences: a prompt with its ranked or labelled answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_tier(row: dict[str, Any]) -> Tiers:
 
 
 def by_label(row: dict[str, Any]) -> Tiers:
-    """Return a preference's good and bad answers as two tiers, one of which may be empty; answers between good and bad are left out."""
+    """Return a preference's good (also edited) and bad answers as two tiers, without those between. Raise BadRow if neither is known."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
@@ -76,7 +76,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
-    """Return an example per prompt, with the ranked answers of its preferences; beyond `limit` tokens, another example of the prompt."""
+    """Return an example per prompt, with the ranked answers of its preferences; beyond `limit` tokens, another. `bad` drops unfit rows."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from puna.models.training.resumable_loop import iterate, rows_of
 from puna.stages.contract import StageRun
 from puna.stages.training.proxy_runs import cached_object
@@ -14,7 +16,6 @@ from puna.stages.training.rankings import all_pairs, order
 from puna.stages.training.train import Example
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -26,7 +27,7 @@ FOLDS = 5
 
 
 class Pairs(NamedTuple):
-    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; weights [M] float64; folds [M] of prompts."""
+    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; weights [M] float64; folds [M] of examples."""
 
     differences: Tensor
     weight: Tensor
@@ -37,16 +38,16 @@ class Pairs(NamedTuple):
 
 
 def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, run: StageRun) -> None:
-    """Fit the model's scalar head to these rankings, with equal weight for each prompt; nothing else changes.
+    """Fit the model's scalar head to these rankings, with equal weight for each example; nothing else changes.
 
-    The penalty is the one in `PENALTIES` whose fits predict left-out prompts best (of equals, the strongest). Metrics: `penalty`, and with
-    enough prompts `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its prompt. The baseline
-    `cross_validated_longer_accuracy` prefers the longer answer.
+    The penalty is the one in `PENALTIES` whose fits predict left-out examples best (of equals, the strongest). Metrics: `penalty`, and
+    above `FOLDS` examples `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its example's fold. The
+    baseline `cross_validated_longer_accuracy` prefers the longer answer.
     """
     import torch
 
     computed = answer_states(model, examples, micro_batch_tokens, run.progress, run.scratch / "states")
-    pairs, scale = pairs_of(computed, examples, torch.as_tensor(run.generator("folds").permutation(len(examples)) % FOLDS))
+    pairs, scale = pairs_of(computed, examples, fold_of_each(examples, run.generator("folds")))
     if len(examples) > FOLDS:
         longer = [order(len(one.answers[a]) - len(one.answers[b])) for one in examples for a, b in all_pairs(one)]
         run.metric("cross_validated_accuracy", cross_validated(pairs, run.scratch))
@@ -65,9 +66,26 @@ def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tenso
     doubles = [one.double() for one in states]
     scale = torch.cat(doubles).std(0, correction=0).clamp(min=1e-12)
     places = [(number, a, b) for number, example in enumerate(examples) for a, b in all_pairs(example)]
-    prompts = torch.tensor([number for number, _, _ in places])
+    own = torch.tensor([number for number, _, _ in places])
+    prompts = _prompt_numbers(examples)[own]
     weight = 1 / torch.bincount(prompts).double()[prompts]
-    return Pairs(torch.stack([(doubles[n][a] - doubles[n][b]) / scale for n, a, b in places]), weight, folds[prompts]), scale
+    return Pairs(torch.stack([(doubles[n][a] - doubles[n][b]) / scale for n, a, b in places]), weight, folds[own]), scale
+
+
+def fold_of_each(examples: Sequence[Example], generator: np.random.Generator) -> Tensor:
+    """Return the fold of each example, int64; examples of one prompt, whose answers are too many for one, are in the same fold."""
+    import torch
+
+    prompts = _prompt_numbers(examples)
+    return torch.as_tensor(generator.permutation(int(prompts.max()) + 1) % FOLDS)[prompts]
+
+
+def _prompt_numbers(examples: Sequence[Example]) -> Tensor:
+    """Return the number of each example's prompt, int64, in order of first appearance."""
+    import torch
+
+    numbers: dict[tuple[int, ...], int] = {}
+    return torch.tensor([numbers.setdefault(tuple(example.prompt), len(numbers)) for example in examples])
 
 
 def answer_states(

@@ -70,7 +70,7 @@ class Rewards:
         return self.parts(prompts, completions)["score"]
 
     def parts(self, prompts: Ids, completions: Completions) -> Parts:
-        """Return the rewards as `score`, their parts `verifier` and `reward_model`, and `steps`, if verifiers reward steps."""
+        """Return the rewards as `score`, the parts `verifier` and `reward_model` that exist, and `steps` if `gold` returns steps."""
         parts = {} if self.gold is None else self.gold(prompts, completions)
         if self.numbers is not None:
             parts["reward_model"] = self.numbers(prompts, completions)
@@ -81,7 +81,7 @@ class Rewards:
         return {"score": scores, **parts}
 
     def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards whose `center` is these answers' mean number weighted by scores; unchanged without both or if scores are all 0."""
+        """Return rewards whose `center` is these answers' mean number weighted by scores; unchanged without a part or a score above 0."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
@@ -121,7 +121,7 @@ def gold_of(
     scorer: Scorer, rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, steps: bool = False
 ) -> Callable[[Ids, Completions], Parts]:
     """Return a function that gives each answer its verifier's score (0 if the verifier fails); with `steps`, also (end in tokens, reward)
-    of each step. `asked`: the token ids of the prompts in `rows`."""
+    of each step. `asked`: the token ids of the prompts in `rows`. Raise PunaError if equal prompts are scored in different ways."""
     by_ids: dict[tuple[int, ...], dict[str, Any]] = {}
     for ids, row in zip(asked, rows, strict=True):
         first_row = by_ids.setdefault(tuple(ids), row)

@@ -50,10 +50,10 @@ class Surfaces:
 
 
 def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
-    """Fit M surfaces to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
+    """Return M surfaces fitted to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
 
-    Minimise the sum of Huber losses of the log errors (Hoffmann et al. 2022) by Levenberg-Marquardt steps on reweighted squares: losses[0]
-    from many starts, then all rows from its solution and two starts. Raise ValueError if there are fewer than six points.
+    Minimise the sum of Huber losses of the log errors (Hoffmann et al. 2022) by IRLS with Levenberg-Marquardt steps: first losses[0] from
+    many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points.
     """
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
@@ -169,7 +169,7 @@ class Points:
         return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
 
     def seed_noise(self) -> float:
-        """Return the standard deviation of log losses between the seeds of a shape, widened by Student's t; 0 with one seed."""
+        """Return the pooled standard deviation of log losses of a shape's seeds, widened by Student's t; 0 if no shape has two."""
         trunks, squares, free = self.trunks, 0.0, 0
         for size in np.unique(self.parameters):
             own = [self[trunks == trunk] for trunk in np.unique(trunks[self.parameters == size])]
@@ -193,7 +193,7 @@ class Backtest:
 
     @property
     def slope(self) -> float:
-        """Return the absolute error of the log loss per unit of log FLOPs."""
+        """Return the absolute error of the log loss per unit of log FLOPs, over a distance of at least log 1.5."""
         # With a budget just above the points below it, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 

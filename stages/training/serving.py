@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True without a draft and with `serving` at its defaults but for speculate, memory, layout. Raise PunaError if sharing is unproved."""
+    """True without a draft and with `serving` at its defaults but for speculate, memory, layout. PunaError if sharing is untested."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
         raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 bits "

@@ -72,8 +72,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Read the table `tokens` of an artifact, or a table in memory. With `file`, write the tokens to this file and map it into memory:
-        there may be more tokens than memory holds. Every rank of a training run writes a share of the tokens."""
+        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, write the tokens to it, each rank of a
+        training run a share, and map it: there may be more tokens than memory holds. Raise PunaError if there are no rows."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -169,7 +169,7 @@ class Packed:
 
 @dataclass
 class Reader:
-    """A reader of each training step's rows. It reads every row once per epoch, each epoch in another order.
+    """A reader of each training step's rows. It reads every row with a token to predict once per epoch, each epoch in another order.
 
     `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut
     between these rows is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step`
@@ -299,7 +299,7 @@ def total_nats(model: Transformer, rows: Iterable[Targets]) -> tuple[float, int]
 
 
 def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int = 8192) -> float:
-    """Return the mean cross-entropy over the targets of all pieces (token ids), in nats per token."""
+    """Return the mean cross-entropy over the targets of all pieces (token ids), in nats per token. Raise PunaError without targets."""
     from puna.models.training.objectives.base import Targets
 
     total, count = total_nats(model, map(Targets.from_documents, batched(list(pieces), len, micro_batch_tokens)))

@@ -57,7 +57,7 @@ class Example:
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
     """Return a row's context and ranked answers, tokenized; answer tokens that only the chat template writes are masked.
 
-    `groups`: rankings as tiers of equals, the best first. An answer ends in its stop token unless its message has `finished: false`.
+    `groups`: tiers of equals, the best first. An answer ends in its stop token unless it has `finished: false`. BadRow if rendering fails.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
@@ -75,7 +75,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
     """Return a conversation, tokenized to learn the assistant's turns and their end tokens; tokens between the turns are masked.
 
-    There are several examples if the template renders earlier answers differently once a later turn follows.
+    There are several examples if the template renders earlier answers differently once a later turn follows. BadRow if rendering fails.
     """
     with rendering(row):
         rows = tokenizer.render(messages_of(row), tools_of(row))
@@ -128,7 +128,7 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 def training_prompts(
     given: Sequence[dict[str, Any]], model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
-    """Return the training prompts' rows; and (row, prompt token ids) of each row that fits. Raise PunaError if none does.
+    """Return the training prompts' rows; and (row, prompt token ids) of each row that fits. Raise PunaError if rows exist and none fits.
 
     A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
     """
@@ -189,7 +189,7 @@ def load_model(
     artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none",
     layout: Layout | None = None,
 ) -> tuple[Transformer, Tokenizer]:  # fmt: skip
-    """Return a model artifact's model and tokenizer. Raise PunaError if the model has another head than `head`.
+    """Return a model artifact's model and tokenizer. Raise PunaError if it cannot be read, or has another head.
 
     `new`: add a scalar head of zeros to a language model. `frozen`: the model is not trained, and computes in bf16 on a GPU.
     `quantization` nf4 converts the layers' matrices to 4 bits one by one. If `layout` splits the model, its weights stay mapped from the
@@ -246,7 +246,7 @@ def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = 
 
 @contextlib.contextmanager
 def divergence_named(what: str) -> Iterator[None]:
-    """Raise a PunaError that names the training (`what`) if it diverges within the context."""
+    """Raise a PunaError that names the training run (`what`) if it diverges within the context."""
     from puna.models.training.loop import TrainingDiverged
 
     try:
@@ -261,7 +261,7 @@ def fit(
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train with Puna's loop; save checkpoints in the run's scratch folder and the log in the table `training_log`. Return the log.
 
-    `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches depend on the current weights.
+    `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches depend on weights. PunaError on divergence.
     """
     from puna.models.training.loop import train
 
@@ -323,7 +323,7 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the model and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters, on the CPU."""
+    """Write the model, moved to the CPU, and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters."""
     if ranks.follows():
         return
     from puna.models.formats.checkpoint import save

@@ -1,7 +1,7 @@
 """TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and tokens as Puna's engine.
 
-Puna tokenizes conversations by the chat template of the model's tokenizer, and TRL gets token ids. TRL's defaults that are slow on a CPU
-(bf16, gradient checkpointing) are off, and so is telemetry. An interrupted run resumes from its saved state.
+Puna tokenizes conversations by the chat template of the model's tokenizer, and TRL gets token ids. bf16 and gradient checkpointing, TRL's
+defaults, follow the settings in `compute`; telemetry is off. An interrupted run resumes from its saved state.
 """
 
 from __future__ import annotations
@@ -324,6 +324,6 @@ def _random() -> list[Tensor]:
 
 
 def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one part of the state (`moments`, `weights`, …) by name without the part's, numbers in order."""
+    """Return the tensors of one part of the state (`moments`, `weights`, …) as name without the part → tensor, numbers in order."""
     own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
     return dict(sorted(own.items(), key=lambda item: (int(item[0]) if item[0].isdecimal() else 0, item[0])))

@@ -96,7 +96,7 @@ def steps_of(score: Score, answer: Completion, tokenizer: Tokenizer) -> list[tup
 
 
 def environment_of(row: dict[str, Any]) -> Verifier | None:
-    """Return the part of a prompt's verifier that replies between turns; None if there is none."""
+    """Return the first part of a prompt's verifier that replies between turns; None if there is none."""
     parts = [] if row["verifier"] is None else leaves(from_text(row["verifier"]))
     return next((part for part in parts if type(part).reply is not Verifier.reply), None)
 
@@ -110,7 +110,7 @@ class Job(NamedTuple):
     tools: Sequence[str]
 
     def reply(self, config: ScoringConfig) -> list[Message]:
-        """Return the results of the last turn's tool calls, else the verifier's reply; [] if the answer is complete."""
+        """Return the results of the last turn's tool calls, else the verifier's reply; [] if the answer is complete or nothing replies."""
         if self.tools and (messages := tools.results(self.turns[-1]["content"], self.tools, config)):
             return messages
         if self.verifier is None:

@@ -152,7 +152,7 @@ def reference_of(verifier: Verifier, answer: str | None, question: Question) -> 
 
 
 def score_ending(value: float | None, finished: bool) -> float | None:
-    """Return the score of an answer from the score of its text: a truncated answer scores 0."""
+    """Return the score of an answer from the score of its text: a truncated answer scores 0, except that None stays None."""
     return value if finished or value is None else 0.0
 
 

@@ -137,7 +137,7 @@ def number_paragraphs(answer: str, *, num_paragraphs: int) -> bool:
 
 @kind("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(answer: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """True if the answer has `num_paragraphs` paragraphs, separated by empty lines, and the nth (1-based) begins with `first_word`."""
+    """True if the answer has `num_paragraphs` paragraphs, separated by empty lines, and the nth begins with `first_word`, ignoring case."""
     paragraphs = [part.strip() for part in answer.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -217,7 +217,7 @@ def number_highlighted_sections(answer: str, *, num_highlights: int) -> bool:
 
 @kind("detectable_format:multiple_sections")
 def multiple_sections(answer: str, *, section_spliter: str, num_sections: int) -> bool:
-    """True if `section_spliter`, followed by a digit, occurs at least `num_sections` times."""
+    """True if `section_spliter`, followed by a digit (a space may lie between), occurs at least `num_sections` times."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d", answer)) >= num_sections
 
 

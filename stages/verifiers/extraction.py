@@ -28,7 +28,7 @@ def final_answer(text: str) -> str | None:
 
 
 def boxed_text(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` with closed braces; None if there is none."""
+    r"""Return the content of the last `\boxed{…}` with closed braces; None if there is none, or the last of over 100 is not closed."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -43,7 +43,7 @@ def boxed_text(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return the text without a final full stop, emphasis, `$` and one pair of quotes around it."""
+    """Return the text without a final full stop, Markdown emphasis, LaTeX math delimiters and one pair of quotes around it."""
     text = text.strip().removesuffix(".").strip()
     for mark in ("**", "__", "*", "$$", "$", "\\(", "\\["):
         end = {"\\(": "\\)", "\\[": "\\]"}.get(mark, mark)

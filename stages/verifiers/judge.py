@@ -25,7 +25,7 @@ class Judge(Verifier):
     """Score by a language model: the mean of its grades, weighted by their probabilities, as a share of the highest grade.
 
     Scoring takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2): scores are finer than digits.
-    A model at `scoring.endpoint` writes one grade instead.
+    For a judge without `model`, the model at `scoring.endpoint`, if given, writes one grade instead.
     """
 
     name: ClassVar[str] = "judge"
@@ -70,7 +70,7 @@ class Judge(Verifier):
 
 
 def ask_endpoint(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
-    """Return scores from the grades that a remote model writes: one reply per request, at temperature 0, without probabilities."""
+    """Return scores from the grades that a remote model writes (None for a reply without one): one reply per request, at temperature 0."""
     bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens} for text in requests]
     scores = []
     for reply in endpoint.ask(bodies, "grades"):
@@ -172,10 +172,10 @@ class Graded(NamedTuple):
 def grade(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
     """Return grades of instructions from the judge's probabilities of the digits: one forward pass per grade, without sampling.
 
-    Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, and for code bugs and the user's intention;
-    difficulty on three levels; and the number of intentions (Instag, Lu et al., arXiv 2308.07074), here only counted. The difficulty
-    is the mean of level and number of intentions, as shares of their maxima. Metrics: `unjudged` instructions, and `judge_answers`,
-    the mean probability that the judge answers with a grade; a low value means that the judge does not understand the question.
+    Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, and for code bugs and the user's intention; difficulty
+    on three levels; and the number of intentions (Instag, Lu et al., arXiv 2308.07074), here only counted. If `settings.difficulty`, the
+    difficulty is the mean of level and number of intentions, as shares of their maxima; else none. Metrics: `unjudged` instructions, and
+    `judge_answers`, the mean probability that the judge answers with a grade; if low, the judge does not understand the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
     questions = {name: as_text(turns[:-1]) for name, turns in messages.items()}
@@ -184,7 +184,7 @@ def grade(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings
     graded, probabilities = Graded({}, set(), {}, []), list[float]()
 
     def means(kind: str, requests: dict[str, str], top: int) -> dict[str, float]:
-        """Return the grade of each request that fits into the judge's context."""
+        """Return the mean grade of each request that fits into the judge's context; add it to `graded.scores`."""
         values: dict[str, float] = {}
         for name, grade in zip(requests, grades(judge, list(requests.values()), top), strict=True):
             if grade.mean is not None:

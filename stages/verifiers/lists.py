@@ -95,7 +95,7 @@ class Choice(BoundedVerifier):
         return Score(float(option in self.right), f"chose {labels[option]}, expected {labels_text}")
 
     def _option(self, answer: str, labels: tuple[str, ...]) -> int | None:
-        """Return the index of the option whose label or text is the answer, else whose label, else whose text begins it, else None."""
+        """Return the index of the option whose label or text equals the answer; else whose label or (longest) text begins it; else None."""
         text = answer.strip().strip("*").strip()
         for options in (labels, self.options):
             for index, option in enumerate(options):

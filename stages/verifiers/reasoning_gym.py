@@ -37,7 +37,7 @@ class Refused(ValueError):
 def check_formula(text: str) -> None:
     """Raise Refused unless the text is an arithmetic expression (+ - * / **) of numbers, names and calls of `FUNCTIONS`.
 
-    No string, attribute, index or other call is allowed, and no intermediate number of more than `MOST_BITS` bits.
+    No string, attribute, index or other call is allowed, no intermediate number above `MOST_BITS` bits, no text above `MOST_CHARACTERS`.
     """
     tree = _parse(text)
     if tree is None:
@@ -49,7 +49,7 @@ def check_formula(text: str) -> None:
 
 
 def check_literal(text: str) -> None:
-    """Raise Refused for a Python expression of more than literals and names; a text that is not Python cannot be evaluated and passes."""
+    """Raise Refused for a text above `MOST_CHARACTERS`, or a Python expression of more than literals and names. Other texts pass."""
     tree = _parse(text)
     for node in () if tree is None else ast.walk(tree):
         if not isinstance(node, PLAIN):
@@ -156,7 +156,7 @@ class ReasoningGym(Verifier):
 def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> ProceduralDataset:
     """Return reasoning-gym's generator `task` with its parameters (JSON), which draws entry i from `seed + i`.
 
-    Raise PunaError for an unknown task or parameter.
+    Raise PunaError for an unknown task, or an unknown or invalid parameter.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS

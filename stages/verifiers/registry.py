@@ -42,7 +42,7 @@ def all_verifiers() -> dict[str, type[Verifier]]:
 def _import_own() -> None:
     """Import every module of this folder, which registers the verifiers in it.
 
-    No module is named here, so that a stage's key covers only the code of the verifiers that its prompts name.
+    No module is named here: so a stage's cache key covers the code of only those verifiers that its prompts name.
     """
     for module in pkgutil.iter_modules(verifiers.__path__):
         importlib.import_module(f"{verifiers.__name__}.{module.name}")
@@ -85,7 +85,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
 
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) that a verifier (JSON text) reaches; create the verifier only if its class overrides `reaches`."""
+    """Return (module, symbol) of the code that a verifier (JSON text) reaches; check parameters only if its class overrides `reaches`."""
     values = json.loads(text)
     name = values.get("name") if isinstance(values, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:

@@ -1,4 +1,4 @@
-"""`reward_model`: a reward model's score, as a probability."""
+"""The verifier `reward_model`: a reward model's score, as a probability."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RewardModel(Verifier):
     """Score by `sigmoid((reward - center) / scale)`.
 
     The defaults give the probability, in the Bradley-Terry model, that the answer is preferred to an answer with the reward 0.
-    The answer is scored as a finished turn.
+    The answer is scored as a finished turn. The score is None if the chat template refuses the answer, or the tokens exceed the context.
     """
 
     name: ClassVar[str] = "reward_model"

@@ -1,4 +1,4 @@
-"""A sandbox for untrusted programs: own namespaces, limits, no network, and only files of the interpreter and system libraries."""
+"""A sandbox for untrusted programs: separate namespaces, limits, no network, only files of the interpreter and system libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program over all its processes: CPU seconds (and `CLOCK` times as much wall time), memory and files (MiB), processes."""
+    """Limits of a run: CPU seconds (wall time: `CLOCK` times as much), memory and files (MiB); number of the program's processes."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -56,10 +56,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a program.
+    """The outcome of a run of a program and its tests.
 
-    results  per test None (passed) or the error; None if the run ended before all tests did
-    ended    the reason for such an early end, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty
+    results  per test None (passed) or the error; None if the run was refused, or ended before all tests did
+    ended    the reason for an early end, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty
     output   the first 64 KiB of text that the program and the tests printed
     refused  the reason why the sandbox could not run the program; otherwise empty
     """
@@ -87,7 +87,7 @@ def mode() -> Mode:
 
 
 def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: str = "") -> Outcome:
-    """Run `prefix` + `program` in one process and `tests` in another, which has its own copy of the prefix (see `whole_statements`)."""
+    """Run `prefix` + `program` in one process, `tests` in another with a copy of the prefix's `whole_statements`; return the outcome."""
     with group(limits.memory_mb * MEGABYTE) as memory:
         readable, hidden = _visible()
         procs = () if memory is None else (memory.procs,)
@@ -139,7 +139,7 @@ def _visible() -> tuple[list[str], list[str]]:
 
 
 def _supervise(command: list[str], job: bytes, seconds: float, handles: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Run a command that reads `job` and inherits the descriptors `handles`; return its report and output. Kill it after `seconds`."""
+    """Return report and output, at most 64 KiB each, of a command that reads `job` and inherits `handles`; kill it after `seconds`."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*command, str(write)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={},
@@ -193,7 +193,7 @@ class Group:
         return False
 
     def close(self) -> None:
-        """Kill the processes that remain in the cgroup, and remove the cgroup."""
+        """Kill the processes that remain in the cgroup, and remove the cgroup; give up after `TRIES` attempts."""
         os.close(self.procs)
         with contextlib.suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")
@@ -220,7 +220,7 @@ def group(memory_bytes: int) -> Iterator[Group | None]:
 
 
 def _beside() -> Path | None:
-    """Return the parent of this process's cgroup (of the root, itself) if it allows child cgroups with memory limits, else None."""
+    """Return the parent of this process's cgroup, or the root cgroup itself, if it allows children with memory limits; else None."""
     with contextlib.suppress(OSError):
         own = next((line[3:] for line in Path(OWN).read_text().splitlines() if line.startswith("0::")), None)
         if own is None or ".." in own:

@@ -37,7 +37,7 @@ def call(name: str, *arguments: str | int | None) -> None:
 
 
 def refuse_calls() -> None:
-    """Install a filter that refuses tracing, new namespaces, and memory outside processes (shared mappings, memfds, queues, pipe pages).
+    """Forbid system calls for tracing, mounts, new namespaces, and memory outside processes (shared mappings, memfds, queues, pipe pages).
 
     Raise OSError if this fails. All shared mappings are refused, because their pages remain after a process unmaps them.
     Only Unix sockets are allowed: sockets of virtual machines (vsock) ignore namespaces and reach the host. No process may change its
@@ -114,14 +114,14 @@ def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
 
 
 def pivot(root: str, old: str) -> None:
-    """Make `root` the root file system, and move the previous root to `old`, a folder inside `root`."""
+    """Make `root` the root file system and the working directory; move the previous root to `old`, a folder inside `root`."""
     if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], root.encode(), old.encode()) != 0:
         raise OSError(ctypes.get_errno(), f"pivot_root: {os.strerror(ctypes.get_errno())}")
     os.chdir("/")
 
 
 def show(path: str) -> None:
-    """Make a file or folder of the machine visible under the new root, read-only; a symbolic link stays one."""
+    """Make a file or folder of the machine visible under the new root, read-only; copy a symbolic link as a link."""
     source, target = f"/old{path}", f"/root{path}"
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
@@ -138,7 +138,7 @@ def show(path: str) -> None:
 
 
 def become_nobody(mode: str, user: int) -> None:
-    """Drop all privileges of this process and its later children; as root, switch to the user id `user` first."""
+    """Drop all privileges of this process and its later children; as root, switch first to user and group `user`, without other groups."""
     call("prctl", PR_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getuid() == 0 or mode == "root":
         os.setgroups([])

@@ -70,7 +70,7 @@ def report(job: Job, value: dict[str, object]) -> None:
 
 
 def supervise(job: Job) -> None:
-    """Create the namespaces, start PID 1 in them and wait until it ends."""
+    """Set the job's `user` and `socket_bytes`, create the namespaces, start PID 1 in them, and wait until it ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set it to be ignored
     job["user"] = FIRST_USER + 4 * os.getpid()  # this user id and the next two: no other process has them
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -104,7 +104,7 @@ def init(job: Job) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child process and return the child's process id."""
+    """Run `work` in a child process and return its process id. On an exception, the child prints it and exits with status 1."""
     process = os.fork()
     if process == 0:
         try:
@@ -118,7 +118,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def limit(job: Job) -> None:
-    """Limit each process's CPU time, address space, file size and open files, and the user's number of processes."""
+    """Limit each process's CPU time, address space, file size, open files, and the user's processes; forbid core dumps, locked memory."""
     for kind, value in (
         (resource.RLIMIT_CPU, int(job["seconds"]) + 1), (resource.RLIMIT_AS, job["memory_bytes"]),
         (resource.RLIMIT_FSIZE, job["disk_bytes"]), (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -150,7 +150,7 @@ def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int
 
 
 def confine(job: Job, user: int) -> None:
-    """Join the cgroup, drop all privileges, set all limits and filter system calls, for this process and its children."""
+    """Join the cgroup, if any; drop privileges, set limits and filter system calls, for this process and its children."""
     for procs in job["groups"]:
         os.write(procs, b"0")
         os.close(procs)

@@ -2,8 +2,8 @@
 
 The program's process gets the arguments of calls, never the tests or their expected values. Results arrive as plain data, or as a
 `Remote`, a proxy for an object of the program. An operator between a Remote and a value of the tests would show that value to the
-program, which could then fake the result. So `==` gives False, `!=` gives True, and every other operator raises TypeError. A context
-manager of the program cannot suppress a test's error.
+program, which could then fake the result. So `==` gives False, `!=` gives True, and other operators raise TypeError, unless the object's
+class derives from a builtin one (see `operand`). A context manager of the program cannot suppress a test's error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Link(Peer):
         self.failed: AssertionError | None = None
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return a reference: the number of the program's object or of the tests' function or iterator, or a standard library name."""
+        """Return a reference: a number (program's object, tests' function or iterator) or a standard library name; else raise TypeError."""
         if type(value) is Remote:
             return ["o", value.puna_number]
         if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, "puna_number"):
@@ -56,7 +56,7 @@ class Link(Peer):
         raise TypeError(f"the tests give the program an object of their own {type(value).__name__}: define that class in `prefix`")
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
-        """Return what a reference stands for: a Remote, a coroutine, a builtin or stand-in class, or a function of the tests."""
+        """Return the referenced object: a Remote, a coroutine, a builtin or stand-in class, or a function or iterator of the tests."""
         kind, what, *more = reference
         if kind == "h":
             if what not in self.remotes:
@@ -84,7 +84,7 @@ class Link(Peer):
         return [packing.encode(next(kinds)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return the exception that the program raised. An exception of `STOPS` becomes a RuntimeError unless `function` is `next`."""
+        """Return the program's exception: a RuntimeError for `STOPS` unless `function` is `next`, an Exception if it cannot be built."""
         kind, args, text, where, itself = [self.decode(part, objects) for part in described]
         if not issubclass(kind, BaseException):
             raise TypeError("no error")
@@ -107,7 +107,7 @@ def builtin_error(name: str) -> type[BaseException]:
 
 
 def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[BaseException]:
-    """Return a class for one of the program's exceptions; its instances have the attributes and the text of the raised error."""
+    """Return a class that stands in for one of the program's exceptions; instances have the raised error's attributes and text."""
 
     def text(self: Any) -> str:
         return str(self.__dict__.get("puna_text", Exception.__str__(self)))
@@ -121,7 +121,7 @@ def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[B
 
 
 async def drive(coroutine: Remote) -> Any:
-    """Run one of the program's coroutines to its end, in the program's process."""
+    """Return the result of a program's coroutine, which runs to its end in the program's process."""
     return coroutine.puna_link.call(Theirs(Program.COMPLETE), (coroutine,))
 
 
@@ -136,7 +136,7 @@ def operand(value: Any) -> Any:
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Apply an operator here to data, in the program's process to two Remotes. For mixed pairs, operators but == and != raise TypeError."""
+    """Apply an operator: here to data, in the program's process to two Remotes. Mixed pairs differ; other operators raise TypeError."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):
@@ -279,7 +279,7 @@ def parse(source: str) -> Any:
 
 
 def whole_statements(prefix: str) -> Any:
-    """Return the syntax tree of a prefix up to its last function or class, which the answer may continue; earlier classes are left out."""
+    """Return the syntax tree of a prefix before its last top-level function or class, which the answer may continue, without classes."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
     tree = parse(prefix[:last])
     tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
@@ -338,7 +338,7 @@ def attempt(link: Link, work: Callable[[], object]) -> str | None:
 
 
 def run_tests(read: int, write: int, verdict: int) -> None:
-    """Read program and tests from standard input, run the program and then each test, and write the results to `verdict` as JSON."""
+    """Run the program and each test that standard input holds; write the results or the reason for an early end to `verdict` as JSON."""
     with open(0, "rb") as stdin:
         job = json.load(stdin)
     os.open(os.devnull, os.O_RDONLY)  # takes the descriptor 0, which is free now

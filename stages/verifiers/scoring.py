@@ -28,7 +28,7 @@ class Child(Apart):
     """A process that scores answers one at a time."""
 
     def score(self, item: Item, seconds: float) -> Score:
-        """Return the score of one answer; its value is None if scoring takes more than `seconds` CPU seconds or ends the process."""
+        """Return the score of one answer; its value is None if scoring fails, takes over `seconds` CPU seconds, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
         reply = self.ask(job, seconds)
         return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(**reply)
@@ -44,7 +44,7 @@ def score_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
-    """Return scores by `Verifier.score`, run in child processes; an answer may take `tools.config.seconds` CPU seconds."""
+    """Return scores by `Verifier.score`, run in child processes; a score is None after `tools.config.seconds` CPU seconds."""
     jobs = [{"verifier": to_json(i.verifier), "question": tuple(i.question), "answer": i.answer} for i in items]
     scores = (score for chunk in tools.run.map(score_chunk, chunks(jobs, CHUNK), tools.config.seconds) for score in chunk)
     return [check_score(score, item.verifier.name) for score, item in zip(scores, items, strict=True)]
@@ -60,8 +60,8 @@ Row = dict[str, Any]
 class Scorer:
     """A scorer of answers to a stage's prompts.
 
-    The constructor raises PunaError if a prompt's verifier is invalid or needs a model that is not among `judges`. With `needed` it also
-    raises PunaError if a prompt has no verifier.
+    The constructor raises PunaError if a prompt's verifier is invalid, or needs a model not among `judges` or a sandbox that this machine
+    lacks. With `needed` it also raises PunaError if a prompt has no verifier.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Scorer:
         return results
 
     def report(self) -> None:
-        """Write metrics: the number of answers that could not be scored, and the first reason. Write the endpoint's exchanges, if any."""
+        """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, and the first reason (if any)."""
         count, first = self.failures
         self._run.metric("unscored_answers", count)
         if self._tools.endpoint is not None:
@@ -110,7 +110,7 @@ class Scorer:
 def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
     """Return the code (module, symbol) of the verifiers in the input `prompts`; a scoring stage declares this function as `named`.
 
-    An invalid verifier is skipped here: the stage that scores with it raises an error, which names the prompt.
+    Raise DamagedArtifact for a damaged input. Skip invalid verifiers: the stage that scores with one raises an error that names the prompt.
     """
     pairs: set[tuple[str, str]] = set()
     for prompts in inputs["prompts"]:
@@ -151,7 +151,7 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
-    """Return a verifier's score from its leaves' scores, which `following` returns one by one; a Score of None if a part has one."""
+    """Return a verifier's score from its leaves' scores, which `following` returns one by one; a Score of None if any of these is None."""
     parts = verifier.parts()
     if not parts:
         return following()

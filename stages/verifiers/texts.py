@@ -1,4 +1,4 @@
-"""`exact` and `regex`: a comparison with the expected text, and a match with a regular expression in linear time."""
+"""The verifiers `exact` and `regex`: a comparison with the expected text, and a match with a regular expression in linear time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class RegularExpression(BoundedVerifier):
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        text = (final_answer(answer) if self.extract else None) or answer
+        marked = final_answer(answer) if self.extract else None
+        text = answer if marked is None else marked
         match = self.compiled.search(text) if self.match == "anywhere" else self.compiled.fullmatch(text.strip())
         detail = f"found {match.group(0)[:200]!r}" if match is not None else f"{self.pattern!r} is not found"
         return Score(float((match is None) == self.absent), detail)

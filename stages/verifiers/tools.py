@@ -41,7 +41,7 @@ class Tool(NamedTuple):
 
 
 def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
-    """Run the calls in a turn; return one message of the role `tool` per call, so an empty list for a turn without calls."""
+    """Run the first `MOST` calls in a turn; return one message of the role `tool` per call, cut to `LONGEST` characters."""
     calls = CALL.findall(turn) or ([turn] if turn.lstrip().startswith("{") and '"name"' in turn else [])
     refused = f"Error: a turn has at most {MOST} calls"
     texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls))
@@ -63,7 +63,7 @@ def _result(call: str, names: Sequence[str], config: ScoringConfig) -> str:
 
 
 def calculate(expression: str, config: ScoringConfig) -> str:
-    """Return a formula's value as text, or an error message: an integer in full, any other number to 12 significant digits."""
+    """Return a formula's value as text (integers in full, other numbers to 12 significant digits), or an error message."""
     formula = expression.strip().replace("^", "**")
     try:
         check_formula(formula)  # leaves only operators on numbers and names, and no name is defined

@@ -166,10 +166,10 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
 
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
-            for step in (1, 2):
+            for step, count in ((1, micro), (2, 1)):
                 with trainer.whole_weights(True):  # as before answers are sampled, or a step is validated
                     pass
-                rows.append(trainer.step(step, micro_batches(objective, step, micro), seed=1))
+                rows.append(trainer.step(step, micro_batches(objective, step, count), seed=1))
     return {
         "gradients": found[0],
         "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],

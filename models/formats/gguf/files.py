@@ -164,7 +164,7 @@ class _Walk:
         self.tensors(tensors)
 
     def tensors(self, count: int) -> None:
-        """Raise ValueError unless each tensor's data lie within the file, and all tensors' data together are no larger than the file."""
+        """Raise ValueError unless each tensor has 1 to 4 dimensions and lies in the file, and all together are no larger than the file."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         claims: list[tuple[str, int, int]] = []

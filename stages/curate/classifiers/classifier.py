@@ -126,7 +126,7 @@ def prepare(
 def out_of_fold(
     run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
 ) -> Scores:
-    """Train the classifier `name` once per fold, on the documents of `classes`; write the models to `folder`; return out-of-fold scores."""
+    """Train `name` per fold on `classes`; write models to `folder`. Return out-of-fold scores. Raise PunaError if a fold lacks examples."""
     folder.mkdir(exist_ok=True)
     counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
@@ -157,7 +157,7 @@ def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray
 
 
 def auc(counts: NDArray[np.int64]) -> float:
-    """Return the area under the ROC curve, the chance that a positive scores above a negative (ties: half), from `score_counts`."""
+    """Return the area under the ROC curve (ties count half), from `score_counts`. Raise ValueError without positives or negatives."""
     positive, negative = counts[:, counts.any(axis=0)]
     if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")

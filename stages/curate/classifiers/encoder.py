@@ -60,7 +60,7 @@ def reading() -> Iterator[None]:
 def embed(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
     """Return the mean of the last hidden states of the first `max_tokens` tokens of each text, float32[n, D].
 
-    Texts are encoded one at a time, so that a vector does not depend on other texts.
+    Texts are encoded one at a time, so that a vector does not depend on other texts. A Hugging Face encoder reads at most its maximum.
     """
     with reading():
         encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)

@@ -44,7 +44,7 @@ class MinhashDedupConfig(StageConfig):
         return f"minhash, {self.similarity} of {self.words}-word runs"
 
     def detail(self, survivor: str, new_words: int) -> str:
-        """Return the explanation of a removal, for `duplicates` and `dropped`."""
+        """Return the explanation of a removal, for the table `dropped`."""
         by = {"longest": "length", "latest": "time of fetching", "best_score": self.score}[self.survivor]
         evidence = f"longest passage of its own: {new_words} words" if self.verify else "not verified"
         return f"of {survivor}, preferred by {'source, then ' if self.prefer_sources else ''}{by}; {evidence}"
@@ -62,7 +62,7 @@ class MinhashDedupConfig(StageConfig):
         return Criteria(self.words, contained, similarity, distinct, estimate, self.max_new_words, self.max_new_fraction)
 
     def least_similarity(self, level: int) -> float:
-        """Return the threshold for shingles that are `2 ** level` times as wide. An edit changes `2 ** level` times as many of these.
+        """Return the minimum similarity by shingles of `2 ** level` times the words: an edit changes `2 ** level` times as many of them.
 
         If two equally long documents share the fraction k of their shingles, containment is k and Jaccard similarity k / (2 - k).
         """
@@ -71,7 +71,7 @@ class MinhashDedupConfig(StageConfig):
         return share if self.similarity == "containment" else share / (2 - share)
 
     def least_distinct(self, level: int) -> float:
-        """Return the share of distinct shingles below which two texts could reach the threshold by chance.
+        """Return `MARGIN` times the share of distinct shingles below which two texts could reach the threshold of `level` by chance.
 
         n shingles drawn at random from k contain a share p = 1 - exp(-n / k) of the k. Two such texts have containment p and Jaccard
         similarity p / (2 - p). The share of distinct shingles in each text is p / (n / k) = p / -log(1 - p).

@@ -74,7 +74,7 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
 def decided(
     facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
-    """Return the removals among the M members of whole components, as indices. `facts` FACTS[M] and `signatures` [M, P] are sorted by
+    """Return the removals among the M members of complete components, as indices. `facts` FACTS[M] and `signatures` [M, P] are sorted by
     component, then preference. `shingles` returns members' hashes and first indices; it gets only members with similar signatures.
 
     Without verification, only the preferred member of a component is kept, and signatures estimate the similarity.
@@ -170,9 +170,9 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
 
 
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
-    """Return the near-duplicates that `minhash_dedup` would remove among texts in memory. By default the longest text survives.
+    """Return the near-duplicates that `minhash_dedup` would remove among texts in memory. Rows are positions in `texts`.
 
-    Rows are positions in `texts`. This needs about twice the texts' size in memory; the stage has no such limit.
+    Texts have no source, time or score, so the longest is preferred, then the first. Memory: about twice the texts' size.
     """
     config = config or MinhashDedupConfig()
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])
@@ -182,7 +182,7 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
 
 def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig) -> tuple[Found, int]:
-    """Return the removals among the documents of `table`, by row, and the number of candidates."""
+    """Return the removals among the documents of `table`, as row numbers, and the number of candidates."""
     from puna.stages.curate.minhash.near_duplicates import components
 
     slices = [table.slice(at, BLOCK_DOCUMENTS) for at in range(0, len(table), BLOCK_DOCUMENTS)]

@@ -1,4 +1,4 @@
-"""The index of the documents that `minhash_dedup` compared, which `minhash_update` extends; and the search for documents similar to a text.
+"""The index of the documents that a `minhash_dedup` or `minhash_update` read; and the search for documents similar to a text.
 
 ids.npy         bytes[D]       ids, in order
 facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
@@ -122,7 +122,7 @@ def has_index(documents: Artifact) -> bool:
 
 
 def configuration(documents: Artifact) -> MinhashDedupConfig:
-    """Return the configuration of the `minhash_dedup` that made the index or, for `minhash_update`, its first `previous` artifact."""
+    """Return the configuration of the `minhash_dedup` that made the index; for a `minhash_update`, that of its first `previous`."""
     index = documents
     if index.manifest.stage == "minhash_update":
         first = next(record for record in index.manifest.inputs if record.name == "previous")
@@ -131,7 +131,7 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 
 def signature_table(documents: Artifact) -> pa.Table:
-    """Return ids and signatures of the documents that have words; the schema's metadata holds the arguments of datasketch's MinHash."""
+    """Return ids and signatures of documents that have words; the schema's metadata holds bands, rows, seed and datasketch's scheme."""
     index, config = Index.of(documents), configuration(documents)
     facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
     filled = np.flatnonzero(index.facts["shingles"])
@@ -156,8 +156,8 @@ class Resemblance(NamedTuple):
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
     """Return the documents with a `similarity`, `of_text` or `of_document` of at least `least`, the most similar first.
 
-    With an index (`minhash_dedup.keep_index`), only documents that share a band key with the text are compared, so others may be missed.
-    Raise PunaError if the text has no words.
+    With an index (`minhash_dedup.keep_index`), removed documents are compared too, but only documents that share a band key with the text:
+    others may be missed. Raise PunaError if the text has no words.
     """
     at_hand = has_index(documents)
     config = configuration(documents) if at_hand else MinhashDedupConfig()
@@ -194,7 +194,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def describe(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return `rows` as dictionaries with the URL and title of kept documents; `kept` is False for a removed document, from the index."""
+    """Return `rows` as dictionaries with `kept`, `url` and `title`. A removed document, from the index, is not `kept`; URL, title: None."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

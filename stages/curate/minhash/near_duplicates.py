@@ -145,7 +145,7 @@ def _slot(slots: Any, values: Any, value: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
-    """Make the set of member m from its shingles `sequence_S`, unless it exists."""
+    """Write the set of member m, made from its shingles `sequence_S`, to `sets`, unless it exists."""
     if sets.sizes[m]:
         return
     slots = sets.slots[sets.first_M1[m] : sets.first_M1[m + 1]]

@@ -76,7 +76,7 @@ FACTS = np.dtype(
 
 
 def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the facts that decide which of several near-duplicates survives, FACTS[n]."""
+    """Return the facts that decide which near-duplicate survives, FACTS[n]; `text`, `bytes` and `raw` are 0. With `signals`, ids ascend."""
     facts = np.zeros(len(found.words), FACTS)
     facts["fetched"] = np.asarray(table["fetched_at"].cast(pa.int64()))
     facts["preferred"] = [source in config.prefer_sources for source in table["source"].to_pylist()]

@@ -45,7 +45,7 @@ class SqlRule:
 
 
 def parse(name: str, expression: str) -> SqlRule:
-    """Return an SQL expression as the rule `sql.NAME`; raise PunaError if the expression is invalid or reads no column."""
+    """Return an SQL expression as rule `sql.NAME`. Raise PunaError if it is invalid, reads no column, or is not about a single document."""
     where = f"select.sql.{name}: {expression!r}"
     with _connection() as connection:
         row = connection.execute("select json_serialize_sql(?)", [f"select ({expression}\n)"]).fetchone()
@@ -71,7 +71,7 @@ def parse(name: str, expression: str) -> SqlRule:
 
 
 def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]) -> None:
-    """Raise PunaError if a rule reads a signal that no input carries, or has no boolean value. `kinds`: signal → type, None if unknown."""
+    """Raise PunaError if a rule reads a signal not in `kinds` (signal → type), or is not boolean (unchecked if a type is None)."""
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
@@ -90,7 +90,7 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
 
 
 def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
-    """Return a mask bool[n] of the rows of `table` that the rule drops; a condition that is null does not drop the document."""
+    """Return a mask bool[n] of the rows of `table` that the rule drops; a null condition drops nothing. Raise PunaError if DuckDB fails."""
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
         try:

@@ -25,7 +25,7 @@ Missing = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Drop:
-    """A marker that makes a configuration field the threshold of a rule, which drops a document if `signal` `when` threshold is true.
+    """A marker that makes a configuration field the threshold of a rule: a document is dropped if `SIGNAL WHEN THRESHOLD` is true.
 
     `missing`: the decision on a document whose signal is null (not measured).
     """
@@ -96,7 +96,7 @@ G = TypeVar("G", bound=type[RuleGroup])
 
 
 def rule_group(name: str) -> Callable[[G], G]:
-    """Return a decorator that declares a class as the rule group `name` of `select.groups`. Fields marked with `Drop` are its rules."""
+    """Return a decorator that declares a class as group `name` of `select.groups`; `Drop` fields are its rules. TypeError if it exists."""
 
     def declare(group: G) -> G:
         before = RULE_GROUPS.get(name)
@@ -284,7 +284,7 @@ class LineRules(StageConfig):
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
-    """Yield the active rules of a configuration whose fields are rule groups, in declared order."""
+    """Yield the active rules of a configuration: of its fields that are rule groups, in declared order, then of its `groups`."""
     groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
     groups |= getattr(config, "groups", {})
     apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)

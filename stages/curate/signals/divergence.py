@@ -2,7 +2,7 @@
 
 Words, in lower case and with all numbers alike, are hashed into `BINS` bins, so that memory is fixed. A document is compared with the rest
 of the corpus. Unseen words share the Good-Turing mass, estimated from words seen once. Short texts diverge more, so rules judge the excess
-over `expected`, the mean divergence of texts of that length drawn from the corpus.
+over `expected`, the mean divergence of random texts of that length drawn from the corpus.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Corpus:
 
     @classmethod
     def of(cls, counts: I64) -> Corpus:
-        """Return the corpus with these counts. The prior follows from the number of bins that hold one word (Good-Turing)."""
+        """Return the corpus with these counts. The prior is the number of bins with the count 1 (at least 1), over `BINS` (Good-Turing)."""
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
     def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
         """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
 
-        Document d has `counts[i]` words in bin `bins[i]` for i in offsets[d] .. offsets[d + 1]. `inside`: the corpus includes document d.
+        Document d has `counts[i]` words in bin `bins[i]`, offsets[d] <= i < offsets[d + 1]. `inside`: the corpus includes the documents.
         """
         corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some are views of files
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
 
     def expected(self, generator: np.random.Generator) -> F64:
-        """Return the mean divergence of random texts drawn from the corpus, for each length in `LENGTHS` (words), float64[len(LENGTHS)]."""
+        """Return the mean divergence of texts drawn at random from the corpus, per length in `LENGTHS` (words); 0 for an empty corpus."""
         if not self.words:
             return np.zeros(len(LENGTHS))
         bins = np.flatnonzero(self.counts)

@@ -100,7 +100,7 @@ def duplicate_pieces(
     """Split codes[first:last] at runs of at least `newlines` newlines. Return the numbers of pieces, of repeated pieces, of characters in
     repeated pieces, and of characters in repeated pieces that are not blank.
 
-    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table.
+    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table, to which the pieces' hashes are written.
     """
     pieces, duplicates, characters, inked = 0, 0, 0, 0
     start, at = first, first

@@ -146,8 +146,8 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
     """Write C4's signals to a document's record: sentences in kept lines, lines with "lorem ipsum", and lines with "{" before the first
     "lorem ipsum". Write them twice: for lines that end in `.`, `?`, `!`, `"` or `'` but not an ellipsis, and for all lines (FineWeb).
 
-    A counted line has at least three words, none of more than 1000 characters; a line with "{" also has no "javascript". For a curly
-    bracket, C4 drops the page, not the line, so the line's sentences count. `line`: room for the longest line.
+    A counted line has at least three words, none of more than 1000 characters. Kept lines and lines with "{" also have no "javascript". For
+    a curly bracket, C4 drops the page, not the line, so the line's sentences count. `line`: room for the longest line.
     """
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0

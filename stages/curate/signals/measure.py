@@ -1,4 +1,4 @@
-"""Measurement of all heuristic signals of many documents, in one compiled pass that splits each text into words once."""
+"""Measurement of all heuristic signals but the divergence, in one compiled pass that splits each document's text into words once."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: f
     """Return all compiled signals of documents except the divergence, which needs the whole corpus.
 
     Lines are reported if at least the share `line_coverage` of their words is in n-grams of `coverage_n` words seen earlier. `own`: the
-    stop words of each document's language.
+    stop words of each document's language; None: `ANY_LIST` for all documents.
     """
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))

@@ -19,7 +19,7 @@ from puna.stages.executors.subprocess_worker import Apart
 from puna.storage import PunaError
 
 FAILED = "_failed"  # column of measured parts: each document's signals whose definition failed, with the errors
-IN_A_ROW = 16  # consecutive documents that exceed a definition's budget, after which the run stops
+IN_A_ROW = 16  # consecutive documents that exceed a definition's budget or end its process, after which the run stops
 
 
 class Budget(NamedTuple):
@@ -32,8 +32,8 @@ class Budget(NamedTuple):
 def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
     """Return `table` with a column for each signal in `own`, computed from `documents` (same order of rows), and the column `FAILED`.
 
-    A definition that raises an exception or exceeds its budget leaves the value null. Raise PunaError if a value does not have the declared
-    type. Raise it also if `IN_A_ROW` consecutive documents exceed the budget: then the definition is likely wrong for all documents.
+    A definition that raises an exception, exceeds its budget or ends its process leaves the value null. Raise PunaError if a value does not
+    have the declared type. Raise it also if `IN_A_ROW` consecutive documents exceed the budget or end the process.
     """
     # Without signals all rows share one list: many new lists would start garbage collections.
     failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
@@ -45,7 +45,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
 
 
 def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield for each document its `value`, or the reason why it has no value, as `failed` or `wrong`."""
+    """Yield each document's `value`, or `failed` or `wrong` with the reason. PunaError if `IN_A_ROW` in a row exceed the budget."""
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:
@@ -63,7 +63,7 @@ def process() -> Apart:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the `value` of one document, or the reason why it has none, as `failed` (an exception) or `wrong` (its type)."""
+    """Return a document's `value` (None for NaN), or the reason why it has none, as `failed` (an exception) or `wrong` (its type)."""
     try:
         value = _definition(job["definition"])(*job["row"])
     except Exception as error:  # noqa: BLE001 - any error fails only this document
@@ -100,7 +100,7 @@ def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
 
 
 class Failures:
-    """Failures of definitions: their number by signal, and the first one of each signal."""
+    """Documents for which a measurement failed: their number by signal, and the first failure of each signal."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Definitions of all heuristic signals in plain Python, one function per signal. The compiled measurement must give equal values.
+"""Definitions of the heuristic signals of one text in plain Python, one function per signal. Compiled measurements give equal values.
 
 `puna.kernels.text.words` splits texts into words. Importing this package declares the signals.
 """

@@ -11,7 +11,7 @@ COVERAGE_N = 5
 
 
 def folded(word: str) -> str:
-    """Return a word in lower case, with each number replaced by 0."""
+    """Return a word in lower case, with each run of digits replaced by 0."""
     return re.sub(r"\d+", "0", word.lower())
 
 

@@ -40,7 +40,7 @@ def sentences(line: str) -> int:
 
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
-    """Return counts of sentences in kept lines, "lorem ipsum" lines, and "{" lines before those. `need_end`: require final punctuation."""
+    """Return counts: sentences of kept lines, "lorem ipsum" lines, "{" lines before the first such. `need_end`: require punctuation."""
     results = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()

@@ -49,6 +49,6 @@ def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
 
 @lru_cache(maxsize=2)
 def entries(name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the lines of a list in the data folder, split into words, without comments."""
+    """Return the lines of a list in the data folder, split into words, without comments and empty lines."""
     text = (DATA / name).read_text(encoding="utf-8")
     return tuple(tuple(line.split()) for line in text.splitlines() if line and not line.startswith("#"))
