@@ -1,1 +1,1 @@
-"""Tensor operations: each is one function, with a reference, a CPU and a Triton implementation."""
+"""Tensor operations, most with a reference, a CPU and a Triton implementation; and loops over text on CPUs."""

@@ -262,7 +262,7 @@ def adamw_(
     step: int, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0,
     factor: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Update all parameters in place by one step.
+    """Update all parameters in place by one step. Raise ValueError if shapes differ.
 
     `first`, `second`: moments in the parameters' shapes, fp32 (fp64 for fp64 parameters), zero before the first step.
     `step` counts from 1. `factor`: the scalar of `clipping_factor` that multiplies the gradients; None: 1.

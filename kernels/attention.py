@@ -1,4 +1,4 @@
-"""Attention under the forest mask, with grouped queries: query q sees key k iff k <= q < end[k].
+"""Attention under the forest mask, with grouped queries: query q sees key k iff k <= q < end[k] and k is in the window, if any.
 
 Shapes: T tokens, H query heads, G key-value heads, R = H / G query heads per key-value head, K width of queries and
 keys, V width of values; in one tile: n queries, m keys.
@@ -127,8 +127,8 @@ def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
 
 
 def prepare(mask: ForestMask, K: int, V: int) -> None:
-    """Compute and cache the mask's layout for attention with keys of width K and values of width V, so that a compiled layer reads only
-    tensors. Without this call, the first call of `attention` computes the layout."""
+    """Compute and cache the mask's layout for attention in fp32 with keys of width K and values of width V, so that a compiled layer reads
+    only tensors. Without this call, or in another dtype on a GPU, the first call of `attention` computes the layout."""
     _layout(mask, mask.end.new_empty(0, 1, K, dtype=torch.float32), V)
 
 
@@ -171,7 +171,7 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
     if k_TGK.shape[::2] != (T, K) or v_TGV.shape[:2] != k_TGK.shape[:2] or H % k_TGK.shape[1] or len(mask.end) != T:
         raise ValueError(
             f"q {list(q_THK.shape)}, k {list(k_TGK.shape)}, v {list(v_TGV.shape)} and a mask of {len(mask.end)} tokens do not fit: "
-            "all need as many tokens, k and v as many heads, a divisor of q's, q and k one width"
+            "all must have equally many tokens, q and k one width, k and v equal heads that divide q's"
         )
     out, _ = _attention(q_THK, k_TGK, v_TGV, _layout(mask, q_THK, v_TGV.shape[2]), mask.window or 0)
     return out  # type: ignore[no-any-return]

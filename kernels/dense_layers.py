@@ -85,7 +85,7 @@ LAYER = np.dtype(
 
 
 class Step(NamedTuple):
-    """A step's shapes (see the file), and the addresses of x, rotary tables and scratch. `small_part`: bytes of `small` per thread."""
+    """A step's shapes (see the module), and the addresses of x, rotary tables and scratch. `small_part`: bytes of `small` per thread."""
 
     N: int
     D: int
@@ -275,7 +275,7 @@ class DenseLayers:
         self, x_ND: Tensor, cos: Tensor, sin: Tensor, pages: Sequence[tuple[Tensor, Tensor]], plan: PagedPlan, windows: Sequence[int | None]
     ) -> None:
         """Overwrite embedded tokens x with the output of all layers and of the norm, if any; append keys and values to the layers' pages.
-        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` come from `new_pages`, in fp32."""
+        `cos`, `sin` [positions, K / 2] are tables by position id. `pages` come from `new_pages`. All are fp32; x, cos, sin contiguous."""
         (N, D), F, G, R, K = x_ND.shape, self.F, self.G, self.R, self.K
         threads, x, layers = torch.get_num_threads(), x_ND.data_ptr(), self._table
         if self._pages is not pages:  # callers pass the same object in each step

@@ -37,7 +37,7 @@ def can_be_exact(dtype: torch.dtype, device: torch.device) -> bool:
 
 @contextmanager
 def exact_passes(dtype: torch.dtype, device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Make passes inside the context exact if `wanted`. Raise ValueError outside fp32, off the CPU or without numba."""
+    """Make passes inside the context exact if `wanted`, else inexact. If `wanted`, raise ValueError unless `can_be_exact`."""
     if wanted and not can_be_exact(dtype, device):
         raise ValueError(f"exact passes need fp32 on a CPU and the package numba, not {dtype} on {device.type}")
     token = _exact.set(wanted)

@@ -1,4 +1,4 @@
-"""The forest mask: query q sees key k iff k <= q < end[k], and its block structure for attention.
+"""The forest mask, with an optional sliding window, and its block structure for attention: query q sees key k iff k <= q < end[k].
 
 One int32 per token tells which queries see the token, in packed documents, preference pairs, or many answers to one prompt. No T x T mask
 is stored: on a CPU the mask becomes tiles of queries with the keys that they see, on a GPU lists of the blocks to visit. Tiles and lists
@@ -63,7 +63,7 @@ class ForestMask:
         return ForestMask(self.end.to(device), self.segments, self.window)
 
     def within(self, window: int | None) -> ForestMask:
-        """Return this mask with a sliding window of `window` tokens of a path (None: the whole path)."""
+        """Return this mask with a sliding window of `window` tokens of a path (None: the whole path). Raise ValueError if it is below 1."""
         if window == self.window:
             return self
         if window is not None and window < 1:

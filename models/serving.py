@@ -35,20 +35,20 @@ class ServingSettings(Settings):
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that generates answers: Puna's own, or vLLM's if it is installed")
     gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that it takes")
     speculate: int = Field(
-        0, ge=0, le=64, description="Maximum tokens to speculate per step, by a draft (0: 4) or from the text so far; answers do not change"
+        0, ge=0, le=64, description="Maximum tokens to speculate per step, by a draft (0: 4) or from the text so far (0: none)"
     )
 
     offload: Offload = Field(
         "none", description="Where layers that do not fit into memory stay: disk, or (for a GPU) host memory; none: all layers must fit"
     )
     memory: float | None = Field(
-        None, gt=0, description="GB for the KV cache; with offload, for weights too (null: most of the free memory)"
+        None, gt=0, description="GB for the KV cache (null: 1, or half a free GPU); with offload, for weights too (null: most free memory)"
     )
 
     window: int | None = Field(
         None, ge=16, multiple_of=16,
         description="Keep in the KV cache only the first `sinks` and the last tokens of a text: at least this many last tokens, at most a "
-        "quarter more. For texts longer than the model's context; null: keep all",
+        "quarter or 16 tokens more. For texts longer than the model's context; null: keep all",
     )  # fmt: skip
     layout: Layout = Field(
         Layout(), description="Processes that hold one model together: tensor, or pipeline (stages of layers). data: number of such "
@@ -106,7 +106,7 @@ def engine_of(
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
     """Return the engine of a model, with its draft model if there is one; both are quantised in place. `limits`: arguments of `Engine`.
-    `held`: the model under a layout; with a pipeline, it alone is used. Raise ValueError if the draft has another tokenizer."""
+    `held`: the model under a layout; a pipeline uses only it, unquantised and without a draft. Raise ValueError if tokenizers differ."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine
@@ -135,7 +135,7 @@ def offloaded_model(
     folder: Path, place: tuple[torch.device, torch.dtype], offload: Offload, memory: float | None, work: Work,
     step_tokens: int | None = None, draft: Transformer | None = None,
 ) -> Offloaded:  # fmt: skip
-    """Return the model in a folder, offloaded by the fastest plan for `work`. `memory`: limit in GB, the draft included (None: most of the
+    """Return the model in a folder, offloaded by `planner.choose` for `work`. `memory`: limit in GB, the draft included (None: most of the
     free memory). `step_tokens`: see `planner.choose`. Raise ValueError if no plan fits or `offload` does not suit the device."""
     from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offload_layers

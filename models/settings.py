@@ -41,7 +41,7 @@ class Settings(BaseModel):
         return value
 
     def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with the values in `changes`."""
+        """Return a validated copy with the values in `changes`. A mapping for a group is merged into the group's default, not its value."""
         return type(self).model_validate(dict(self) | changes)
 
 
@@ -74,7 +74,7 @@ def did_you_mean(wrong: str, names: Iterable[str]) -> str:
 
 
 def problems(error: ValidationError) -> str:
-    """Return a validation error as one line, with `field: problem (got value)` for each field."""
+    """Return a validation error as one line, with `field: problem` for each problem; pydantic's own problems add `(got value)`."""
     messages = []
     for item in error.errors():
         name = ".".join(map(str, item["loc"]))

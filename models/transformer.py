@@ -1,8 +1,8 @@
 """A Llama-family decoder over forests: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU or experts.
 
 No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart. Shapes: T tokens, N selected tokens,
-D model width, H query heads, G key-value heads, K head width, F feed-forward width, E experts, V vocabulary. Module names are those of
-Hugging Face's models; `families.py` describes the layouts of checkpoints.
+D model width, H query heads, G key-value heads, K head width, F feed-forward width, E experts, V vocabulary (in attention: width of
+values). Module names are those of Hugging Face's models; `families.py` describes the layouts of checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from puna.kernels.dense_layers import Parts
 
 Head = Literal["lm", "scalar"]
-# attend(layer, q [T, H, K], k [T, G, K], v [T, G, K]) -> [T, H, K]: a layer's attention, in training under the forest mask, in generation
+# attend(layer, q [T, H, K], k [T, G, K], v [T, G, V]) -> [T, H, V]: a layer's attention, in training under the forest mask, in generation
 # over the cache; the rest of the model is the same for both.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
@@ -51,8 +51,8 @@ class OverLatents(ABC):
 
 
 class Linear(nn.Linear):
-    """A linear layer with weight [N, D], by default without a bias. Its weights come from a generator or a checkpoint, never from torch's
-    global random generator."""
+    """A linear layer with weight [outputs, inputs], by default without a bias. Its weights come from a generator or a checkpoint, never
+    from torch's global random generator."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -413,8 +413,8 @@ class Transformer(nn.Module):
         return self.score(hidden_ND)[:, 0]
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats. `positions` [N] int64: indices of
-        tokens in the row (not position ids), which may repeat."""
+        """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats, of the logits over `temperature`.
+        `positions` [N] int64: indices of tokens in the row (not position ids), which may repeat."""
         if self.config.final_logit_softcapping is not None:
             results = by_rows(lambda rows_CD: self.logits(rows_CD) / temperature, self.hidden(forest)[positions], targets)
             return results[0], results[2]

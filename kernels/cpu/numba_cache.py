@@ -108,7 +108,7 @@ class LoopCache:
             return None  # not compiled yet, another user's, or it names a class that is gone
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Write a compiled loop, unless it holds addresses of this process."""
+        """Write a compiled loop, unless it holds addresses of this process or has no source file; keep the last `FILES_PER_LOOP` files."""
         if not self._has_source or result.lifted or result.library.has_dynamic_globals:
             return
         file = self._file(signature, result.target_context)

@@ -39,7 +39,7 @@ dots_tile, dots_row, dots_column, dots_one = _dots(*TILE), _dots(1, TILE[1]), _d
 
 
 def _by_rows(builder: Any, count: Any, rows: int, tile: Any) -> None:
-    """Write the code that covers `count` rows by tile(m, r), of rows m .. m + r - 1. r is `rows`, a power of two, then smaller powers."""
+    """Write code that covers `count` rows by calls tile(m, r) for rows m .. m + r - 1; r is `rows`, a power of two, then smaller ones."""
     with cgutils.for_range(builder, builder.sdiv(count, llvm.INT(rows))) as loop:
         tile(builder.mul(loop.index, llvm.INT(rows)), rows)
     while rows > 1:

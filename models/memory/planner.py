@@ -1,7 +1,7 @@
-"""Choice of the fastest plan for a model larger than memory: streamed layers, batch size, tokens per step (FlexGen, Sheng et al. 2023).
+"""Choice of a near-fastest plan for a model larger than memory: streamed layers, batch size, step tokens (FlexGen, Sheng et al. 2023).
 
 A pass overlaps loading the streamed layers with computing all layers. It takes the longer of the two times plus a quarter of the shorter.
-Loading does not depend on the number of tokens. Computing a layer takes the longer of reading its weights from memory and multiplying.
+Loading does not depend on the number of tokens. Computing takes the longer of reading weights and KV cache from memory and multiplying.
 Answers and weights compete for memory, so each division of memory is rated by its tokens per second. Rates are measured on this machine.
 """
 
@@ -197,7 +197,7 @@ def _compute_seconds(shell: Shell, source: Source, tokens: int, device: torch.de
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of three calls of `function`, the work on the device included."""
+    """Return the seconds of the fastest of three calls of `function` after an untimed one, the work on the device included."""
 
     def call() -> None:
         function()

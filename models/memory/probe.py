@@ -1,4 +1,4 @@
-"""Measured rates of this CPU at a model's shapes. Matrix products are rated by a training step's time without attention and SwiGLU."""
+"""Measured rates of this CPU at a model's shapes. Products are rated by a training step, or by one linear layer of a large model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PROBE_PARAMETERS = 100_000_000
 def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter) -> Machine:
     """Return this CPU's fp32 rates at a model's shapes, for documents of `context` tokens (at most 1024), on torch's threads.
 
-    Each rate is the best of several tries. Attention and SwiGLU are timed alone, then forward and backward of the model with at most two
-    layers; the rest of that time is the matrix products' time. On one thread, `clock` may be `time.process_time`, which other programs
-    disturb less.
+    Each rate is the best of several tries; results are cached. Attention and SwiGLU are timed alone. The matrix products' time is the rest
+    of a training step with at most two layers or, above `PROBE_PARAMETERS`, that of one linear layer. On one thread, `clock` may be
+    `time.process_time`, which other programs disturb less.
     """
     generator = torch.Generator().manual_seed(0)
     context = min(context, 1024)
@@ -52,7 +52,7 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
 
 
 def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
-    """Return the matrix products' operations per second in a training step. `machine` has the other rates, which are subtracted as time."""
+    """Return the matrix products' operations per second. `machine` has the other rates: the time that they imply is subtracted."""
     from puna.models.transformer import Transformer
 
     layers = min(2, config.num_hidden_layers)

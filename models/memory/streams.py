@@ -165,7 +165,7 @@ class Counts:
 
 
 class Loader:
-    """A thread that reads layouts in a cycle, ahead of their use. It starts at the first `take` and ends when this object is deleted."""
+    """A thread that reads layouts in a cycle, ahead of their use. It starts at the first `take`; deletion, `close` or an error ends it."""
 
     def __init__(self, reader: Reader, layouts: Mapping[int, Layout], buffers: int = 2, pinned: bool = False) -> None:
         self.layouts, self.counts = dict(layouts), Counts()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """The work to plan for: tokens per prompt and per answer, number of answers, tokens of the longest prompt with its answer (0: none)."""
+    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: none longer)."""
 
     prompt: int = 512
     answer: int = 256

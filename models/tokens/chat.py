@@ -28,7 +28,7 @@ MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_t
 
 
 class ChatError(ValueError):
-    """An error: the template cannot render a conversation, or an answer cannot be separated from its prompt. `turn`: 0-based."""
+    """An error: a turn is invalid, the template cannot render it, or no answer can be separated from its prompt. `turn`: 0-based."""
 
     def __init__(self, turn: int, reason: str) -> None:
         super().__init__(f"turn {turn}: {reason}")
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A rendered answer. `prompt`: the text before it; `stop`: id of its stop token; `content`: the range of `body` from the message."""
+    """A rendered answer. `prompt`: the text before it; `stop`: its stop token's id; `content`: (start, stop) of the message in `body`."""
 
     prompt: str
     body: str
@@ -59,7 +59,7 @@ class _Answer:
 
 
 class ChatFormat(Vocabulary):
-    """A vocabulary with a chat template, if any. `_stops`: ids of the stop tokens that the model's configuration names."""
+    """A vocabulary with a chat template, if any. `_stops`: ids of `eos_token` and of the stop tokens that the model's files name."""
 
     template: Template | None
     _stops: tuple[int, ...]
@@ -72,7 +72,7 @@ class ChatFormat(Vocabulary):
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end an answer: the configuration's stop tokens and, if the template writes none of them after
+        """Return the ids of the tokens that end an answer: the model's own (`_stops`) and, if the template writes none of them after
         an answer, the first special token that the template writes there."""
         if self.template is None:
             return self._stops
@@ -88,10 +88,10 @@ class ChatFormat(Vocabulary):
         return self._stops if special is None else (*self._stops, special[2])
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Tools = None) -> list[int]:
-        """Return the ids of a conversation, as transformers' `apply_chat_template` does.
+        """Return the ids of a conversation, as transformers' `apply_chat_template` does, but with special tokens in messages read as text.
 
-        A message is a mapping with `role` and `content`. Special tokens in its text are read as text. `add_generation_prompt`: end where
-        the model's answer begins. Raise ChatError if the template refuses the conversation.
+        A message is a mapping with `role` and `content`. `add_generation_prompt`: end where the model's answer begins. Raise ChatError if
+        the template refuses the conversation, TemplateError without a template.
         """
         (plain, guarded), mark = self.guard(([dict(message) for message in messages], tools))
         return self.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
@@ -103,7 +103,7 @@ class ChatFormat(Vocabulary):
 
         A string as `prompt` is one user message; as `answer`, the assistant's. Special tokens that a message writes out are read as text.
         The answer ends in its stop token unless it was truncated (`finished=False`). The mask has one flag per *answer* token, True for
-        tokens that only the template writes: headers, the stop token. Raise ChatError if the answer cannot be separated from the prompt.
+        tokens that only the template writes: headers, the stop token. Raise ChatError if the template refuses or no answer is separable.
         """
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
@@ -172,7 +172,7 @@ class ChatFormat(Vocabulary):
         return prompt_ids, answer_ids, spans
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
-        """Return the rendered answer of turn number `turn`. Raise ChatError if the answer cannot be separated from its prompt."""
+        """Return the rendered answer of turn number `turn`. Raise ChatError if it is incomplete or not separable from its prompt."""
         for mode in MODES:
             prompt = self._render(messages[:turn], True, tools, mode)
             whole = self._render(messages[: turn + 1], False, tools, mode)

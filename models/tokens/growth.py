@@ -50,7 +50,7 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
 
 
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:
-    """Return the model with rows for the tokens that `new` adds to `old`. Raise ValueError if `old`'s tokens or merges changed in `new`.
+    """Return a copy of `model` with rows for tokens that `new` adds (else `model`). Raise ValueError if `new` changes tokens or merges.
 
     A new row is the mean of the old rows of the tokens that encode the new token's text; of all old rows if no token does (Hewitt 2021).
     Old rows, and so the logits of old tokens, do not change.

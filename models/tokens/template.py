@@ -50,11 +50,11 @@ OWN = {"llama3": LLAMA3, "chatml": CHATML}  # Puna's own templates by name
 
 
 class TemplateError(ValueError):
-    """An error: a template does not compile, or refuses a conversation; the message says why."""
+    """An error: a template is missing, does not compile, or refuses a conversation; the message says why."""
 
 
 class TemplateLimitError(TemplateError):
-    """An error: a template took too much time or memory."""
+    """An error: a template exceeded a limit of time, memory or output size."""
 
 
 class _GenerationTag(jinja2.ext.Extension):

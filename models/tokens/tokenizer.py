@@ -37,8 +37,8 @@ TEMPLATES = OWN  # chat templates by name, for models that come without one
 class Tokenizer(ChatFormat):
     """A tokenizer: text to token ids and back, and conversations rendered by the model's chat template.
 
-    `bos` and `eos` are the ids of the tokens that begin and end a document, None if the model has none. `pad` is the id that pads a batch
-    and is always masked. `generation`: fields of generation_config.json, by transformers' names.
+    `bos` and `eos` are the ids of the tokens that begin and end a document, None if the model has none. `pad`, the id that pads a batch and
+    is always masked, falls back to `eos`, then 0. `generation`: fields of generation_config.json, by transformers' names.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Tokenizer(ChatFormat):
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Return a tokenizer of `vocab_size` tokens: 6 special ones, 256 bytes, and merges learned from the texts. The merges depend on how
-        often each word occurs, not on the texts' order or the number of threads. Texts with too few words give fewer tokens."""
+        """Return a tokenizer of `vocab_size` tokens (fewer if the texts have too few words): 6 special ones, 256 bytes and learned merges.
+        The merges depend on word counts, not on the texts' order or the threads. Raise ValueError below `SMALLEST_VOCABULARY`."""
         if vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(f"vocab_size {vocab_size} is below {SMALLEST_VOCABULARY}, the bytes and special tokens")
         backend = tokenizers.Tokenizer(BPE())
@@ -81,13 +81,13 @@ class Tokenizer(ChatFormat):
     def load(folder: Path | str) -> Tokenizer:
         """Return the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
 
-        `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
-        `generation_config.json` and `config.json` complete it if they exist.
+        `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, chat templates, `generation_config.json` and
+        `config.json` complete it if they exist. Raise FileNotFoundError without `tokenizer.json`, TokenizerError for an invalid file.
         """
         return Tokenizer(*read_files(Path(folder)))
 
     def save(self, folder: Path | str) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer loads."""
+        """Write `tokenizer.json` and `tokenizer_config.json` for transformers' AutoTokenizer, without `stops` and `generation`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
@@ -110,7 +110,7 @@ class Tokenizer(ChatFormat):
         return Tokenizer(self.backend, self.named, source, self._stops, self.generation)
 
     def with_backend(self, backend: tokenizers.Tokenizer) -> Tokenizer:
-        """Return a tokenizer with the vocabulary `backend`, and this tokenizer's special tokens and chat template."""
+        """Return a tokenizer with the vocabulary `backend`, and this tokenizer's special and stop tokens, template and `generation`."""
         return Tokenizer(backend, self.named, None if self.template is None else self.template.source, self._stops, self.generation)
 
     def document(self, text: str) -> list[int]:

@@ -37,7 +37,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_files(folder: Path) -> TokenizerFiles:
-    """Return a folder's tokenizer. Raise FileNotFoundError if it has no tokenizer.json, TokenizerError if a file is invalid."""
+    """Return the content of a folder's tokenizer files. Raise FileNotFoundError without tokenizer.json, TokenizerError for a bad file."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a tokenizer or model folder holds tokenizer.json")
@@ -56,7 +56,7 @@ def read_files(folder: Path) -> TokenizerFiles:
 
 
 def check_content(content: Mapping[str, Any], more: int) -> None:
-    """Raise ValueError if a tokenizer.json has too many or too long tokens, or too costly steps. `more`: tokens added by other files."""
+    """Raise ValueError for too many or too long tokens, too large ids, or too costly steps. `more`: number of tokens from other files."""
     model, added_tokens = content.get("model") or {}, content.get("added_tokens") or []
     pieces = model.get("vocab") or {}
     ids = {piece[0]: id_ for id_, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces

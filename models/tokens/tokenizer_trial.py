@@ -18,8 +18,8 @@ from puna.models.bounded_process import SECONDS, LimitError, Process
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Llama 3's pattern, except that digits come one by one: contractions; a word with at most one mark or blank before it; one digit; marks
-# with a blank before and line ends after; blanks up to the last line end; blanks, of which the last stays with the word that follows.
+# Llama 3's pattern, except that digits come one by one: contractions; a word, with one space or symbol before; one digit; symbols, with a
+# space before and newlines after; whitespace up to the last newline; other whitespace, whose last character stays with the next word.
 WORDS = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END|"

@@ -51,7 +51,7 @@ class Vocabulary:
         return str(self.backend.id_to_token(id_))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with no token added. Raise ValueError if an untrusted tokenizer takes too long on the text."""
+        """Return the ids of a text, with no token added. Raise ValueError if an untrusted tokenizer fails on it or exceeds its limits."""
         ids: list[int] = self._encoding(text).ids
         return ids
 
@@ -180,7 +180,7 @@ class Vocabulary:
         return self._special_pattern.sub("", text)
 
     def special_in(self, value: Any) -> str | None:
-        """Return the first special token that is written out in a string, or in any string of a list or mapping; None without one."""
+        """Return the first special token written out in a string, or in one within a list, tuple or dict's values; None without one."""
         if isinstance(value, str):
             match = self._special_pattern.search(value)
             return None if match is None else match.group().strip()
@@ -206,7 +206,7 @@ class Vocabulary:
 
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """Add the `special` and the `added` tokens that the tokenizer lacks, in place, as transformers does; return the tokenizer."""
+    """Add the `added` tokens that the tokenizer lacks, and `special` as special ones, in place, as transformers does; return it."""
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in present])
     backend.add_special_tokens(

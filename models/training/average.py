@@ -25,8 +25,8 @@ def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """Return the average of models or state dicts with equal tensor names and shapes. `weights` need not add up to 1; None: all equal.
-    The fp64 mean does not depend on the order of the states. Each tensor is returned in the widest of its dtypes."""
+    """Return the average of models or state dicts; raise ValueError if tensor names or shapes differ. `weights`: at least 0, with any
+    positive sum; None: all equal. The fp64 mean does not depend on the states' order. Each tensor has the widest of its dtypes."""
     tables = [_table(state) for state in states]
     shares = _shares(len(tables), weights)
     for number, table in enumerate(tables[1:], 2):
@@ -35,8 +35,8 @@ def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequenc
 
 
 def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None) -> None:
-    """Write the `average` of Hugging Face model folders to `target`, with the configuration and tokenizer of the first folder. Raise
-    ValueError if the configurations (except for their dtype), or the names or shapes of tensors, differ."""
+    """Write the `average` of Hugging Face model folders, one `model.safetensors` each, to `target`, with the first folder's configuration
+    and tokenizer. Raise ValueError if configurations (apart from `torch_dtype`), or tensor names or shapes, differ."""
     shares = _shares(len(folders), weights)
     shapes = [json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) for folder in folders]
     formats = {str(shape.pop("torch_dtype", None)) for shape in shapes}

@@ -35,7 +35,7 @@ def names(path: Path, index: Index | None) -> set[str]:
 
 
 def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
-    """Return boxes of a checkpoint's tensors; those under `WHOLE` are whole. `wanted`: name → (whole shape, box); None: all, whole.
+    """Return boxes of a checkpoint's tensors; those prefixed `WHOLE` are whole. `wanted`: name → (whole shape, box); None: all, whole.
     `index`: each file's boxes; None: one file holds whole tensors. Raise ValueError if a shape differs or a part is missing."""
     import torch
     from safetensors import safe_open

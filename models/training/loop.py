@@ -1,7 +1,7 @@
 """One training loop for every objective.
 
 A step's batch and learning rate are functions of the step's number, and the random generator is seeded from (seed, step). So the weights,
-the optimiser's moments and the running average are the whole state, and a resumed run ends with bit-identical weights.
+the optimiser's moments and the running average are the whole state, and a resumed run is bit-identical (on a GPU if `deterministic`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def train(
 
     batches: returns a step's batch, or list of micro-batches, from the step's number (1-based); a step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    After training in bf16 the model has its fp32 weights again. With several processes the model has whole weights after training, during
-    `on_step` of `watched` steps and, if `sampled`, while `batches` samples from the model. state: optimiser state to start from
-    (`Trainer.adopt`), or the folder of an earlier training; None: a fresh start. mesh: the ranks of the layout; None: all processes.
-    device: where this rank's pieces of weights are; None: the model's device.
+    After training, the trained weights are in fp32: the last step's, or the schedule's average. With several processes the model has whole
+    weights after training, during `on_step` of `watched` steps and, if `sampled`, while `batches` samples from it. state: optimiser state
+    to start from (`Trainer.adopt`), or the folder of an earlier training run; None: a fresh start. mesh: the ranks of the layout; None:
+    all processes. device: where this rank's pieces of weights are; None: the model's device.
 
-    checkpoint_dir: folder of the training's state, saved every `checkpoint_every` steps (0: never), by time, before Ctrl-C or SIGTERM ends
-    the training (`Saver`), and at the end. A run that finds a state continues from it and calls `on_step` only for new steps. Raise
-    ValueError if the state's configuration, seed or initial weights differ, TrainingDiverged after `max_skipped` skipped steps in a row.
+    checkpoint_dir: folder of the run's state, saved every `checkpoint_every` steps (0: at no fixed step), by time, at the end, and before
+    Ctrl-C or SIGTERM ends the run (`Saver`). A run that finds a state continues from it and calls `on_step` only for new steps. Raise
+    ValueError if the state's settings, seed or initial weights differ, TrainingDiverged after `max_skipped` skipped steps in a row.
     """
     identity = {"config": config.identity(), "seed": seed, "rate_scales": dict(rate_scales or {})}
     was_training = model.training
@@ -103,7 +103,7 @@ def weights_digest(model: nn.Module) -> str:
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of the names, shapes and bits of tensors, equal in every layout; each rank reads only its own pieces. The hash is the
-    sum over elements, modulo 2^64, of (bits + 1) times a random factor for each index; the tensor's name seeds the factors."""
+    sum over elements, modulo 2^64, of (bits + 1) times one random factor per dimension and index, seeded by the tensor's name."""
     total = np.zeros(1, np.int64)
     for name, tensor in tensors.items():
         piece = parallel.piece_of(name, tensor)
@@ -134,7 +134,7 @@ def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[
 
 def as_begun(compute: ComputeSettings, folder: Path | None) -> ComputeSettings:
     """Return `compute` with the precision of the checkpoint under `folder`, if there is one: `fastest` is measured at each start, so a
-    resumed training could otherwise change its precision."""
+    resumed run could otherwise change its precision."""
     record = None if folder is None else load_record(folder)
     if record is None or "precision" not in record:
         return compute

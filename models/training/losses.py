@@ -84,7 +84,7 @@ LOSSES: Registry[PreferenceLoss] = Registry("preference loss", "puna.losses")
 
 
 def preference_loss(name: str, *, of: Literal["pairs", "answers"] = "pairs", needs_reference: bool = True) -> Callable[[F], F]:
-    """Return a decorator that registers a function as the loss `name` (see `PreferenceLoss`) and raises ValueError if that is taken."""
+    """Return a decorator that registers a function as the loss `name` (see `PreferenceLoss`). It raises ValueError for a taken name."""
 
     def register(function: F) -> F:
         LOSSES.register(name, PreferenceLoss(name, function, of, needs_reference))

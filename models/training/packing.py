@@ -86,7 +86,7 @@ class Sampler(Generic[ExampleT, BatchT]):
     """A function from a step to its micro-batches, for the training loop.
 
     A step takes `batch_size` examples (a `Ramp`: more in later steps), and packs them into rows of at most `micro_batch_tokens` tokens.
-    `length` returns an example's tokens. `collate` makes a micro-batch of a row's examples.
+    `length` returns an example's number of tokens. `collate` makes a micro-batch of a row's examples.
     """
 
     def __init__(

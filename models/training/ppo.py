@@ -1,7 +1,7 @@
 """The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
-Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. Within
-a rollout, scored waves of answers are saved; between its updates, the input of all of them is saved. A resumed run is bit-identical.
+Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. While
+a rollout is sampled, scored waves are saved; between its updates, all inputs (not with `max_stale`). On a CPU, resuming keeps all bits.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def train_ppo(
     score (raw mean), unequal_prompts (share of prompts whose answers differ in reward), kl (from the reference, in nats per answer;
     without a KL penalty only in about `WATCHED` rollouts, the first and the last included), gold (mean score of the verifiers, if a
     reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens,
-    finished. If another engine answers: mismatch, the KL divergence of the engine from the policy in nats per token, and importance, the
-    tokens' mean weight in the loss.
+    finished, version (rollouts trained before sampling), staleness (rollouts trained since). If another engine answers: mismatch, its
+    estimated KL divergence from the policy in nats per token, and importance, the tokens' mean weight in the loss.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
-    `rate_scales`: factors of the policy's learning rate by parameter name.
+    `rate_scales`: factors of the policy's learning rate by parameter name. Raise TrainingDiverged if two rollouts in a row are skipped.
     """
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature)
@@ -221,7 +221,7 @@ class Begun:
 
 @dataclass
 class State:
-    """The state of a training besides weights and moments. `begun`: the rollout in training; `sampled`: the next rollout, once sampled."""
+    """A run's state besides weights and moments. `begun`: the rollout in training; `sampled`: the next rollout, once sampled."""
 
     numbers: dict[str, float]
     log: TrainLog

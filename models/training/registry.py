@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Entries by name. `what`: the kind of entry, for messages; `group`: the entry-point group of plugins that register entries."""
+    """A table of entries. `what`: the kind of entry, for messages; `group`: the entry-point group of plugins that register entries."""
 
     def __init__(self, what: str, group: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Registry(dict[str, T]):
 
 
 def own_parameters(function: Callable[..., Any], given: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return a function's keyword-only parameters: the given values, and the others' defaults. Raise ValueError if a value is invalid."""
+    """Return a function's keyword-only parameters: given values, else defaults. Raise ValueError for an unknown name or invalid value."""
     model = _declared(function)
     try:
         return dict(model.model_validate(given))

@@ -99,7 +99,7 @@ class Sampled:
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers and their scores. `unequal`: True if rewards differ (a truncated answer earns less); `parts`: by name."""
+    """A prompt with its answers and their scores. `unequal`: True if rewards (less if truncated) or steps differ; `parts`: by name."""
 
     prompt: list[int]
     completions: Sequence[Completion]
@@ -110,7 +110,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollouts(Generic[Config]):
-    """The models, prompts and settings by which a training's answers are sampled and scored.
+    """The models, prompts and settings by which a training run's answers are sampled and scored.
 
     `prompts` are token ids up to and including the assistant's header, `stop` the ids that end an answer. `scorer` returns each answer's
     reward: `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that train and that sample; None: as the settings say. A rank
@@ -271,8 +271,8 @@ class Rollouts(Generic[Config]):
 class Source:
     """A source of rollouts: the training ranks sample on request, or separate ranks sample while others train.
 
-    held: this rank's policy. folder: the training's state folder, where waves of answers are stored until their rollout ends. identity:
-    values that identify the training. `follow` is called after each wave.
+    held: this rank's policy. folder: the run's state folder, where waves of answers are stored until their rollout ends. identity:
+    values that identify the run. `follow` is called after each wave.
     """
 
     def __init__(self, rollouts: Rollouts[Any], held: Parallel, groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:

@@ -43,12 +43,12 @@ class OptimizerSettings(Settings):
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
     spike_window: int = Field(
-        0, ge=0, le=10_000, description="Number of last accepted steps that a step is compared with, at least 8; 0: no spike detection"
+        0, ge=0, le=10_000, description="Number of accepted steps to compare a step with, at least 8; 0: no detection. Unused by PPO, GRPO"
     )
     spike_limit: float = Field(
         10.0, gt=0, description="A loss or gradient norm this many robust standard deviations above the window's median is a spike"
     )
-    max_skipped: int = Field(5, ge=1, description="Number of skipped steps in a row that stops the run")
+    max_skipped: int = Field(5, ge=1, description="Number of skipped steps in a row that stops the run (PPO and GRPO: two rollouts)")
 
     state_in: Literal["memory", "file"] = Field(
         "memory", description="Place of the optimizer's state. memory: the device's memory. file: unnamed, memory-mapped files in TMPDIR; "
@@ -145,7 +145,7 @@ class ComputeSettings(Settings):
         "slower. On a CPU, the order is always the same",
     )
     micro_batch_tokens: int = Field(
-        8192, ge=16, description="Tokens of a forward and backward pass; a step with more tokens is split, and its gradients are summed"
+        8192, ge=16, description="Maximum tokens of a forward and backward pass; a step with more is split, and its gradients are summed"
     )
     layout: Layout = Field(
         Layout(), description="Processes that train together, along each axis: one, or as many as torchrun or --processes starts",
@@ -153,7 +153,7 @@ class ComputeSettings(Settings):
     )  # fmt: skip
     save_seconds: float = Field(
         10.0, gt=0,
-        description="Seconds between saves of a training's state, from which it continues after a crash; longer if saving would take more "
+        description="Seconds between saves of the training state, from which a crashed run continues; longer if saving would take more "
         "than 2 % of the time. It changes no result", json_schema_extra=NO_RESULT,
     )  # fmt: skip
 
@@ -217,7 +217,7 @@ class TrainingSettings(Settings):
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
 
     def train_config(self, examples: int) -> TrainConfig:
-        """Return the training loop's settings for `examples` examples. Epochs are rounded up to whole steps."""
+        """Return the training loop's settings for `examples` examples. Without `steps`, epochs are rounded up to whole steps."""
         steps = self.steps or max(1, math.ceil(self.epochs * examples / self.batch_size))
         return TrainConfig(steps=steps, schedule=self.schedule, optimizer=self.optimizer, compute=self.compute)
 
@@ -378,7 +378,7 @@ class GrpoSettings(RolloutSettings):
     )  # fmt: skip
     resample: int = Field(
         0, ge=0, le=20, description="Most extra draws of prompts in a rollout, until enough prompts have answers with different rewards; "
-        "these prompts are trained first (DAPO's dynamic sampling); 0: none"
+        "such prompts are preferred for training (DAPO's dynamic sampling); 0: none"
     )  # fmt: skip
 
     @model_validator(mode="after")

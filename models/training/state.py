@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from puna.models.training.boxes import TENSORS, read
 
-if TYPE_CHECKING:  # a classifier's training needs no torch
+if TYPE_CHECKING:  # training a classifier needs no torch
     from torch import Tensor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,7 +30,7 @@ announce: Callable[[], object] | None = None
 
 
 class Stop:
-    """Handling of SIGINT and SIGTERM during a training: the first signal of a kind waits for `act`, the second acts at once. Outside the
+    """Handling of SIGINT and SIGTERM during training: the first signal of a kind waits for `act`, the second acts at once. Outside the
     main thread, which alone receives signals, this class does nothing."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ Job = Callable[[], object]
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
-    """Return the result of a library's long call, which runs in another thread so that this one handles signals meanwhile."""
+    """Return the result of a library's long call, which runs in another thread so that this thread can handle signals."""
     with ThreadPool(1) as pool:
         return pool.apply_async(call).get()
 
@@ -93,15 +93,15 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Errors that reading a damaged checkpoint may raise."""
 
 SAVE_SHARE = 0.02
-"""Maximum share of a training's time that periodic saving may take (0 to 1)."""
+"""Maximum share of a training run's time that periodic saving may take (0 to 1)."""
 
 
 class Saver:
-    """A saver of a training's state: when a step asks for a save, periodically, and before a signal ends the training.
+    """A saver of a training run's state: when a step asks for a save, periodically, and before a signal ends the run.
 
     seconds: time between periodic saves; longer if saving would take more than `SAVE_SHARE` of the time. write: writes the state, or
     returns a job that writes a copy of the state while the training goes on; None: nothing is saved. One job runs at a time: the next
-    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the training passes True (to save,
+    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True (to save,
     or to end).
     """
 
@@ -133,18 +133,18 @@ class Saver:
             self._save()
 
     def leave_if_asked(self) -> None:
-        """If a signal is waiting, save the state after the last complete step, and end the training in the middle of the current one."""
+        """If a signal is waiting, save the state of the last complete step, and end the run in the middle of the current step."""
         if self._stop.asked:
             self.stepped()
             self.end_if_asked()
 
     def end_if_asked(self) -> None:
-        """Save the state and end the training if a signal is waiting on any rank; raise SystemExit if it waits only on other ranks."""
+        """Save the state and end the run if a signal is waiting on any rank; raise SystemExit if it waits only on other ranks."""
         if self._agree(self._stop.asked):
             self._save()
             self.wait()
             if not self._stop.asked:
-                raise SystemExit("another rank of the training was stopped")
+                raise SystemExit("another rank of the training run was stopped")
             self._stop.act()
 
     def _save(self) -> None:
@@ -167,7 +167,7 @@ class Saver:
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, remove older checkpoints, and return its path. `tensors`: all torch's or all numpy's.
+    """Write the checkpoint of `step` under `folder`, remove all others, and return its path. `tensors`: all torch's or all numpy's.
 
     The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
     """
@@ -192,7 +192,7 @@ def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its final name; then remove older and incomplete ones."""
+    """Rename a complete checkpoint to its final name; then remove all other checkpoints, complete or not."""
     flush(temporary)
     if final.exists():  # until the new checkpoint is in place, the old one is found under another name
         shutil.rmtree(before := final.with_name(f"{final.name}.before"), ignore_errors=True)
@@ -205,8 +205,8 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the tensors and the record of the newest undamaged checkpoint under `folder`; None if there is none. Remove damaged
-    checkpoints with a warning, so that no training continues from damaged weights."""
+    """Return the tensors and the record of the newest undamaged checkpoint under `folder`; None if there is none. Remove newer, damaged
+    checkpoints with a warning, so that no run continues from damaged weights. Raise OSError if the disk does not answer."""
     from safetensors.torch import load
 
     return _newest(folder, load)
@@ -236,7 +236,7 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
 
 
 def load_record(folder: Path) -> dict[str, Any] | None:
-    """Return only the record of the newest checkpoint; None if the record is damaged or there is no checkpoint."""
+    """Return only the record of the newest checkpoint; None if it is damaged or there is none. Raise OSError for a disk error."""
     for path in newest_first(folder)[:1]:
         try:
             record: dict[str, Any] = json.loads(read_record(path)[0])
@@ -294,7 +294,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def read_record(path: Path) -> tuple[str, dict[str, str]]:
-    """Return a checkpoint's record as text, and the checksums of its files; raise ValueError if the record is damaged."""
+    """Return a checkpoint's record as text, and the checksums of its files; raise an error of `DAMAGE` if the record is damaged."""
     data = json.loads((path / RECORD).read_text(encoding="utf-8"))
     text, checksums = data["record"], data["checksums"]
     files = {TENSORS} if TENSORS in checksums else set(json.loads(text)["index"])

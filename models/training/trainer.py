@@ -73,7 +73,7 @@ class Trainer:
     """A model with its objective and optimisers, trained one optimisation step at a time.
 
     `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
-    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights.
+    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights and, under a layout, whole weights.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with another training's tensors `state.…`, for whole weights or this rank's pieces; of whole
+        """Overwrite the optimisers' state with another run's tensors `state.…`, for whole weights or this rank's pieces; of whole
         tensors, this rank takes its pieces. Raise ValueError if the optimisers or the weights' shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}

@@ -1,6 +1,6 @@
 """The common part of objectives: their target tokens, and the totals by which a step's sums are divided.
 
-A step may be split into micro-batches in any way without changing the gradient. Each objective first counts its denominators (`totals`:
+Without dropout or experts, splitting a step into micro-batches changes gradients only by rounding. Objectives count denominators (`totals`:
 tokens, answers, pairs) without the model. The loop adds these counts over the step, and every micro-batch divides its sums by the totals.
 So losses, gradients and metrics of the micro-batches simply add up.
 """
@@ -79,7 +79,7 @@ class Targets:
 
     @staticmethod
     def from_packed(tokens: ArrayLike, lengths: Sequence[int]) -> Targets:
-        """Return the targets of a row of the `tokens` table. `tokens`: ids [T]; `lengths`: of the documents that are packed in the row."""
+        """Return the targets of packed documents. `tokens`: ids [T]; `lengths`: at least 1 each, adding up to T (ValueError otherwise)."""
         row = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         sizes = torch.as_tensor(np.asarray(lengths, dtype=np.int64))
         if int(sizes.sum()) != len(row) or (len(sizes) and int(sizes.min()) < 1):
@@ -99,7 +99,7 @@ class Targets:
         masks: Sequence[Sequence[Sequence[bool]]] | None = None,
     ) -> Targets:  # fmt: skip
         """Return the targets of prompts with their answers as branches: every answer token. `masks[p][a]` holds one flag per token of the
-        answer, False if the token does not count in the loss."""
+        answer, False if the token does not count in the loss. Raise ValueError if a prompt or an answer is empty or flags are missing."""
         forests: list[Forest] = []
         positions: list[np.ndarray[Any, Any]] = []
         last: list[int] = []

@@ -29,8 +29,8 @@ from puna.models.training.objectives.base import (
 class DpoBatch(Batch):
     """Preference pairs over the answers of a forest.
 
-    targets    each prompt once, with its answers as branches; the mask is False at the chat template's tokens (headers, stop tokens),
-               which leaves them out of the preference term of both answers
+    targets    each prompt once, with its answers as branches; the mask is False at tokens that the preference term leaves out: with the
+               setting `mask_format`, those of the chat template (headers, stop tokens)
     chosen     [M] int64, rejected [M] int64: indices of answers
     reference  [A] float32: summed unmasked log-probabilities under the reference (`reference_logprobs`); None until they are computed
     """
@@ -67,8 +67,8 @@ class PreferenceObjective(Objective[BatchT]):
 class Dpo(PreferenceObjective[DpoBatch]):
     """A preference loss of pairs, with an NLL term on the chosen answers.
 
-    The NLL term covers every token of the chosen answer, the stop token included. The preference term leaves out masked tokens, the
-    stop token included, so only the NLL term trains the model to end its answers.
+    The NLL term covers every token of the chosen answer, the stop token included. The preference term leaves out masked tokens. If the
+    stop token is masked, only the NLL term trains the model to end its answers.
 
     Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
     ``chosen_logprob``, ``rejected_logprob``, ``nll``.

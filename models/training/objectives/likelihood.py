@@ -79,7 +79,7 @@ def _kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
 
 
 class Distill(Objective[Targets]):
-    """Mean divergence over the step's answer tokens between the model and a frozen teacher, both at `temperature`.
+    """Mean `divergence` with `beta` over the step's answer tokens between the model and a frozen teacher, both at `temperature`.
 
     No gradient passes through the sampling of the answers (Agarwal et al., section 3). All tokens of the step weigh the same. Logits that
     only one of the two models has, because its vocabulary is padded further, are left out.

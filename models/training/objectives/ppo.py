@@ -32,7 +32,7 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
 
     ``grpo``: ``(r - mean) / (sample deviation + epsilon)`` (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
     (Dr. GRPO, Liu et al. 2025); ``rloo``: r less the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019;
-    Ahmadian et al. 2024). Equal rewards give 0.
+    Ahmadian et al. 2024). Equal rewards give 0. ``grpo`` and ``rloo`` need n >= 2.
     """
     count = rewards.shape[1]
     centred = rewards - rewards.mean(1, keepdim=True)
@@ -56,7 +56,7 @@ def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Base
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """Return [N] ``min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)`` with ``ratio = exp(log_ratio)``.
 
-    log_ratio, advantages [N] float. `clip_high`: the clip range above 1; None: `clip` (DAPO, Yu et al. 2025).
+    log_ratio, advantages [N] float. `clip_high`: the clip range above 1; None or 0: `clip` (DAPO, Yu et al. 2025).
     """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)

@@ -21,9 +21,9 @@ Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of the momentum
 
 
 def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
-    """Return approximately U V^T of the singular value decomposition of each matrix [..., M, N]; singular values end in 0.7 .. 1.2.
+    """Return approximately U V^T of each matrix's singular value decomposition, [..., M, N].
 
-    Newton-Schulz iteration, in bf16 on a GPU and in the input's dtype elsewhere.
+    Singular values above 0.002 of the Frobenius norm end in 0.68 .. 1.21. Newton-Schulz iteration: in bf16 on a GPU, else in x's dtype.
     """
     a, b, c = COEFFICIENTS
     x = x_MN.bfloat16() if x_MN.is_cuda else x_MN

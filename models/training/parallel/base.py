@@ -23,7 +23,7 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
 from puna.models.training.state import Job, load_state, write_state
 
 Part = tuple[Any, bool]
-"""A micro-batch and a flag, False if its loss does not count: a rank with fewer micro-batches than others repeats one of them uncounted."""
+"""A micro-batch and a flag, False if its loss does not count: a rank with too few micro-batches adds the step's smallest, uncounted."""
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
 """A function that returns a model's loss and metrics on a micro-batch, as shares of the step's loss and metrics."""
@@ -65,7 +65,7 @@ class Parallel:
 
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
     trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
-    whole. beside: other models in one checkpoint, by the prefix of their tensors' names. device: where the pieces of weights are; None:
+    whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: where the pieces of weights are; None:
     where the whole model is.
     """
 
@@ -173,7 +173,7 @@ class Parallel:
 
     @torch.no_grad()
     def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
-        """Return the whole tensor, bit-identical, from the ranks' pieces. `own`: this rank's piece; `piece`: its values or None."""
+        """Return the whole tensor, bit-identical, from all ranks' pieces. `own`: this rank's piece; `piece`: its values, if it has any."""
         if not own.cut and piece is not None:
             return piece
         out = torch.zeros(own.shape)
@@ -206,7 +206,7 @@ class Parallel:
                     parameter.data = parameter.new_zeros(()).expand(parameter.shape)
             self._published = False
 
-    # --- the state of a training ---
+    # --- the state of a training run ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
         """Return the piece that a state tensor represents. A tensor `…NAME` in the shape of weight NAME's piece is cut like that weight."""
@@ -243,7 +243,7 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint, or None: this rank's pieces of `tensors` and of the saved `optional` tensors, and the record."""
+        """Return this rank's pieces of `tensors` and saved `optional` ones (one process: all) and the record; None if none is saved."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))

@@ -1,4 +1,4 @@
-"""A training's state in pieces: one safetensors file per rank, and a JSON index of each file's boxes.
+"""A training run's state in pieces: one safetensors file per rank, and a JSON index of each file's boxes.
 
 A piece is a box: (start, stop) along each dimension of the whole tensor. Each rank reads the boxes that overlap its own, so any layout can
 load, bit for bit, the state of any other. Torch's own checkpoints would hold a pickle.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tensors: Mapping[str, Tensor], text: str) -> None:
-    """Write the checkpoint of `step` under `folder`; `tensors`: this rank's boxes. text: rank 0's record, in JSON. All ranks must call it.
+    """Write the checkpoint of `step` under `folder`; `tensors`: this rank's boxes. text: rank 0's JSON record. All ranks must call this.
 
     As in `state.save_state`, the folder gets its final name once it is complete on disk. Raise an error on all ranks if one fails to write.
     """

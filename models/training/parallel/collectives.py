@@ -133,12 +133,12 @@ def add_gradients(x: Tensor, group: Any) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: int, group: Any, *, partial: bool) -> Tensor:
-    """Return the first `rows` rows of the ranks' pieces x, all-gathered. partial: True if the ranks' gradients are partial sums."""
+    """Return the first `rows` rows of all ranks' pieces x; without a group, x. partial: True if the ranks' gradients are partial sums."""
     return x if group is None else _GatherRows.apply(x, rows, group, partial)
 
 
 def scatter_rows(x: Tensor, group: Any) -> Tensor:
-    """Return this rank's rows of the sum of the ranks' tensors x [T, ...] (reduce-scatter); the backward pass all-gathers the gradient."""
+    """Return this rank's rows of the sum of all ranks' x [T, ...] (reduce-scatter), zero-padded; the backward pass all-gathers."""
     return x if group is None else _ScatterRows.apply(x, group)
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: a micro-batch's rows are dealt to ranks by cost. Each rank has its rows' queries; keys and values are gathered.
+"""Context parallelism: a micro-batch's tokens, called rows, are dealt to ranks by cost; a rank has its own queries and all keys and values.
 
 Without a sliding window, a row's attention costs one product per visible key: its depth in the forest plus one. Chunks are dealt by this
 cost, so ranks have nearly equal attention work, whatever the lengths of the documents.
@@ -57,7 +57,7 @@ def deal(depths: Tensor, ranks: int) -> Deal:
 
 
 class ContextTransformer(CutTransformer):
-    """A model of which each rank computes some rows of each forest; objectives see whole tensors."""
+    """A model of which each rank computes some tokens of each forest, on CPUs only; objectives see whole tensors."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         super().__init__(whole, mesh)
@@ -66,7 +66,7 @@ class ContextTransformer(CutTransformer):
     def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
         """Return the final hidden states of this rank's rows, and the assignment of rows to ranks."""
         if forest.tokens.is_cuda:
-            raise ValueError("layout.context is proved only on CPUs: attention on a GPU cannot compute only some rows of a forest yet")
+            raise ValueError("layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet")
         dealt = deal(forest.mask.depths, self.mesh.size("context"))
         own = dealt.rows(self.rank)
         masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}

@@ -1,4 +1,4 @@
-"""Models of which each rank holds a piece of the weights, or computes some rows."""
+"""Models of which each rank holds a piece of the weights, or computes some tokens."""
 
 from __future__ import annotations
 

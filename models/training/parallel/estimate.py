@@ -136,9 +136,9 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
 
 
 def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: int, whole: bool) -> float:
-    """Return the bytes on the fullest device: state of its boxes, rows of the micro-batches under way, gathered layers.
+    """Return the bytes on the fullest device: state of its pieces, activations of the micro-batches under way, gathered layers.
 
-    Between steps the device has no gradients or rows, but with `whole` the whole weights in fp32, for validation and saving.
+    Between steps the device has no gradients or activations, but with `whole` the whole weights in fp32, for validation and saving.
     """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
     layers = -(-config.num_hidden_layers // stages)
@@ -174,7 +174,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
-    """Return the up to `most` fastest estimates that fit, one per set of axes; if none fits, the one with the least memory (if any)."""
+    """Return up to `most` estimates that fit, fastest first, one per set of axes; else the smallest (bytes). `checkpointing` is varied."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):

@@ -98,7 +98,7 @@ class Groups:
 
     @torch.no_grad()
     def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
-        """Yield each order on a sampling rank, after copying the order's weights; the last order has the trainers' final text as `end`."""
+        """Yield each order on a sampling rank after copying its weights; last, {"end": text}. Raise ValueError for damaged weights."""
         while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
             digests, arrived = dict[str, str](), True
             for name, weight in sorted(held.parameters.items()):

@@ -1,4 +1,4 @@
-"""The layout of a training: the numbers of processes over which its batch, weights, layers and rows are split.
+"""The layout of a training run: the numbers of processes over which its batch, weights, layers and tokens are split.
 
 Nothing here imports torch: forms and checks before a run read this module.
 """
@@ -33,15 +33,15 @@ class Layout(Settings):
 
     data: int = Field(1, ge=1, le=65_536, description="Copies of the model, each with its own micro-batches of a step")
     shard: int = Field(
-        1, ge=1, le=65_536, description="Processes over which weights, gradients and optimizer state are split; each has own micro-batches"
+        1, ge=1, le=65_536, description="Processes, each with its own micro-batches, that divide weights, gradients and optimizer state"
     )
-    tensor: int = Field(1, ge=1, le=64, description="Processes over which matrices, the vocabulary, and the rows between blocks are split")
+    tensor: int = Field(1, ge=1, le=64, description="Processes over which matrices, vocabulary, and activations between blocks are split")
     pipeline: int = Field(1, ge=1, le=1024, description="Stages of consecutive layers, which micro-batches pass one after the other")
     virtual_stages: int = Field(
-        1, ge=1, le=64, description="Pipeline stages per process; more stages shorten the pipeline's bubble and send more rows"
+        1, ge=1, le=64, description="Pipeline stages per process; more stages shorten the pipeline's bubble and send more activations"
     )
-    context: int = Field(1, ge=1, le=1024, description="Processes over which the rows of each micro-batch are dealt by attention cost")
-    expert: int = Field(1, ge=1, le=1024, description="Processes over which each layer's experts are split; each has own micro-batches")
+    context: int = Field(1, ge=1, le=1024, description="Processes over which the tokens of each micro-batch are dealt by attention cost")
+    expert: int = Field(1, ge=1, le=1024, description="Processes, each with its own micro-batches, that divide each layer's experts")
 
     def size(self, axis: str) -> int:
         """Return the number of processes along an axis."""
@@ -110,8 +110,8 @@ def _tensor(config: ModelConfig, size: int) -> str | None:
 
 def _context(config: ModelConfig, size: int) -> str | None:
     if config.final_logit_softcapping is not None:
-        return "a model whose logits are capped is not cut by rows"
-    return "a model with experts has a loss over all rows of a micro-batch" if config.moe is not None else None
+        return "a model whose logits are capped is not cut by tokens"
+    return "a model with experts has a loss over all tokens of a micro-batch" if config.moe is not None else None
 
 
 def _pipeline(config: ModelConfig, stages: int) -> str | None:

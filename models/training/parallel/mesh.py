@@ -20,7 +20,7 @@ from puna.models.training.parallel.layout import AXES, READERS, Layout
 T = TypeVar("T")
 
 together = False
-"""True while all processes run one training together. Otherwise each process trains its own model."""
+"""True while all processes share one training run. Otherwise each process trains its own model."""
 TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another rank raises an error."""
 JOINING = timedelta(minutes=10)
@@ -195,7 +195,7 @@ class Mesh:
 
 
 def layout_of(layout: Layout) -> Layout:
-    """Return `layout`, or the layout `data` over all processes if `layout` is for one process and several train together."""
+    """Return `layout`, or the layout `data` over all processes if `layout` is for one process and all train together."""
     if together and layout.processes == 1:
         return Layout(data=dist.get_world_size())
     return layout

@@ -16,8 +16,8 @@ from puna.models.transformer import Transformer
 
 
 def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
-    """Return the model under a layout (`mesh`'s, if it is given). Raise ValueError if the layout does not fit the model. `mesh`: the ranks;
-    None: all processes. `device`: where this rank's pieces are; None: the model's device."""
+    """Return a model under a layout (`mesh`'s, if given). Raise ValueError for an unfit shape, dropout or, beyond `data`, frozen weights.
+    `mesh`: the ranks; None: all processes. `device`: where this rank's pieces are; None: the model's device."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
     mesh = mesh or Mesh(layout)
     for name, module in model.named_modules():
@@ -41,7 +41,7 @@ def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device:
 def part_of(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Parallel:
-    """Return this rank's part of a model for inference by all ranks; the whole model if it is not split (with `dtype`, a copy in it)."""
+    """Return this rank's part of a model for inference, in fp32. If the model is not split, return it whole, or a copy in `dtype`."""
     if layout.parts(model.config) is None:
         return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
     held = parallel(model.requires_grad_(True), layout, mesh, device)

@@ -1,6 +1,6 @@
 """Pipeline parallelism: micro-batches pass stages of consecutive layers, in 1F1B or its interleaved form (Narayanan et al. 2021).
 
-`schedule.py` gives the order. Micro-batches may have any length and number. Results are bit-identical to those of one process.
+`schedule.py` orders micro-batches of any length and number. Without `data` or tied weights, gradients are bit-identical to one process.
 """
 
 from __future__ import annotations

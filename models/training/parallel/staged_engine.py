@@ -83,8 +83,8 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """The engine of one pipeline rank. It is itself the first of the waves, over which the limits are divided. All ranks must be asked for
-    the same answers at the same time."""
+    """The engine of one pipeline rank, itself the first wave. `sequences` and `memory` are divided over the waves. All ranks must be asked
+    for the same answers at the same time."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,
