@@ -57,7 +57,7 @@ class Aliases:
         while True:
             before = self._files.stat(file)
             if expected is not None and (now := (self.target(alias) or ("", ""))[1]) != expected:
-                raise PunaError(f"{alias}: names {now[:12] or 'nothing'}, not {expected[:12] or 'nothing'}; it was changed meanwhile")
+                raise PunaError(f"{alias}: points to {now[:12] or 'nothing'}, not {expected[:12] or 'nothing'}; it was changed meanwhile")
             if self._files.swap(file, data, before.version if before else None):
                 self._note(alias, artifact)
                 return alias
