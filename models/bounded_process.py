@@ -1,7 +1,7 @@
 """Processes that run untrusted programs within limits of time and memory: chat templates, regular expressions of tokenizers and adapters.
 
-A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, since an untrusted program
-may have written them. A user's own programs run in the same way, with the user's environment.
+A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, and bytes under the name
+`BYTES`, since an untrusted program may have written them. A user's own programs run in the same way, with the user's environment.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ START_SECONDS = 120.0  # maximum seconds for a process to start
 GRACE_SECONDS = 5.0  # seconds beyond its wall time after which an orphaned program of a user ends itself
 MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
 CHARACTERS = 1 << 25  # maximum bytes of an answer
+BYTES = "bytes"  # name of an answer's value that is bytes
 PROGRAMS = 64  # maximum programs that a process remembers
 
 
@@ -148,6 +149,10 @@ def _answer(popen: subprocess.Popen[bytes], patience: float) -> dict[str, Any]:
     if size > CHARACTERS:
         raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
     answer: dict[str, Any] = json.loads(_read(popen.stdout, size, until))
+    if isinstance(answer.get(BYTES), int):
+        if answer[BYTES] > CHARACTERS:
+            raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
+        answer[BYTES] = _read(popen.stdout, answer[BYTES], until)
     return answer
 
 
@@ -174,8 +179,10 @@ def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEM
         bound_memory(memory)
 
     def say(value: dict[str, Any]) -> None:
-        text = json.dumps(value).encode()
+        more = value.get(BYTES, b"")
+        text = json.dumps({**value, BYTES: len(more)} if more else value).encode()
         answers.write(struct.pack("<Q", len(text)) + text)
+        answers.write(more)
         answers.flush()
 
     say({})

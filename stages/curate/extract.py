@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import re
-from codecs import BOM_UTF8
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pydantic import Field
 
-from puna.models.extraction.bounds import Burden, burden
+from puna.models.bounded_process import LimitError
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
 from puna.models.extraction.model import content, load
-from puna.models.extraction.scan import read_pages, serialise
-from puna.models.extraction.technical import may_be_technical, prepared
+from puna.models.extraction.parse import FAILURES, Parsed, ParseError, parse
+from puna.models.extraction.scan import read_pages
 from puna.models.extraction.write import texts_of
 from puna.stages.contract import Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
-MAX_STEPS, MAX_COPIES = 1e9, 2e7  # elements that the parser passes, some seconds, and that it makes of formatting elements
-MAX_ATTRIBUTES = 5000  # of one tag, or of several tags with the same cost; the parser compares all attributes of a tag
-MAX_OPTIONS = 2000  # of a page; the parser searches all earlier options for each
 TOGETHER = 1 << 18  # maximum bytes of pages that the model reads together
-FAILURES = (ValueError, RuntimeError)  # errors of the parser, and numbers out of range
 DEEP = "the elements are nested too deep"
-OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
 # A title stands between blank lines; a comment in code stands next to code.
 TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
 BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
@@ -65,13 +59,6 @@ class _Found(NamedTuple):
 
     title: str | None
     text: bytes
-
-
-class _Parsed(NamedTuple):
-    """A parsed page for the extraction model: the title, and the DOM tree serialised as HTML."""
-
-    title: str | None
-    html: bytes
 
 
 @stage(kind="documents", filters="pages")
@@ -121,7 +108,7 @@ def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: Extrac
     Pages for the model are parsed one by one and read in batches of up to `TOGETHER` bytes; a larger page is read by itself.
     """
     results: dict[int, _Found | Exception] = {}
-    waiting: dict[int, _Parsed] = {}
+    waiting: dict[int, Parsed] = {}
     size = 0
     for number, (body, media, charset) in enumerate(rows):
         try:
@@ -140,7 +127,7 @@ def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: Extrac
     return [results[number] for number in range(len(results))]
 
 
-def _read(pages: dict[int, _Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
+def _read(pages: dict[int, Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
     """Return the extraction of parsed pages, by number. If reading the pages together fails, read them one by one."""
     try:
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
@@ -168,27 +155,22 @@ def _readable(text: str, config: ExtractConfig) -> bytes:
     return text.encode()
 
 
-def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> _Parsed:
-    """Parse a page for the model. Raise Unreadable if the page exceeds a bound that protects the parser, or parsing fails."""
-    from resiliparse.parse.html import HTMLParserException, HTMLTree
-
+def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> Parsed:
+    """Parse a page for the model. Raise Unreadable if the page is too large, or parsing fails or takes too long."""
     _check_bound("extract_too_large", "the page is too large", len(body), config.max_body_bytes)
-    html = utf8(body, charset)
-    if _check_burden(html, config).options > MAX_OPTIONS:
-        html = OPTION.sub("", html.decode()).encode()
     try:
-        marked = html.startswith(BOM_UTF8)  # a second byte-order mark is text, which the parser would drop from bytes
-        tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
-        title = tree.title or ""
-        title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
-        if config.code_and_maths and may_be_technical(html):
-            prepared(tree, len(html.decode()))
-        return _Parsed(title or None, serialise(tree))
-    except (HTMLParserException, *FAILURES) as error:
-        raise Unreadable("extract_failed", f"{type(error).__name__}: {error}") from error
+        parsed = parse(utf8(body, charset), config.code_and_maths)
+    except ParseError as error:
+        raise Unreadable("extract_failed", str(error)) from error
+    except LimitError as error:
+        raise Unreadable("extract_too_costly", f"the parser is stopped: {error}") from error
+    if len(parsed.html) > 3 * config.max_elements:  # an element takes at least three bytes
+        elements = parsed.html.count(b"<") - parsed.html.count(b"</")
+        _check_bound("extract_too_many_elements", "the page has too many elements", elements, config.max_elements)
+    return parsed
 
 
-def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exception]:
+def _by_model(parsed: list[Parsed], config: ExtractConfig) -> list[_Found | Exception]:
     pages, measures = read_pages([page.html for page in parsed], config.max_depth, config.max_blocks)
     keep = content(pages, load(), config.headline)
     raw, ends = texts_of(pages, keep)
@@ -214,17 +196,6 @@ def _by_model(parsed: list[_Parsed], config: ExtractConfig) -> list[_Found | Exc
 def without_marks(text: str) -> str:
     """Return the text without the marks of `**bold**` and of `# titles` between blank lines."""
     return BOLD.sub(r"\1", TITLE.sub("", text))
-
-
-def _check_burden(html: bytes, config: ExtractConfig) -> Burden:
-    result = burden(html)
-    tags, depth, attributes, copies, _, doubtful, loose = result
-    _check_bound("extract_too_deep", DEEP, depth, config.max_depth)
-    _check_bound("extract_too_deep", "end tags close too many elements at once", (depth + doubtful) * (tags + doubtful), MAX_STEPS)
-    _check_bound("extract_too_many_elements", "the page has too many elements", tags + copies, config.max_elements)
-    _check_bound("extract_too_many_elements", "end tags do not follow their elements", loose * tags, MAX_COPIES)
-    _check_bound("extract_too_many_attributes", "tags have too many attributes", attributes, MAX_ATTRIBUTES)
-    return result
 
 
 def _check_bound(rule: str, detail: str, value: float, most: float) -> None:

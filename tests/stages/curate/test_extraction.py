@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from puna.kernels.text.search import Words
 from puna.models.extraction import attributes
 from puna.models.extraction import layout as L
 from puna.models.extraction import write as written
-from puna.models.extraction.bounds import burden
+from puna.models.extraction.bounds import MAX_ATTRIBUTES, MAX_TAGS, counts
 from puna.models.extraction.layout import alone, group_sums, groups
 from puna.models.extraction.model import LEVELS, TOGETHER, agree, best_cut, content, judge, load, made_whole, once, with_headline
 from puna.models.extraction.scan import read_page, scan
@@ -251,32 +252,39 @@ def test_formulas_in_formulas_are_looked_through_once(monkeypatch):
 
 # --- bounds ----------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("html", "depth"),
-    [
-        (b"<div>" * 50 + b"</div>" * 50 + b"<div>" * 20, 50),
-        (b"<p><li>" * 500, 0),  # the parser closes these itself
-        (b"<br><img src=x>" * 500, 0),
-        (b"<svg>" + b"<path d='m 1 1'/>" * 500 + b"</svg>", 1),
-        (b"<svg><p>" + b"<g/>" * 500, 501),  # the paragraph ends the drawing; after that a slash closes nothing
-        (b"<script>" + b"'<div>'" * 500 + b"</script>", 1),
-        (b"<!--" + b"<div>" * 500 + b"-->", 0),
-        (b"<div title='<div><div>'>", 1),
-        (b"</div>" * 20 + b"<div>" * 20, 20),
-        (b"<div></x>" * 30, 30),  # an end tag of nothing closes nothing
-        (b"<svg></b><style>" + b"<g>" * 30 + b"</style>", 32),  # an end tag does not end the drawing, where a style is elements
-        (b"<i><b></i>x" * 100, 101),  # 99 bolds that the parser opens again and again, and two that are open
-    ],
-)
-def test_depth_counts_what_stays_open(html, depth):
-    assert burden(html).depth == depth
+PIECES = [
+    "<p", "<td", "<svg>", "</svg>", "<math", "<title>", "</title>", "<script>", "</script>", "<style>", "<select>", "</select>", "<option", "<template>",
+    "<table>", "</p>", "</br>", "<!--", "-->", "<![CDATA[", "]]>", "<body", "<html", "<textarea>", "<x/>", "<", ">", "/", " ", "=", '"', "'", "\x01", "a", "b ",
+    "c=1", 'd="<q e f>"',
+]  # fmt: skip
 
 
-def test_burden_counts_tags_attributes_and_elements_opened_again():
-    assert burden(b"<p a b='x y' c = \"<p>\" d=e><p>").attributes == 4
-    assert burden(b"<p a b='x y' c = \"<p>\" d=e><p>").tags == 2
-    assert burden(b"<font>" * 10 + b"<p>" * 7).copies == 70
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=60))
+def test_a_parser_makes_at_most_the_elements_and_attributes_that_are_counted(pieces):
+    """Beside what it adds by itself: `html`, `head` and `body`, and up to three around a row or a cell of a table."""
+    html = "".join(pieces).encode()
+    bound, elements, attributes = counts(html), 0, 0
+    nodes = [HTMLTree.parse_from_bytes(html, "utf-8").document]
+    while nodes:
+        node = nodes.pop()
+        if node.type == 1:
+            elements += 1
+            attributes += len(node.attrs)
+        nodes += node.child_nodes
+    assert elements <= 4 * bound.tags + 3 and attributes <= bound.attributes
+
+
+def test_tags_within_attributes_of_tags_are_counted_in_linear_time():
+    start = time.process_time()
+    assert counts(b"<b x=\"<b x='" * 500_000).attributes > MAX_ATTRIBUTES
+    assert time.process_time() - start < 5.0  # each attribute's end by itself would take hours
+
+
+@pytest.mark.parametrize("html", ["<p>" * MAX_TAGS + "<p>", " ".join(["<p", *map("a{}".format, range(MAX_ATTRIBUTES + 1))]) + ">",
+                                  "<b a='%s'>" % ("x" * 200_000) + "<p>" * 6000, "<u>" * 4000], ids=["tags", "attributes", "bytes", "formats"])  # fmt: skip
+def test_a_page_without_a_small_bound_is_not_cheap(html):
+    assert not counts(html.encode()).is_cheap() and counts(html[: len(html) // 4].encode()).is_cheap()
 
 
 # --- the model's parts -----------------------------------------------------------------------------------
