@@ -78,9 +78,7 @@ class Parts(NamedTuple):
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 FEW_TOKENS = 8  # maximum tokens of a step whose layers one call computes
 SUMS = tuple(f"{name}_sums" for name in PROJECTIONS)  # sums of the rows of INT8 projections
-LAYER = np.dtype(
-    [(name, np.int64) for name in (*DenseLayer.__annotations__, *SUMS, "k_pages", "v_pages", "k_head", "v_head", "window")]
-)
+LAYER = np.dtype([(name, np.int64) for name in (*DenseLayer.__annotations__, *SUMS, "k_pages", "v_pages", "k_head", "v_head", "window")])
 """Record of the addresses of a layer's weights and pages, the bytes between the pages of two heads, and the layer's window in tokens."""
 
 

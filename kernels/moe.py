@@ -170,9 +170,7 @@ def _sum_triton(rows_ND: Tensor, weight_Tk: Tensor | None, place_N: Tensor, k: i
     return out_TD
 
 
-def _combine_backward_triton(
-    dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor
-) -> tuple[Tensor, Tensor]:
+def _combine_backward_triton(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> tuple[Tensor, Tensor]:
     dy_TD, y_ND, weight_Tk = dy_TD.contiguous(), y_ND.contiguous(), weight_Tk.contiguous()
     dy_ND, dweight_Tk = torch.empty_like(y_ND), torch.empty_like(weight_Tk)
     (N, D), k = y_ND.shape, weight_Tk.shape[1]

@@ -191,9 +191,7 @@ def _fake_quantize(x_TD: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
     return torch.empty(x_TD.shape, dtype=kind, device=x_TD.device), x_TD.new_empty(x_TD.shape[0], dtype=wide(x_TD.dtype))
 
 
-_quantize_rows = operator(
-    "quantize_rows(Tensor x, bool fp8) -> (Tensor, Tensor)", _quantize, _quantize_triton, _fake_quantize
-)
+_quantize_rows = operator("quantize_rows(Tensor x, bool fp8) -> (Tensor, Tensor)", _quantize, _quantize_triton, _fake_quantize)
 _scaled_product = operator(
     "scaled_product(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype) -> Tensor",
     _product, _product_triton, lambda a, a_scale, b, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),

@@ -48,9 +48,7 @@ def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
 
 
 @strict_jit
-def _forward_loop(
-    part: int, start: int, stop: int, width: int, gate: Address, gate_row: int, up: Address, up_row: int, y: Address
-) -> None:
+def _forward_loop(part: int, start: int, stop: int, width: int, gate: Address, gate_row: int, up: Address, up_row: int, y: Address) -> None:
     """Compute rows `start` to `stop` - 1; gate_row and up_row are the row strides of gate and up in bytes."""
     for t in range(start, stop):
         swiglu_row(width, gate + t * gate_row, up + t * up_row, y + 4 * t * width)

@@ -81,9 +81,8 @@ class Forest:
     def parents(self) -> Tensor:
         """Return [T] int64: the index of the token before each token on its path from the root; -1 at the first token of a tree.
 
-        With `children = (forest.parents >= 0).nonzero()[:, 0]`, the pairs
-        `(forest.parents[children], forest.tokens[children])` are all next-token predictions: the inputs of
-        `Transformer.cross_entropy`.
+        With `children = (forest.parents >= 0).nonzero()[:, 0]`, the pairs `(forest.parents[children], forest.tokens[children])` are all
+        next-token predictions: the inputs of `Transformer.cross_entropy`.
         """
         parents = torch.arange(-1, len(self) - 1)
         path: list[tuple[int, int]] = []  # (stop, end) of the segments above

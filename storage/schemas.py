@@ -320,10 +320,7 @@ TABLES: dict[str, TableSchema] = {
             column("weight", NUMBER, "share of training tokens", "fraction"),
             key=("category",),
         ),
-        _table(
-            "scores", ID, column("name", pa.string(), "what is scored"), column("value", NUMBER, "the score"),
-            key=("id", "name"),
-        ),
+        _table("scores", ID, column("name", pa.string(), "what is scored"), column("value", NUMBER, "the score"), key=("id", "name")),
         _table(
             "examples", ID, column("kind", pa.string(), "what the example shows"),
             column("prompt", pa.string(), "question", nullable=True),

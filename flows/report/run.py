@@ -171,10 +171,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
     """Return DuckDB's results of queries on one of the artifact's tables, which the queries call `found`, in bounded memory."""
-    with (
-        TemporaryDirectory() as folder,
-        connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection,
-    ):
+    with (TemporaryDirectory() as folder, connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection):
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]
         connection.execute(f"create view found as select * from {parquet(files)}")

@@ -60,9 +60,7 @@ def _dots(rows: int, columns: int) -> Any:
     integers, floats = ir.VectorType(llvm.INT32, columns), ir.VectorType(llvm.FLOAT, columns)
 
     @llvm.operation(types.void, *[types.intp] * 9)
-    def dots(
-        builder: Any, x: Any, x_row: Any, w: Any, depth: Any, scale_at: Any, scales: Any, sums: Any, y: Any, y_row: Any
-    ) -> None:
+    def dots(builder: Any, x: Any, x_row: Any, w: Any, depth: Any, scale_at: Any, scales: Any, sums: Any, y: Any, y_row: Any) -> None:
         left, right = [llvm.add(builder, x, i, x_row) for i in range(rows)], [llvm.add(builder, w, j, depth) for j in range(columns)]
         zero = llvm.constant(0, llvm.INTEGERS)
         products = llvm.row_products(builder, left, right, depth, BYTES, zero, lambda *factors: _add_products(builder, *factors))
@@ -98,9 +96,7 @@ def quantize_row(D: int, x: Address, to: Address) -> None:
 
 
 @strict_jit
-def products8(
-    T: int, N: int, D: int, x: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
-) -> None:
+def products8(T: int, N: int, D: int, x: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int) -> None:
     """Write y [T, N], the products of T rows at x (of `quantize_row`) and the INT8 rows of w [N, D]; scales and sums [N] are those of w's
     rows. Arrays are given by address; rows of y are y_row bytes apart."""
     scale_at = (D + STEP - 1) // STEP * STEP

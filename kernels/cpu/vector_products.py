@@ -68,9 +68,7 @@ def _page_scores(width: int, rows: int) -> Any:
     """
 
     @llvm.operation(types.void, *[types.intp] * 9)
-    def scores(
-        builder: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, out: Any, out_row: Any
-    ) -> None:
+    def scores(builder: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, out: Any, out_row: Any) -> None:
         here, later = ([_page(builder, table, j + more, pages, size) for j in range(width)] for more in (0, AHEAD))
 
         def tile(m: Any, r: int) -> None:
