@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -193,115 +194,15 @@ def _number(table: str, names: list[str]) -> str:
     return f"list_position([{', '.join(map(literal, names))}], {name})"
 
 
-DERIVED = {
-    "leaderboard": (
-        ("task_scores", "scores", "artifacts", "lineage", "aliases"),
-        """with newest as (
-    select t.*, l.input as model_key, coalesce((select min(alias) from aliases n where n.artifact = l.input), left(l.input, 12)) as model,
-      t.metric in ('word_perplexity', 'byte_perplexity', 'bits_per_byte') as lower
-    from (select * from task_scores union all by name  -- evaluations of earlier releases lack these columns
-      select null::double as calibration_error, null::double as contaminated, null::double as clean where false) t
-    join lineage l on l.artifact = t.artifact and l.name = 'model' join artifacts a on a.artifact = t.artifact
-    qualify row_number() over (
-      partition by l.input, t.task, t.metric, t.content, t.shots, t.format, t.seed, t.n order by a.created_at desc, t.artifact) = 1),
-  ranked as (
-    select *, rank() over same as rank, first(artifact) over same as best from newest
-    window same as (partition by task, metric, content, shots, format order by case when lower then -value else value end desc)),
-  behind as (
-    select r.artifact, r.task, r.metric, avg(x.value - y.value) as behind, stddev_samp(x.value - y.value) / sqrt(count(*)) as error
-    from ranked r join scores x on x.artifact = r.artifact and x.name = r.task || '/' || r.metric
-    join scores y on y.artifact = r.best and y.name = x.name and y.id = x.id where not r.lower group by all)
-  select task, metric, rank, model, value, low, high, b.behind, b.error, calibration_error, contaminated,
-    clean, n, shots, format, version, seed, seconds, model_key, artifact
-  from ranked left join behind b using (artifact, task, metric) order by task, metric, content, shots, format, rank, model""",
-        "models by task and metric, best first; `behind`: mean difference from the best on the same questions, `error` its standard error",
-    ),
-    "forecasts": (
-        ("artifacts", "lineage", "metrics"),
-        # A training run belongs to a forecast if it took the size as an input; or if it read the ladder's tokens, and the logarithms of its
-        # FLOPs and tokens differ by less than 0.1.
-        """with numbers as (pivot (select artifact, name, value from metrics where stage in ('choose_size', 'pretrain'))
-    on name in ('predicted_loss', 'predicted_loss_low', 'predicted_loss_high', 'flops', 'tokens', 'trained_tokens', 'validation_loss',
-      'measured_loss')
-    using first(value) group by artifact),
-  sized as (
-    select a.created_at, n.*, (
-      select any_value(t.data_digest) from lineage l join lineage p on p.artifact = l.input and p.name = 'ladders'
-      join lineage t on t.artifact = p.input and t.name = 'tokens' where l.artifact = a.artifact and l.name = 'law') as read
-    from artifacts a join numbers n using (artifact) where a.stage = 'choose_size'),
-  trained as (
-    select n.*, t.data_digest as read, s.input as size from artifacts a join numbers n using (artifact)
-    join lineage t on t.artifact = a.artifact and t.name = 'tokens' left join lineage s on s.artifact = a.artifact and s.name = 'size'
-    where a.stage = 'pretrain')
-  select s.artifact as forecast, s.predicted_loss as predicted, s.predicted_loss_low as low, s.predicted_loss_high as high, s.flops,
-    s.tokens, t.artifact as model, coalesce(t.measured_loss, t.validation_loss) as measured, measured between low and high as inside
-  from sized s left join trained t on t.size = s.artifact
-    or (t.read = s.read and abs(ln(t.flops / s.flops)) < 0.1 and abs(ln(t.trained_tokens / s.tokens)) < 0.1)
-  order by s.created_at, s.artifact, t.artifact""",
-        "each forecast of a loss beside that of the model which was trained in its size, if any; `inside`: it lies in the 95 % interval",
-    ),
-}
+def _query(name: str) -> tuple[tuple[str, ...], str, str]:
+    """Return a file of the folder `sql`: the views and macros that it needs, the SQL, and what it shows."""
+    shows, needs, text = (Path(__file__).with_name("sql") / f"{name}.sql").read_text(encoding="utf-8").split("\n", 2)
+    return tuple(needs.removeprefix("-- needs: ").split(", ")), text.strip(), shows.removeprefix("-- ")
+
+
+DERIVED = {name: _query(name) for name in ("leaderboard", "forecasts")}
 """View → (tables that it needs, its query, what it shows)."""
-MACROS = {
-    "key_of()": (
-        ("artifacts", "aliases"),
-        # A whole key stays as it is: DuckDB folds it to a constant, and then skips the files of other artifacts.
-        """key_of(name) as (
-  case when regexp_full_match(name, '[0-9a-f]{64}') then name else (
-    select case when count(*) = 1 then first(artifact) else error(name || ': fits ' || count(*) || ' artifacts') end from (
-      select artifact from aliases where name in (alias, project || '/' || split_part(alias, '/', -1))
-      union (select artifact from artifacts where name = 'stage:' || stage order by created_at desc, artifact desc limit 1)
-      union select artifact from artifacts
-      where starts_with(artifact, split_part(name, '/', -1)) and (not contains(name, '/') or kind = split_part(name, '/', 1)))) end)""",
-        "the key of the artifact that a name means: an alias, `kind/prefix`, first digits of a key, or `stage:NAME`, the newest of a stage",
-    ),
-    "upstream()": (
-        ("key_of()", "artifacts", "lineage"),
-        """upstream(name) as table
-  with recursive up(artifact, depth) as (
-    select key_of(name), 0 union select l.input, depth + 1 from up join lineage l using (artifact) where l.kind != 'external')
-  select artifact, min(depth) as depth, any_value(kind) as kind, any_value(stage) as stage, any_value(rows) as rows
-  from up left join artifacts using (artifact) group by artifact order by depth, artifact""",
-        "the artifact and all that it was made from, with the steps in between",
-    ),
-    "lineage()": (
-        ("upstream()", "lineage"),
-        """lineage(name) as table
-  select u.depth, u.stage, l.name, l.kind, u.artifact, l.input from upstream(name) u join lineage l using (artifact)
-  order by u.depth, u.artifact, l.name, l.input""",
-        "every input of the artifact and of all that it was made from, back to the files from outside",
-    ),
-    "diff()": (
-        ("key_of()", "documents"),
-        """diff(before, after) as table
-  select coalesce(a.id, b.id) as id,
-    case when b.id is null then 'only before' when a.id is null then 'only after' else 'changed' end as what,
-    coalesce(a.url, b.url) as url, a.text as text_before, b.text as text_after
-  from (select * from documents where artifact = key_of(before)) a
-  full join (select * from documents where artifact = key_of(after)) b using (id)
-  where a.id is null or b.id is null or a.text != b.text""",
-        "the documents that only one of two artifacts has, and those whose text differs",
-    ),
-    "fate()": (
-        ("artifacts", "addresses", "pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture"),
-        """fate(document) as table
-  with ids as materialized (
-    select id from addresses where id >= document and id < document || 'g' union select id from addresses where url = document),
-  found as (
-    select artifact, id, 'page' as what, url as detail from pages where id in (from ids)
-    union all select artifact, id, 'kept', length(text) || ' characters' from documents where id in (from ids)
-    union all select artifact, id, 'scored', json_merge_patch('{}', to_json(s), '{"artifact": null, "id": null}')::varchar
-      from signals s where id in (from ids)
-    union all select artifact, id, 'dropped', concat(rule, ': ', value, ' against ', threshold, ' ', detail)
-      from dropped where id in (from ids)
-    union all select artifact, id, 'duplicate', concat(method, ', ', similarity, ', of ', kept_id) from duplicates where id in (from ids)
-    union all select artifact, id, 'line removed', concat(rule, ': ', text) from removed_lines where id in (from ids)
-    union all select artifact, id, 'mixed', concat(split, ', ', category, ', read ', repeats, ' times') from mixture where id in (from ids))
-  select a.stage, f.what, f.detail, f.artifact, f.id from found f left join artifacts a using (artifact)
-  order by a.created_at, f.artifact""",
-        "what became of a document, named by its id, the first digits of it, or its address: a row for each stage that has it",
-    ),
-}
+MACROS = {f"{name}()": _query(name) for name in ("key_of", "upstream", "lineage", "diff", "fate")}
 """Macro → (views and macros that it needs, its definition after `create macro`, what it returns)."""
 
 
