@@ -114,13 +114,21 @@ class _Broken(Exception):
     """An error for a JSON value that is invalid, truncated or too long. Its arguments are the rule and a message."""
 
 
+class _Text(str):
+    """Text without a count of lines: json's errors count them from the start of the text, which takes long in a large buffer."""
+
+    def count(self, *place: object) -> int:
+        return 0
+
+
 class _Values:
     """A reader of JSON values with a buffer of text. `_at`: position in the buffer; `line`: line number of this position."""
 
     def __init__(self, source: io.BufferedReader) -> None:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._raw_decode = json.JSONDecoder(object_pairs_hook=self._fields).raw_decode
-        self._text, self._at, self._ended = "", 0, False
+        self._text, self._at, self._ended = _Text(), 0, False
+        self._end_of_text = 0  # length of `_text` without the white space at its end
         self._passed, self._line_start = 0, 0  # characters of the file before `_text`, and before the line of `_at`
         self.line, self.damage, self.repeated = 1, "", ""
 
@@ -146,7 +154,7 @@ class _Values:
                 value, end = self._raw_decode(self._text, self._at)
             except json.JSONDecodeError as failure:
                 error, end = failure, failure.pos
-                left = len(self._text.rstrip()) - end
+                left = self._end_of_text - end
                 more = failure.msg.startswith("Unterminated string") or left < (1 if self._ended else LONGEST_TOKEN)
             except (ValueError, RecursionError) as failure:
                 raise _Broken("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}") from failure
@@ -179,7 +187,7 @@ class _Values:
         return fields
 
     def _go(self, at: int) -> None:
-        self.line += self._text.count("\n", self._at, at)
+        self.line += str.count(self._text, "\n", self._at, at)
         if (last := self._text.rfind("\n", self._at, at)) >= 0:
             self._line_start = self._passed + last + 1
         self._at = at
@@ -187,12 +195,12 @@ class _Values:
     def _place(self, at: int) -> str:
         last = self._text.rfind("\n", self._at, at)
         start = self._passed + last + 1 if last >= 0 else self._line_start
-        return f"line {self.line + self._text.count(chr(10), self._at, at)}, column {self._passed + at - start + 1}"
+        return f"line {self.line + str.count(self._text, chr(10), self._at, at)}, column {self._passed + at - start + 1}"
 
     def _read_on(self) -> None:
         """Drop consumed text and at least double the rest by reading, so that a long value is scanned only a few times."""
         self._passed += self._at
-        pieces, size, self._text, self._at = [self._text[self._at :]], 0, "", 0
+        pieces, size, self._text, self._at = [self._text[self._at :]], 0, _Text(), 0
         least = max(CHUNK_CHARACTERS, len(pieces[0]))
         while size < least and not self._ended:
             try:
@@ -202,7 +210,8 @@ class _Values:
             self._ended = not data
             pieces.append(self._decode(data, self._ended))
             size += len(pieces[-1])
-        self._text = "".join(pieces)
+        self._text = _Text("".join(pieces))
+        self._end_of_text = len(self._text.rstrip())
 
 
 def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
