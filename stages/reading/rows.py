@@ -23,6 +23,9 @@ BLANK = re.compile(r"[\s\ufeff]*")
 BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # escaped first bytes of UTF-16, which never occur in UTF-8
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
 BROKEN_RECORDS = 10  # a broken record counts as this many: a line of brackets costs as much time as many records
+REPEATED_CHARACTERS = 4  # this many characters that are decoded again, from a later line, count as a record
+DEPTH = 500  # levels of a value nested too deeply for the decoder that are passed over at once; the decoder reads more
+NESTING = re.compile(r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+|[\[{]|[\]}]|(?<![0-9])[0-9]{4301,}')  # Python reads 4300 digits
 LONGEST_TOKEN = 16  # maximum characters of a number, name or escape after the place where the decoder stops
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset"}
 COLUMNAR = ("parquet", "dataset", "hub")  # formats in which every row has every field; absent values are null
@@ -111,7 +114,10 @@ def _object(number: int, value: Any) -> Row | Fault:
 
 
 class _Broken(Exception):
-    """An error for a JSON value that is invalid, truncated or too long. Its arguments are the rule and a message."""
+    """An error for a JSON value that is invalid, truncated or too long.
+
+    Its arguments are the rule, a message, and the number of characters that were decoded for an earlier broken value, too.
+    """
 
 
 class _Text(str):
@@ -128,6 +134,7 @@ class _Values:
         self._source, self._decode = source, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._raw_decode = json.JSONDecoder(object_pairs_hook=self._fields).raw_decode
         self._text, self._at, self._ended = _Text(), 0, False
+        self._decoded = 0  # characters of the file up to the last one that was decoded for a broken value
         self._end_of_text = 0  # length of `_text` without the white space at its end
         self._passed, self._line_start = 0, 0  # characters of the file before `_text`, and before the line of `_at`
         self.line, self.damage, self.repeated = 1, "", ""
@@ -157,28 +164,43 @@ class _Values:
                 left = self._end_of_text - end
                 more = failure.msg.startswith("Unterminated string") or left < (1 if self._ended else LONGEST_TOKEN)
             except (ValueError, RecursionError) as failure:
-                raise _Broken("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}") from failure
+                broken = self._broken("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}", end := self._limit())
+                self._go(end)  # the lines before it are as wrong
+                raise broken from failure
             else:
                 more = end == len(self._text)  # a number may go on
             if more and not self._ended and len(self._text) - self._at <= most:
                 self._read_on()
             elif (len(self._text) if more else end) - self._at > most:
-                raise _Broken("row_too_large", f"is longer than {most} bytes")
+                raise self._broken("row_too_large", f"is longer than {most} bytes", len(self._text))
             elif error is None:
                 self._go(end)
                 return value
             else:
                 rule = "truncated_file" if more and self._ended else "invalid_json"
-                raise _Broken(rule, f"is no JSON: {error.msg}, at {self._place(end)}") from error  # type: ignore[attr-defined]
+                raise self._broken(rule, f"is no JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
 
-    def skip(self) -> int:
-        """Skip to the next line that begins with { or [, or to the end of the file; return the number of skipped lines."""
-        before = self.line
+    def _broken(self, rule: str, message: str, end: int) -> _Broken:
+        """Return an error for the value at `_at`, which was decoded up to `end`."""
+        start, end = self._passed + self._at, self._passed + end
+        again, self._decoded = min(end, self._decoded) - start, max(end, self._decoded)
+        return _Broken(rule, message, max(0, again))
+
+    def _limit(self) -> int:
+        """Return a place in the value at `_at` that is nested `DEPTH` deep or holds too long an integer; `_at` if there is none."""
+        depth = 0
+        for token in NESTING.finditer(self._text, self._at):
+            depth += (token[0] in "[{") - (token[0] in "]}")
+            if depth == DEPTH or token[0].isdigit():
+                return token.start()
+        return self._at
+
+    def skip(self) -> None:
+        """Skip to the next line that begins with { or [, or to the end of the file."""
         while (start := LINE_OF_VALUE.search(self._text, self._at)) is None and not self._ended:
             self._go(max(self._at, len(self._text) - 1))
             self._read_on()
         self._go(start.end() if start else len(self._text))
-        return self.line - before
 
     def _fields(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -234,14 +256,15 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
         if head == ",":
             values.go()
             continue
-        number = number + 1 if arrays else max(number + 1, values.line)
+        number, line = number + 1 if arrays else max(number + 1, values.line), values.line
         try:
             value = values.next(max_row_bytes)
             twice = Fault(number, values.repeated, "repeated_name", "is there more than once") if values.repeated else None
             yield twice or _object(number, value)
         except _Broken as error:
-            unpacking.add(0, records=BROKEN_RECORDS)
-            lines, whole = values.skip(), False
+            unpacking.add(0, records=BROKEN_RECORDS + error.args[2] // REPEATED_CHARACTERS)
+            values.skip()
+            lines, whole = values.line - line, False
             at_end = not values.head()
             if at_end and values.damage:
                 number -= 1  # the fault of the damaged file, below, reports this record

@@ -94,11 +94,11 @@ def test_pages_are_read_within_the_same_bounds(name: str) -> None:
 
 @pytest.mark.parametrize("broken", ["[\n", "{\n"])
 def test_lines_of_brackets_count_as_many_records(broken: str) -> None:
-    """Each costs as much time as some rows do; as many lines of rows are read."""
+    """Each costs as much time as some rows do, or is decoded with lines before it; as many lines of rows are read."""
     lines, name = 3000, "x.json.zst"
     data = zstandard.compress(broken.encode() * lines)
     assert sum(1 for _ in read_rows(io.BytesIO(zstandard.compress(b"{}\n" * lines)), name, "json", 1 << 20)) == lines
-    with pytest.raises(PunaError, match=rf"x\.json\.zst: its {len(data):,} bytes unpack to 4,19[\d,]+ and more"):
+    with pytest.raises(PunaError, match=rf"x\.json\.zst: its {len(data):,} bytes unpack to 4,(19|20)[\d,]+ and more"):
         list(read_rows(io.BytesIO(data), name, "json", 1 << 20))
 
 
