@@ -93,10 +93,11 @@ def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
         kinds, at = ([data[at] >> 4, data[at] & 15], at + 1) if count else ([], at)
     else:
         raise ValueError(f"a page's header has the type {kind}")
-    if count > len(data):
+    if count > len(data) - at:  # a value has one byte at least
         raise IndexError(count)
-    for one in kinds * count:
-        at = at + 1 if one in (1, 2) else _skipped(data, at, one, depth + 1)
+    for _ in range(count):
+        for one in kinds:
+            at = at + 1 if one in (1, 2) else _skipped(data, at, one, depth + 1)
     return at
 
 

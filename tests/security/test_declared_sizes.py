@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from puna.stages.reading import files
-from puna.stages.reading.declared import page_bytes, stream_bytes
+from puna.stages.reading.declared import DEPTH, _sizes, page_bytes, stream_bytes
 from puna.stages.reading.readers import Columns, read_arrow, read_parquet
 from puna.stages.reading.rows import read_rows
 from puna.storage import PunaError
@@ -146,3 +147,17 @@ def test_numbers_of_a_page_are_cut_to_their_bits_as_arrow_cuts_them() -> None:
     for first in (plain, wide):
         column = SimpleNamespace(data_page_offset=0, has_dictionary_page=False, total_compressed_size=len(first + plain))
         assert page_bytes(io.BytesIO(first + plain), column) == len(first + plain) + 2 * (7 - 3)
+
+
+def test_nested_maps_of_a_header_take_no_memory_per_value_and_level() -> None:
+    """Each map declares more maps than the header's rest holds, or half as many as it has bytes; a small one stands before the sizes."""
+    size = 1 << 19
+    tracemalloc.start()
+    for count in (size, size // 2):
+        with pytest.raises(IndexError):
+            _sizes(b"\x1b" + (varint(count) + b"\xbb") * (DEPTH - 1) + b"\0" * size)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * size
+    head = b"\x1b\x02\xbb" + b"\x01\xb5\0\x0e" + b"\0" * 3 + b"\x15\x0e\x15\x06\0"
+    assert _sizes(head) == (len(head) + 3, len(head) + 7)
