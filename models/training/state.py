@@ -229,7 +229,7 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, di
             if checksums[TENSORS] == checksum(tensors):
                 return load(tensors), json.loads(text)
         except DAMAGE as error:
-            _raise_if_disk(error)
+            raise_if_disk(error)
         warnings.warn(f"{path}: the state of the training is damaged and removed; an older state is read if there is one", stacklevel=2)
         shutil.rmtree(path)
     return None
@@ -242,11 +242,11 @@ def load_record(folder: Path) -> dict[str, Any] | None:
             record: dict[str, Any] = json.loads(read_record(path)[0])
             return record
         except DAMAGE as error:
-            _raise_if_disk(error)
+            raise_if_disk(error)
     return None
 
 
-def _raise_if_disk(error: Exception) -> None:
+def raise_if_disk(error: Exception) -> None:
     """Raise an error of a disk that does not answer now: the checkpoint it holds may be sound."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         raise error

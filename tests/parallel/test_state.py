@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from puna.models.training.loop import fingerprint
+from puna.models.training.parallel.boxes import load
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.parallel import parallel
 
@@ -100,6 +101,14 @@ def test_damage_is_an_error_on_all_ranks(ranks: Run, tmp_path: Path):
     file.write_bytes(bytes(data))
     with pytest.raises(RuntimeError, match="the state of the training is damaged"):
         ranks("restored", 2, layout={"shard": 2}, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"record": "{}", "checksums": 3}', '{"record": "{}", "checksums": {}}'])
+def test_a_damaged_record_is_that_error_too(tmp_path: Path, text: str):
+    (tmp_path / "step-000000003").mkdir()
+    (tmp_path / "step-000000003" / "state.json").write_text(text)
+    with pytest.raises(ValueError, match=r"step-000000003: the state of the training is damaged; remove the folder to begin anew"):
+        load(tmp_path, {}, {}, None)  # type: ignore[arg-type]  (the record is read before the ranks exchange anything)
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}], ids=str)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from puna.models.training.boxes import names, read
-from puna.models.training.state import RECORD, checksum, file_checksum, flush, newest_first, publish, read_record
+from puna.models.training.state import DAMAGE, RECORD, checksum, file_checksum, flush, newest_first, publish, raise_if_disk, read_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,14 +66,19 @@ def load(
     paths = newest_first(folder)
     if not paths:
         return None
-    text, checksums = read_record(paths[0])
-    record = json.loads(text)
+    damage = f"{paths[0]}: the state of the training is damaged; remove the folder to begin anew"
+    try:
+        text, checksums = read_record(paths[0])
+        record = json.loads(text)
+    except DAMAGE as error:
+        raise_if_disk(error)
+        raise ValueError(damage) from error
     damaged = torch.zeros(1)
     files = sorted(checksums.keys() - {RECORD}, key=lambda name: (len(name), name))  # in the same layout, a rank checks what it reads
     for name in files[mesh.index :: mesh.layout.processes]:
         damaged += file_checksum(paths[0] / name) != checksums[name]
     if float(mesh.add_everywhere(damaged)):
-        raise ValueError(f"{paths[0]}: the state of the training is damaged; remove the folder to begin anew")
+        raise ValueError(damage)
     index = record.pop("index", None)
     there = names(paths[0], index)
     own_pieces = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
