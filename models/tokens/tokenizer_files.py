@@ -112,9 +112,15 @@ def _added_tokens(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
 
 def _stop_ids(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        ids = _json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return [int(id_) for id_ in (ids if isinstance(ids, list) else [ids])]
+        given = _json(folder / name).get("eos_token_id")
+        if given is not None:
+            try:
+                ids = [int(id_) for id_ in (given if isinstance(given, list) else [given])]
+            except (ValueError, TypeError, OverflowError):
+                ids = [-1]
+            if not all(0 <= id_ < TOKENS for id_ in ids):
+                raise TokenizerError(f"{folder / name}: eos_token_id is {given!r}, not a token's id or a list of such ids")
+            return ids
     return []
 
 
@@ -141,7 +147,11 @@ def _generation(folder: Path) -> dict[str, Any]:
 def _template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template, or several by name, or None. Template files take precedence over tokenizer_config.json."""
     template = config.get("chat_template")
-    templates = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
+    entries = template if isinstance(template, list) else []
+    for entry in entries:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(part), str) for part in ("name", "template")):
+            raise TokenizerError(f"{folder / 'tokenizer_config.json'}: an entry of chat_template needs a name and a template, both text")
+    templates = {entry["name"]: entry["template"] for entry in entries}
     if isinstance(template, str):
         templates["default"] = template
     if isinstance(text := _json(folder / "chat_template.json").get("chat_template"), str):

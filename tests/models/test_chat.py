@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,25 @@ def test_templates_by_name(tmp_path: Path):
     assert again.decode(again.chat([], tools=[{"name": "x"}])) == '[{"name": "x"}]'
     (tmp_path / "chat_template.jinja").write_text("{{ 'a file counts' }}")
     assert Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).chat(say("Q"))) == "a file counts"
+
+
+@pytest.mark.parametrize("ids", ["</s>", [1, None], {"id": 1}, -1, [1 << 40], float("inf")])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_wrong_id_of_the_end_is_named_with_its_file(tmp_path: Path, name: str, ids: object):
+    family("llama3").save(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(TokenizerError, match=rf"{name}: eos_token_id is .*, not a token's id or a list of such ids"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("entry", ["default", {"name": "default"}, {"template": "x"}, {"name": ["default"], "template": "x"}, {"name": "a", "template": 1}])
+def test_an_entry_of_a_template_s_list_without_name_or_text_is_named_with_its_file(tmp_path: Path, entry: object):
+    family("llama3").save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": [{"name": "b", "template": "y"}, entry]}))
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: an entry of chat_template needs a name and a template"):
+        Tokenizer.load(tmp_path)
 
 
 def test_packed_documents_begin_with_what_the_tokenizer_has() -> None:
