@@ -36,10 +36,10 @@ def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequenc
 
 def average_checkpoints(folders: Sequence[Path], target: Path, weights: Sequence[float] | None = None) -> None:
     """Write the `average` of Hugging Face model folders, one `model.safetensors` each, to `target`, with the first folder's configuration
-    and tokenizer. Raise ValueError if configurations (apart from `torch_dtype`), or tensor names or shapes, differ."""
+    and tokenizer. Raise ValueError if configurations (apart from their dtype), or tensor names or shapes, differ."""
     shares = _shares(len(folders), weights)
     shapes = [json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) for folder in folders]
-    formats = {str(shape.pop("torch_dtype", None)) for shape in shapes}
+    formats = {str(shape.pop("dtype", shape.pop("torch_dtype", None))) for shape in shapes}  # newer files name it dtype
     first, target = Path(folders[0]), Path(target)
     for folder, shape in zip(folders, shapes, strict=True):
         if shape != shapes[0]:

@@ -64,6 +64,23 @@ def test_checkpoints_of_two_formats_have_their_mean_in_the_wider_one(tmp_path: P
             assert torch.equal(got[name], ((value.double() + one.state_dict()[name].double()) / 2).float())
 
 
+def test_configurations_may_differ_in_either_name_of_the_dtype(tmp_path: Path):
+    """Newer releases of transformers write `dtype` where older ones write `torch_dtype`."""
+    names = {"new": "dtype", "newer": "dtype", "old": "torch_dtype"}
+    for seed, (folder, key) in enumerate(names.items()):
+        save(model(seed).bfloat16() if folder == "newer" else model(seed), tmp_path / folder)
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        config[key] = config.pop("torch_dtype")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    for other in ("newer", "old"):
+        average_checkpoints([tmp_path / "new", tmp_path / other], tmp_path / f"mean-{other}")
+        config = json.loads((tmp_path / f"mean-{other}" / "config.json").read_text())
+        assert {config[key] for key in ("dtype", "torch_dtype") if key in config} == {"float32"}
+        expected = average([load(tmp_path / folder, dtype=None) for folder in ("new", other)])
+        got = load(tmp_path / f"mean-{other}", dtype=None).state_dict()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
 def test_average_checkpoints(tmp_path: Path):
     models = [model(0), model(1), model(2)]
     folders = [tmp_path / str(i) for i in range(3)]
