@@ -43,7 +43,7 @@ class OptimizerSettings(Settings):
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global norm to which the gradient is clipped; null: no clipping")
     spike_window: int = Field(
-        0, ge=0, le=10_000, description="Number of accepted steps to compare a step with, at least 8; 0: no detection. Unused by PPO, GRPO"
+        0, ge=0, le=10_000, description="Number of accepted steps to compare a step with, at least 8; 0: no detection, as in PPO and GRPO"
     )
     spike_limit: float = Field(
         10.0, gt=0, description="A loss or gradient norm this many robust standard deviations above the window's median is a spike"
@@ -318,6 +318,9 @@ class RolloutSettings(Settings):
             raise ValueError(f"generate {self.generate} is no number of groups of generate_tensor {self.generate_tensor} processes")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
+        for name in ("spike_window", "spike_limit", "max_skipped"):
+            if (value := getattr(self.optimizer, name)) != OptimizerSettings.model_fields[name].default:
+                raise ValueError(f"optimizer.{name} {value} has no effect: rollouts have no spike detection, and stop when two are skipped")
         self.training(self.schedule.learning_rate)
         return self
 

@@ -294,6 +294,14 @@ def test_losses_that_exclude_each_other_are_refused(wrong: dict, message: str):
         GrpoSettings(**wrong)
 
 
+@pytest.mark.parametrize(("name", "value"), [("spike_window", 8), ("spike_limit", 3.0), ("max_skipped", 2)])
+def test_settings_of_skipped_steps_that_rollouts_do_not_have_are_refused(name: str, value: float):
+    for kind in (PpoSettings, GrpoSettings):
+        with pytest.raises(ValueError, match=rf"optimizer\.{name} {value} has no effect: rollouts have no spike detection"):
+            kind(optimizer={name: value})
+        assert kind(optimizer={"max_skipped": 5, "spike_window": 0}).optimizer.spike_limit == 10
+
+
 @pytest.mark.parametrize("who", ["policy", "critic"])
 def test_a_model_that_computed_in_bf16_gets_its_fp32_weights_back(who: str):
     config = settings(precision="bf16", activation_checkpointing=True)
