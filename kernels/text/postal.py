@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 
 from puna.kernels.text.search import Words
 
-GAP = r"(?:[ \t]*[,·|][ \t]*\n?[ \t]*|[ \t]*\n(?:[ \t]*\n)?[ \t]*|[ \t]+[-–][ \t]+|[ \t]+)"
+# No pattern goes on with a blank or an end of line after a gap, so a gap is matched one way only (`(?>`, and `+` after a name in a town):
+# otherwise a long row of blanks or hyphens could be cut into gaps or names in millions of ways.
+GAP = r"(?>[ \t]*[,·|][ \t]*\n?[ \t]*|[ \t]*\n(?:[ \t]*\n)?[ \t]*|[ \t]+[-–][ \t]+|[ \t]+)"
 NAME = r"[A-ZÀ-ÖØ-Þ][\w'’.-]{0,30}"
 SMALL = r"(?:de la|de|la|le|les|sur|am|an|der|im|of|upon|del|los|di|den)"
-CITY = rf"{NAME}(?:[ -](?:{SMALL}[ -])?{NAME}){{0,3}}"
+CITY = rf"{NAME}+(?:[ -](?:{SMALL}[ -])?{NAME}+){{0,3}}"
 NUMBER = r"\d{1,5}(?: ?[A-Za-z]\b)?(?:[-/]\d{1,4}[a-z]?)?"
 UNIT = r"(?:(?:Apt|Apartment|Suite|Ste|Unit|Floor|Fl|Room|Rm|Bldg|Building|Dept)\b\.? ?#?\w{1,6}|#\d{1,5}|\d{1,2}(?:st|nd|rd|th) [Ff]loor)"
 
@@ -37,8 +39,9 @@ GERMANIC_ENDS = (
 )  # fmt: skip
 GERMANIC_STARTS = ("Am", "An der", "Im", "Auf der", "Unter den")
 GERMANIC_END = "|".join(f"[{end[0].upper()}{end[0]}]{re.escape(end[1:])}" for end in GERMANIC_ENDS)
+GERMANIC_NAME = r"[A-ZÀ-ÖØ-Þ][\w'’.-]{0,62}"
 GERMANIC = re.compile(
-    rf"(?:(?:{NAME}[ -]){{0,2}}(?:{NAME})?(?:{GERMANIC_END})|(?:{'|'.join(GERMANIC_STARTS)}) {NAME}(?: {NAME})?)"
+    rf"(?:(?:{GERMANIC_NAME} ){{0,2}}(?:{GERMANIC_NAME})?(?:{GERMANIC_END})|(?:{'|'.join(GERMANIC_STARTS)}) {NAME}(?: {NAME})?)"
     r" \d{1,4}(?: ?[a-zA-Z]\b)?(?:[-/]\d{1,4})?(?!\w)"
 )
 # 12 bis, rue de la Paix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -315,6 +316,22 @@ def test_streets_that_repeat_are_looked_around_once():
     personal._has_contact.cache_clear()
     assert not list(FINDERS["address"]("".join(f"{number} Main Street\n" for number in range(10, 1000))))
     assert personal._has_contact.cache_info().misses == 0  # nothing there says how to reach anybody
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12 Main Street," + " " * 20_000,  # blanks shared out around a comma
+        "12 Main Street," + " \t" * 10_000 + "\n" + "\t " * 10_000,
+        f"12 Main Street, {'A-' * 29}a, {'B-' * 29}b, {'C-' * 29}c, ",  # hyphens within a name or between two
+        f"Am {'A-' * 28}a 1x\n{'A-' * 28}weg 1_x\n" * 2_500,
+    ],
+    ids=["blanks", "lines", "towns", "streets"],
+)
+def test_blanks_and_hyphens_beside_a_street_are_cut_in_one_way(text):
+    started = time.process_time()
+    assert find(text, ("address",)) == []
+    assert time.process_time() - started < 5  # less than a second; in all ways, from 40 seconds to years
 
 
 def test_a_text_too_long_to_be_searched_is_dropped(tmp_path, make_documents):
