@@ -37,9 +37,13 @@ EMAIL = re.compile(
     r"(?<![\w.%+-])(?:(?:\w[\w.%+-]{0,40}[._+-])?[oO]'(?=[A-Za-z]))?\w[\w.%+-]{0,63}@"
     r"(?:[\w](?:[\w-]{0,61}\w)?\.){1,6}[^\W\d_]{2,24}(?![\w@-]|\.\w)"
 )
+# A dot before a blank and a capital ends a sentence.
 HIDDEN_EMAIL = re.compile(
-    r"(?<![\w.%+-])\w[\w.%+-]{0,63} ?[\[({]at[\])}] ?(?:\w[\w-]{0,62} ?(?:\.|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12}(?![\w-])", re.IGNORECASE
+    r"(?<![\w.%+-])(\w[\w.%+-]{0,63}) ?[\[({]at[\])}] ?"
+    r"((?:\w[\w-]{0,62} ?(?:\.(?! (?-i:[A-Z]))|[\[({]dot[\])}]) ?){1,4}[a-z]{2,12})(?![\w-])",
+    re.IGNORECASE,
 )
+HIDDEN_DOT = re.compile(r"[\[({]dot[\])}]")
 BEFORE, AFTER = 112, 448  # characters before and after an @ that are searched for an address
 NOT_MAIL = frozenset(
     ("png", "jpg", "jpeg", "gif", "svg", "webp", "css", "js", "py", "html", "htm", "json", "xml", "map", "txt", "local", "localhost",
@@ -51,18 +55,22 @@ EXAMPLE = re.compile(r"(?:^|\.)example\.(?:com|org|net|edu)$")
 
 
 def emails(text: str, seen: int = EVERY) -> Iterator[Span]:
-    """Yield spans of e-mail addresses with @ (not example.com, x@2.png, git@…, ://x@host and so on), then of hidden ones: a [at] b.org."""
+    """Yield spans of e-mail addresses with @, then of hidden ones: a [at] b.org. Skip example.com, x@2.png, git@…, ://x@host and so on."""
     if seen & Hint.AT:
         for match in _around("@", EMAIL, text):
             local, _, domain = match[0].lower().rpartition("@")
-            if domain.rpartition(".")[2] in NOT_MAIL or EXAMPLE.search(domain) or local in NO_PERSON:
-                continue
-            if USER_OF_LINK.search(text, max(0, match.start() - 80), match.start()):
+            if not _of_person(local, domain) or USER_OF_LINK.search(text, max(0, match.start() - 80), match.start()):
                 continue
             yield Span(match.start(), match.end(), "email")
     if seen & Hint.HIDDEN_AT:
         for match in HIDDEN_EMAIL.finditer(text):
-            yield Span(match.start(), match.end(), "email")
+            local, domain = match[1].lower(), HIDDEN_DOT.sub(".", match[2].lower().replace(" ", ""))
+            if _of_person(local, domain):
+                yield Span(match.start(), match.end(), "email")
+
+
+def _of_person(local: str, domain: str) -> bool:
+    return domain.rpartition(".")[2] not in NOT_MAIL and not EXAMPLE.search(domain) and local not in NO_PERSON
 
 
 def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:

@@ -38,6 +38,7 @@ def clean(text, entities=ALL):
         ("(jürgen.müller@bücher.de)", "(<EMAIL>)"),
         ("jane [at] company [dot] com", "<EMAIL>"),
         ("E-Mail: info(at)verlag.de, Fax", "E-Mail: <EMAIL>, Fax"),
+        ("a [at] example.company.com. Then b (at) company . com or c [at] company. com", "<EMAIL>. Then <EMAIL> or <EMAIL>"),
         ("Address(u'jane@yahoo.com')", "Address(u'<EMAIL>')"),
         ("https://a.net/x?to=jane@company.com&n=1 ftp://a.net/~jane@company.com", "https://a.net/x?to=<EMAIL>&n=1 ftp://a.net/~<EMAIL>"),
         ("Call +1 (415) 867-5309 now", "Call <PHONE> now"),
@@ -69,6 +70,8 @@ def test_masked(text, expected):
     "text",
     [
         "user@example.com and me@mail.example.org",  # reserved for documentation
+        "user [at] example.com. Then me (at) mail [dot] example [dot] org, or you {AT} Example.NET",
+        "logo [at] 2x.png, someone (at) my.localhost, git [at] github.com",
         "git@github.com:puna/puna.git",
         "postgresql://scott:tiger@db.host.com/test",
         "logo@2x.png", "@pytest.mark.slow", "a @ b", "someone@localhost", "x@y",
