@@ -107,12 +107,15 @@ def _cut(documents: pa.Table, repeated: pa.Table, config: SubstringDedupConfig) 
         removed = np.cumsum(covered)[:-1] > 0
         edges = np.flatnonzero(np.diff(removed.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
         raw = data[offsets[d] : offsets[d + 1]].tobytes()
-        pieces, last = [], 0
+        pieces, last, character = [], 0, 0  # `character`: number of characters in raw[:last]
         for start, stop in edges.tolist():
             low, high = (int(v - offsets[d]) for v in (begins[words[d] + start], ends[words[d] + stop - 1]))
             pieces.append(raw[last:low])
+            character += len(pieces[-1].decode())
+            passage = raw[low:high].decode()
             keeper = repeated["kept_id"][low_row + int(np.searchsorted(gone, start))].as_py()
-            spans.append({"id": ids[at], "start": len(raw[:low].decode()), "text": raw[low:high].decode(), "kept_id": keeper})
+            spans.append({"id": ids[at], "start": character, "text": passage, "kept_id": keeper})
+            character += len(passage)
             last = high
         texts[at] = b"".join([*pieces, raw[last:]]).decode().strip()
         left = int((~removed).sum())
