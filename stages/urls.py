@@ -15,6 +15,7 @@ TRACKING = re.compile(
 SESSION = re.compile(r";(?:jsessionid|phpsessid|sid)=[^/?#]*", re.IGNORECASE)
 INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECASE)
 ESCAPE = re.compile(r"%[0-9a-fA-F]{2}")
+LONGEST_HOST = 253  # maximum number of bytes of a name in the DNS (RFC 1035); such a name has at most 127 labels
 UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
 
@@ -28,9 +29,9 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address | None:
-    """Return the parts of `url` after WHATWG parsing; None if `url` is not a valid absolute URL."""
+    """Return the parts of `url` after WHATWG parsing; None if `url` is not a valid absolute URL, or its host is too long for the DNS."""
     parsed = _whatwg(url)
-    return parsed and Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip("."), parsed.pathname, parsed.search.lstrip("?"))
+    return parsed and Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip(".").lower(), parsed.pathname, parsed.search.lstrip("?"))
 
 
 def normalized(url: str) -> str:
@@ -57,9 +58,10 @@ def _whatwg(url: str) -> Any:
     import ada_url
 
     try:
-        return ada_url.URL(url)
+        parsed = ada_url.URL(url)
     except ValueError:
         return None
+    return parsed if len(parsed.hostname.rstrip(".")) <= LONGEST_HOST else None
 
 
 def _escapes(text: str) -> str:

@@ -44,7 +44,8 @@ class UrlFilterConfig(StageConfig):
 class Rules(NamedTuple):
     """Rules that drop URLs. Two files list domains and path prefixes: sorted `hashes` uint64[n]; `numbers` uint16[n], indices in `rules`.
 
-    `allowed`: domains and prefixes that no rule drops; `listed`: word → rule; `expressions`: (pattern, rule); `words`: see `adult_words`.
+    `allowed`: domains and prefixes that no rule drops; `listed`: word → rule; `expressions`: (pattern, rule); `words`: see `adult_words`;
+    `longest`: the number of characters of the longest domain or prefix.
     """
 
     hashes: str
@@ -54,6 +55,7 @@ class Rules(NamedTuple):
     listed: dict[str, str]
     expressions: list[tuple[str, str]]
     words: int
+    longest: int
 
 
 class Verdict(NamedTuple):
@@ -87,7 +89,8 @@ def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilte
     _add(allowed, "", config.allowed, "url_filter.allowed")
     files = _save(run.scratch, places)
     expressions = sorted(other["expression"].items())
-    rules = Rules(*files, frozenset(allowed), other["word"], expressions, config.adult_words)
+    longest = max(map(len, [*places, *allowed]), default=0)
+    rules = Rules(*files, frozenset(allowed), other["word"], expressions, config.adult_words, longest)
     run.filter(_filter, documents, rules, columns=["id", "url"])
     run.metric("listed", len(places) + sum(map(len, other.values())))
 
@@ -116,7 +119,7 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
     """Return for each URL the verdict that drops it, or None if no rule does."""
     addresses = [urls.parse(url) for url in written]
-    places = [_places(address) if address is not None and address.host else [] for address in addresses]
+    places = [_places(address, rules.longest) if address is not None and address.host else [] for address in addresses]
     listed = _match_lists(places, rules)
     expressions = [(re.compile(text, re.IGNORECASE), rule) for text, rule in rules.expressions]
     out: list[Verdict | None] = []
@@ -133,15 +136,14 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
     return out
 
 
-def _places(address: urls.Address) -> list[str]:
-    """Return the list entries that would match an address: host and parent domains, folders below each, the page with its query."""
-    result = []
-    for name in urls.names(address.host):
-        folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
-        result += ["/".join([name, *folders[:depth]]) for depth in range(len(folders) + 1)]
-        if address.query:
-            result.append(f"{name}{address.path.rstrip('/')}?{address.query}".lower())
-    return result
+def _places(address: urls.Address, longest: int) -> list[str]:
+    """Return the list entries of at most `longest` characters that would match an address: host and parent domains, folders below each, the
+    page with its query."""
+    folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
+    ends = ["".join(f"/{folder}" for folder in folders[:depth]) for depth in range(len(folders) + 1)]
+    if address.query:
+        ends.append(f"{address.path.rstrip('/')}?{address.query}".lower())
+    return [name + end for name in urls.names(address.host) for end in ends if len(name) + len(end) <= longest]
 
 
 def _match_lists(places: list[list[str]], rules: Rules) -> list[tuple[str, str] | None]:

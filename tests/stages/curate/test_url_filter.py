@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -10,8 +11,8 @@ import pytest
 
 from puna.stages.contract import External, execute
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
-from puna.stages.curate.url_filter import UrlFilterConfig, adult_name, url_filter
-from puna.stages.urls import names
+from puna.stages.curate.url_filter import Rules, UrlFilterConfig, _places, _save, adult_name, judge, url_filter
+from puna.stages.urls import names, normalized, parse
 from puna.storage import PunaError, Store
 
 
@@ -163,3 +164,32 @@ def test_names_end_at_the_registrable_domain():
     assert names("me.blogspot.com") == ["me.blogspot.com", "blogspot.com"]
     assert names("10.0.0.1") == ["10.0.0.1"]
     assert names("localhost") == ["localhost"]
+
+
+def test_a_host_too_long_for_the_dns_is_no_address(tmp_path):
+    longest = "a." * 125 + "com"
+    assert len(longest) == 253
+    expected = {f"http://{longest}/": "", f"http://{longest}./": "", f"http://b{longest}/": "url_invalid", f"http://{'a.' * 20_000}com/": "url_invalid"}
+    assert verdicts(tmp_path, list(expected)) == expected
+    for url, verdict in expected.items():
+        assert (parse(url) is None) == (verdict == "url_invalid") == (normalized(url) == url)
+
+
+def test_places_longer_than_every_entry_are_not_made(tmp_path):
+    entries = {"example.com": "domain", "a.example.com/b": "folder", "example.net/b/c?d=e": "page"}
+    longest = max(map(len, entries))
+    rules = Rules(*_save(tmp_path, entries), frozenset(), {}, [], 0, longest)
+    urls = [
+        "https://a.example.net/B/c?d=e", "https://a.a.a.example.com/b/c/d/e", "https://a.example.org/b", "https://a.a.example.com/?b#c", "FTP://A.example.com/b/c/?d=e",
+        f"https://{'a.' * 120}example.com/{'b' * 60_000}/c/d/e/f/g/h/i/j",
+    ]  # fmt: skip
+    tracemalloc.start()
+    assert [verdict and verdict.rule for verdict in judge(urls, rules)] == ["page", "folder", None, "domain", "folder", "domain"]
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20  # 60 million bytes if all of them are made
+    tracemalloc.stop()
+    for url in urls:
+        every = _places(parse(url), len(url) + 1)
+        assert _places(parse(url), longest) == [place for place in every if len(place) <= longest]
+    assert _places(parse("https://b.a.co.uk/C//d/?E"), 99) == [
+        "b.a.co.uk", "b.a.co.uk/c", "b.a.co.uk/c/d", "b.a.co.uk/c//d?e", "a.co.uk", "a.co.uk/c", "a.co.uk/c/d", "a.co.uk/c//d?e",
+    ]  # fmt: skip
