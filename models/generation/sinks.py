@@ -75,7 +75,7 @@ def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool
     Raise ValueError if the settings conflict or do not suit the model."""
     if window is None:
         if sinks:
-            raise ValueError(f"sinks = {sinks}: without a window the cache drops no tokens; set a window, or leave sinks out")
+            raise ValueError(f"sinks = {sinks}: sinks are kept only with a window; set a window, or leave sinks out")
         return None
     if whole:
         raise ValueError(f"window = {window}: a draft, or log-probs equal to training's (exact), need all tokens; leave one of the two out")

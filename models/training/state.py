@@ -109,7 +109,7 @@ class Saver:
         self._seconds, self._write, self._agree = seconds, write, agree
         self._cost, self._since, self._saved = 0.0, time.monotonic(), False
         self._stop = Stop()
-        self._job: AsyncResult[object] | None = None
+        self._job: tuple[AsyncResult[object], ThreadPool] | None = None
 
     def __enter__(self) -> Saver:
         self._stop.__enter__()
@@ -128,7 +128,7 @@ class Saver:
     def stepped(self, now: bool = False) -> None:
         """Save the state after a step if any rank has a reason: `now`, a waiting signal, or a periodic save that is due."""
         self._saved = False
-        due = time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE) and (self._job is None or self._job.ready())
+        due = time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE) and (self._job is None or self._job[0].ready())
         if self._agree(now or self._stop.asked or due):
             self._save()
 
@@ -154,16 +154,18 @@ class Saver:
         self.wait()
         if callable(job := self._write()):
             pool = ThreadPool(1)
-            self._job = pool.apply_async(job)
+            self._job = pool.apply_async(job), pool
             pool.close()
         self._since, self._saved = time.monotonic(), True
         self._cost = self._since - start
 
     def wait(self) -> None:
         """Wait until the last saved state is on disk; raise the error of the job that writes it."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.get()
+        running, self._job = self._job, None
+        if running is not None:
+            running[0].wait()
+            running[1].join()  # the thread frees the copy of the state; C++ aborts if the interpreter ends meanwhile
+            running[0].get()
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
