@@ -153,7 +153,8 @@ def test_one_write_at_a_time_whose_error_the_next_save_or_the_end_raises() -> No
 
 
 def test_a_signal_waits_for_the_write_and_a_second_one_does_not() -> None:
-    finish, ended = threading.Event(), []
+    """And no thread is left, which would free tensors while the interpreter ends: C++ then aborts."""
+    finish, ended, before = threading.Event(), [], set(threading.enumerate())
 
     def write() -> None:
         finish.wait(30)
@@ -168,6 +169,7 @@ def test_a_signal_waits_for_the_write_and_a_second_one_does_not() -> None:
             threading.Timer(0.05, act).start()
             saver.end_if_asked()
         assert ended == ([] if second else [True])
+        assert second or not [one for one in threading.enumerate() if one not in before and not isinstance(one, threading.Timer)]
     finish.set()
 
 
