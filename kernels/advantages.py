@@ -134,7 +134,7 @@ def advantages(
 
     logprobs, reference [N]: log-probabilities of the sampled tokens under policy and reference, nats; values [N]: the critic's
     values of the states before the tokens; scores [A]; lengths [A] int64, adding up to N. `kl`: penalty per nat; `gamma`: discount;
-    `lam`: GAE's lambda. The score of an answer without tokens is ignored. Raise ValueError for shapes that do not fit.
+    `lam`: GAE's lambda. The score of an answer without tokens is ignored. Raise ValueError for unequal shapes (not for a wrong sum).
     """
     if not logprobs.shape == reference.shape == values.shape or scores.shape != lengths.shape:
         raise ValueError(

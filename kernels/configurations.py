@@ -78,5 +78,5 @@ def place_of(kernel: str, capability: int, width: int = 0, window: bool = False,
 
 @cache
 def configuration(kernel: str, capability: int, width: int = 0, window: bool = False, fp32: bool = False) -> Configuration:
-    """Return a kernel's launch configuration, that of `place_of`. Raise ValueError if no place in the table fits."""
+    """Return a kernel's launch configuration: the one at `place_of` in the table. Raise ValueError if no place fits."""
     return table()[place_of(kernel, capability, width, window, fp32)][0]

@@ -131,7 +131,7 @@ class Manifest:
 
 @lru_cache(maxsize=256)
 def _parse(data: bytes) -> Manifest:
-    """Return the manifest in a JSON text, cached, as a process often asks for the same one. Raise ValueError if the text is not valid."""
+    """Return the manifest in a JSON text, cached. If it is invalid, raise ValueError, KeyError, TypeError or AttributeError."""
     value = json.loads(data)
     if value.get("format") != FORMAT:
         raise ValueError(f"it has format {value.get('format')}; this Puna reads {FORMAT}")

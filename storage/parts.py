@@ -197,7 +197,7 @@ def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> p
 
 @dataclass(frozen=True)
 class Part:
-    """A small, picklable range of rows of one stored table, which a worker reads itself. `start`: index of the first row in the table."""
+    """A small, picklable range of rows of one stored table, which a worker reads itself. `start`: its first row's index in the table."""
 
     shard: ShardRows
     first: int

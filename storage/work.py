@@ -51,7 +51,7 @@ class Identity:
 
     @cached_property
     def key(self) -> str:
-        """Return the artifact's key, a sha256 over these fields (see `manifest.key_of`)."""
+        """Return the artifact's key, a sha256 over the fields other than `code`, whose hash is `code_version` (see `manifest.key_of`)."""
         return key_of(self.stage, self.code_version, self.config, self.inputs)
 
 

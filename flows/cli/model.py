@@ -258,12 +258,13 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
 
 def _mask(engine: Engine, file: Path) -> Mask:
     """Return the mask of the tokens that the JSON schema in a file allows next. Raise PunaError if the schema cannot be used."""
+    from puna.models.bounds import read_object
     from puna.models.generation.grammar import Grammar
 
     assert engine.tokenizer is not None
     try:
-        return Grammar(engine.tokenizer, engine.model.config.vocab_size).schema(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return Grammar(engine.tokenizer, engine.model.config.vocab_size).schema(read_object(file))
+    except (ValueError, OSError) as error:
         raise PunaError(f"{file}: {error}") from error
 
 

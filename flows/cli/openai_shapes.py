@@ -167,7 +167,7 @@ class Reply:
     """The answers to one prompt in OpenAI's format, as a whole or in chunks."""
 
     def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """Prepare answers without tokens. `scored`: the tokenizer that decodes tokens, if log-probs are requested; else None."""
+        """Prepare empty answers. `scored`: the tokenizer that decodes tokens, if log-probs are requested; else None."""
         self.kind, self.texts, self.scored, self.ids = kind, texts, scored, ids
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

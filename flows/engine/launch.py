@@ -160,7 +160,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
-    """Return a single stage's configuration: defaults, a recipe's values for the step of its name (PunaError if none), then `changes`."""
+    """Return a stage's configuration: defaults, a recipe's seed and values for the step so named (PunaError if none), then `changes`."""
     values: dict[str, Any] = {}
     if recipe is not None:
         whole_recipe, _ = read_values(recipe, [])

@@ -161,7 +161,7 @@ def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _shift(plot: Plot, index: int, x: Axis) -> float:
-    """Return the horizontal offset of a series, which keeps the intervals of several series at one name apart."""
+    """Return the horizontal offset of a series, so that intervals of several series at the same name do not overlap."""
     return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 

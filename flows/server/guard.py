@@ -178,7 +178,7 @@ class Bounded:
         await self._app(scope, replay, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body; None as soon as it exceeds the limit or the client disconnects."""
+        """Return the body; None as soon as it exceeds the limit or the client disconnects. Raise TimeoutError after `BODY_SECONDS`."""
         parts, size, more = [], 0, True
         async with asyncio.timeout(BODY_SECONDS):
             while more:

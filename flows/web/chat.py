@@ -77,7 +77,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Return an iterator over the answer's pieces. Raise PunaError if the model is not found, cannot be loaded or does not answer."""
+        """Return an iterator over the answer's pieces; a later error is the last. PunaError if the model is missing or does not answer."""
         artifact = self._store.checked(self._store.resolve(model))
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is not a model")
@@ -94,7 +94,7 @@ class Chat:
         return _pieces(answer)
 
     def _load(self, key: str, name: str) -> Talker:
-        """Return the process for the model `key`, else start it in place of another model's. Raise PunaError if it does not start."""
+        """Return the process for the model `key`; if none runs, start it in place of another's. Raise PunaError if it does not start."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:

@@ -113,7 +113,7 @@ def prefetch(builder: Any, address: Any, near: int = 3) -> None:
 
 
 class Sums:
-    """A table of sums, one per left and right factor, that stay in registers while a loop adds to the sums."""
+    """A table of sums, one per pair of a left and a right factor, that stay in registers while a loop adds to them."""
 
     def __init__(self, builder: Any, rows: int, columns: int, zero: Any) -> None:
         self.builder, self.columns = builder, columns

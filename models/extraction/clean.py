@@ -23,7 +23,7 @@ def plain(text: str) -> str:
 
 
 def cleaned(text: str) -> str:
-    """Return `plain(text)` without white space at line ends, line ends at the text's ends, and repeated blank lines."""
+    """Return `plain(text)` without trailing white space on lines, newlines at the text's start and end, or repeated blank lines."""
     return _of(text, True)
 
 

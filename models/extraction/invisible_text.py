@@ -85,7 +85,7 @@ def _asks(text: NDArray[np.uint8], start: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _begins(text: NDArray[np.uint8], start: int, stop: int, words: bytes) -> bool:
-    """True if a word in text[start:stop] begins with the bytes `words`."""
+    """True if a word in text[start:stop] begins with the lower-case bytes `words`, ignoring ASCII case."""
     for at in range(start, stop - len(words) + 1):
         if (at == 0 or not 97 <= text[at - 1] | 32 <= 122) and has(text, at, at + len(words), words):
             return True

@@ -28,7 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of models outside all families (`model_type` puna). For other models, both methods return the family's class."""
+    """The configuration of models outside all families (`model_type` puna). For others, both methods return the family's configuration."""
 
     model_type = "puna"
 

@@ -26,7 +26,7 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """A factory of token masks for JSON schemas. `size`: the model's vocabulary size; ids that the tokenizer lacks are never allowed."""
+    """A factory of token masks for JSON schemas. `size`: of the model's vocabulary; unknown ids are masked. ValueError without stop ids."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer

@@ -3,7 +3,7 @@
 Two ways to the same numbers, up to the order of sums:
 
 - spelled out (naive): each step recomputes the keys and values of all its pages, by training's matrix product, for ordinary attention. A
-  token's bits equal those in training, so exact passes take this way. This way is cheap if many queries see few tokens.
+  token's output equals training's bit for bit, so exact passes take this way. This way is cheap if many queries see few tokens.
 - absorbed: the keys' matrix multiplies the queries, the values' matrix the softmax-weighted sums of latents: no key or value is spelled out
   (the paper's 2.1.2). This way is cheap if few queries see many tokens, as in decoding.
 

@@ -156,7 +156,7 @@ class Vocabulary:
         return self._encode(text)
 
     def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> tuple[list[int], list[Span]]:
-        """Return the ids and character spans of markup that follows the token `special` (None: other text)."""
+        """Return the ids and character spans of markup that follows the token `special`, or follows other text if `special` is None."""
         lead = self.token(special) if special is not None else "\n" if self._by_context else ""
         lead_ids = [special] if special is not None else self.encode(lead)
         ids, spans = self.encode_markup(lead + text, mark)

@@ -162,7 +162,7 @@ def _best_first(row: Row) -> tuple[float, str]:
 
 
 def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
-    """Return a rule that drops the worst-scored answers with a phrase, so that at most `phrase_share` of all answers have the phrase."""
+    """Return a rule that drops the worst-scored answers with a phrase; at most `phrase_share` x the number of `rows` keep the phrase."""
     verdicts: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:

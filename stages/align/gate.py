@@ -114,7 +114,7 @@ def gate(
     `before` and `after` are the evaluations of both models; their `scores` hold one score for each of `prompts`. An answer that could
     not be scored counts as 0 if the other model's was scored. `benchmark_before` and `benchmark_after` evaluate both on the same task
     files; no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
-    `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of each task.
+    `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of `all` prompts and of each task.
     """
     if (benchmark_before is None) != (benchmark_after is None):
         raise PunaError("gate: benchmark_before and benchmark_after are compared: give both, or neither")

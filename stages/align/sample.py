@@ -57,7 +57,7 @@ class SampleConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:
-    """Require a model or an endpoint, chat templates and the engine's package; refuse settings that exclude a draft model."""
+    """Return messages on a missing model, chat template, key or package, and on settings that do not fit a draft model or its absence."""
     drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
     refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
     if config.serving.window is not None and "draft" in facts.inputs:

@@ -106,7 +106,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
 @contextmanager
 def noised(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
-    """Within the context, add uniform noise in ``+-alpha / sqrt(tokens x width)`` to embeddings in passes with gradients (NEFTune)."""
+    """Within the context, passes with gradients add uniform noise in ``+-alpha / sqrt(mean tokens x width)`` to embeddings (NEFTune)."""
     import torch
 
     bound = alpha / math.sqrt(tokens * model.config.hidden_size)

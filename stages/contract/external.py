@@ -154,7 +154,7 @@ def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return the visible files at or below a path, sorted. A link may only point below the folder or, in the hub's cache, to a blob."""
+    """Return a path's visible files, sorted. Raise PunaError for a link, except to a file below it or, in the hub's cache, to a blob."""
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     files = []

@@ -89,7 +89,7 @@ def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
 
 
 def parse(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
-    """Return distinct (kind, entry) pairs of a list's valid lines, and (line number, fault, text) of each invalid line."""
+    """Return distinct (kind, entry) of valid lines of `kind` ('': domains or URLs), and (line number, fault, text) of each invalid line."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []
     for number, line in enumerate(lines, 1):

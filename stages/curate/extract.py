@@ -105,7 +105,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
     """Return the extraction or the error of each page (body, media type, character set), in order.
 
-    Pages for the model are parsed one by one and read in batches of up to `TOGETHER` bytes; a larger page is read by itself.
+    HTML pages are parsed one by one; the model reads them in batches of up to `TOGETHER` bytes, and a larger page by itself.
     """
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, Parsed] = {}

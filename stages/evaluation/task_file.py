@@ -281,7 +281,7 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples; examples from the evaluated split leave out rows equal to the document's."""
+        """Return a document's few-shot examples; in the evaluated split, rows equal to its own are left out. Raise PunaError if too few."""
         own = self.file.fewshot_config.split or self.file.fewshot_split
         pool = [shot for shot in self.shots if own != self.file.split(self.where) or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:

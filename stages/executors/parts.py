@@ -148,7 +148,7 @@ class PartExecutor(Executor):
         self._advance()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more work. `wait`: wait for the accepted work; `cancel_futures`: cancel parts that have not begun."""
+        """Accept no more work. `wait`: wait for accepted work, which else may fail; `cancel_futures`: cancel parts that have not begun."""
         self._refuse(cancel_futures)
         if wait:
             self._wait(None)

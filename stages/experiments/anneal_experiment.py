@@ -206,7 +206,7 @@ def _anneal(
     job: int, number: int, arm: str, repeat: int, seed: int, tokens: Artifact, model: str, pools: PoolRows, names: Sequence[str],
     config: AnnealExperimentConfig, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Anneal the model on set `number` (-1: only on default tokens) as `arm`; return the trial with its loss on each held-out text."""
+    """Anneal the model on set `number` (-1: none) as `arm`; return a trial with held-out losses on the set (-1: all) and default tokens."""
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 

@@ -122,7 +122,7 @@ def _recommend(
     fitted: Sequence[mixing_laws.Surrogate], shares: mixing_laws.Floats, natural: mixing_laws.Floats, target: mixing_laws.Floats,
     config: MixExperimentConfig,
 ) -> mixing_laws.Floats:  # fmt: skip
-    """Return the shares within the bounds that minimise the loss plus a penalty on divergence from the natural mixture."""
+    """Return the shares that minimise the loss plus a penalty on divergence from the natural mixture, in bounds widened to contain it."""
 
     def value(mixtures: mixing_laws.Floats) -> mixing_laws.Floats:
         losses = np.stack([surrogate(mixtures) for surrogate in fitted], 1) @ target

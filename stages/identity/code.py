@@ -1,10 +1,10 @@
 """The version of a stage's code: a hash over the syntax trees of all first-party code that it reaches.
 
 The analyser follows the names in the stage's function and configuration, through imports (also inside functions). It reaches functions,
-classes and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations, bounds, error texts, local names,
-formatting and module names do not count. A tensor operation counts by its reference and by the version in its module's `NUMERICS`
-(`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries count. The contract and the store do not
-affect content and are not followed; `FORMAT`, here and in the manifest, represents them.
+classes and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations (but for arguments of `Annotated`),
+bounds in `Field`, error texts, local names, formatting and module names do not count. A tensor operation counts by its reference and by
+the version in its module's `NUMERICS` (`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries
+count. The contract and the store do not affect content and are not followed; `FORMAT`, here and in the manifest, represents them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _search(top: str, rest: list[str]) -> Path | None:
 
 
 def _is_own(top: str, file: Path) -> bool:
-    """True if a module is followed: it offers plugins, or comes from no installed distribution."""
+    """True if a module is followed: it is not the standard library's, and it offers plugins or its file is in no site-packages folder."""
     if top in sys.stdlib_module_names:
         return False
     return top in _offering() or not {"site-packages", "dist-packages"} & set(file.parts)

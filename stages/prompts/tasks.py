@@ -127,7 +127,7 @@ class SceneTask(Generator):
 
 
 class RecordTask(Generator):
-    """Questions that ask for a JSON object with given fields that describes a person. Structure: the fields. The job is not checked."""
+    """Questions that ask for a JSON object with given fields that describes a person of a given job (unchecked). Structure: the fields."""
 
     name: ClassVar[str] = "record"
     fields: int = Field(3, ge=1, lt=len(FIELDS), description="Number of fields of the object")

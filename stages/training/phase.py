@@ -126,7 +126,7 @@ class Phase(StageConfig):
     def counted(self, row: int, before: int = 0) -> Phase:
         """Return the phase with `steps` instead of `until`. Raise PunaError if `until` lies before the phase, or the schedule does not fit.
 
-        `row`: tokens of a whole row (of `join_rows` packed ones); `before`: tokens of the run before the phase."""
+        `row`: tokens of `join_rows` packed rows together; `before`: tokens of the run before the phase."""
         steps = self.steps
         if self.until is not None:
             _, read, step = self._changes(row, before)

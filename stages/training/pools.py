@@ -67,7 +67,7 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: the largest categories by bytes, and all others. PunaError without text."""
+    """Return at most `most` groups of training documents: the largest categories by bytes, and one of the rest. PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():

@@ -1,4 +1,4 @@
-"""Small training runs, one per worker and one thread each, whose results survive a crash."""
+"""Small training runs with one thread each, side by side in workers or, on a GPU, in turn in one process; their results survive a crash."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ class RewardSettings(StageConfig):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of answers to prompts, given as ids: `gold` returns the verifiers' scores, `numbers` the reward models' numbers.
+    """Rewards of answers to prompts, given as ids: `gold` returns the verifiers' scores, `numbers` the reward models' outputs.
 
-    With both, the reward is the score times (`floor` + sigmoid(number - `center`)); if `watched`, it is the number alone."""
+    With both, the reward is the score times (`floor` + sigmoid(output - `center`)); if `watched`, it is the output alone."""
 
     gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None

@@ -172,10 +172,10 @@ class Graded(NamedTuple):
 def grade(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
     """Return grades of instructions from the judge's probabilities of the digits: one forward pass per grade, without sampling.
 
-    Llama 3 (section 4.2.3) has points for accuracy, instruction following and tone, and for code bugs and the user's intention; difficulty
-    on three levels; and the number of intentions (Instag, Lu et al., arXiv 2308.07074), here only counted. If `settings.difficulty`, the
-    difficulty is the mean of level and number of intentions, as shares of their maxima; else none. Metrics: `unjudged` instructions, and
-    `judge_answers`, the mean probability that the judge answers with a grade; if low, the judge does not understand the question.
+    As in Llama 3 (section 4.2.3): points for accuracy, instruction following and tone, or, if the answer has code, for freedom from bugs
+    and the user's intention; three levels of difficulty; and the number of intentions (Instag, arXiv 2308.07074, but without tags). If
+    `settings.difficulty`, the difficulty is the mean of level and number, as shares of their maxima; else there is none. Metrics:
+    `unjudged`, and `judge_answers`, the mean probability that the answer is a grade; if low, the judge does not understand the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
     questions = {name: as_text(turns[:-1]) for name, turns in messages.items()}

@@ -92,10 +92,11 @@ class Program(Peer):
 
     def _capture(self, given: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, str, int]:
         """Call a function with `given` as standard input; return its result, its printed text, and the number of characters read."""
-        before, sys.stdin = sys.stdin, io.StringIO(given)
+        own = io.StringIO(given)  # the program may close it, or put another in its place
+        before, sys.stdin = sys.stdin, own
         try:
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                return function(*args, **kwargs), printed.getvalue(), sys.stdin.tell()
+                return function(*args, **kwargs), printed.getvalue(), len(given) if own.closed else own.tell()
         finally:
             sys.stdin = before
 

@@ -194,7 +194,7 @@ class Peer:
         return self.numbers[id(value)]
 
     def call(self, function: Any, args: Iterable[Any], kwargs: dict[str, Any] | None = None) -> Any:
-        """Call a function at the other end, serving its calls meanwhile; return its result or raise its error (Ended: connection lost)."""
+        """Call a function at the other end, serving its calls meanwhile; return its result or raise its error (Ended: no valid answer)."""
         with self.lock:
             if self.over:
                 raise Ended(self.over)

@@ -194,7 +194,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def describe(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return `rows` as dictionaries with `kept`, `url` and `title`. A removed document, from the index, is not `kept`; URL, title: None."""
+    """Return `rows` as dictionaries with `kept`, `url` and `title`. A removed document is not `kept`; its URL and title are None."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

@@ -48,7 +48,7 @@ def below(signal: str, default: float | None, description: str, missing: Missing
 
 
 def above(signal: str, default: float | None, description: str, missing: Missing = "drop") -> Any:
-    """Return the field of a rule that drops documents whose `signal` is above the field's value."""
+    """Return the field of a rule that drops documents whose `signal` is above the field's value, or null if `missing` is "drop"."""
     return threshold(signal, ">", default, description, missing)
 
 

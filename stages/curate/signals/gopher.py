@@ -98,7 +98,7 @@ def duplicate_pieces(
     codes: U32, flags: U16, hashes: U64, power: U64, first: int, last: int, newlines: int, keys: U64
 ) -> tuple[int, int, int, int]:
     """Split codes[first:last] at runs of at least `newlines` newlines. Return the numbers of pieces, of repeated pieces, of characters in
-    repeated pieces, and of characters in repeated pieces that are not blank.
+    repeated pieces, and of characters in non-blank repeated pieces.
 
     `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table, to which the pieces' hashes are written.
     """

@@ -91,6 +91,9 @@ HONEST = {
     "input and output": ("def main():\n  print('sum', int(input()) + int(input()))\n", [
         "import io, sys, contextlib\nsys.stdin, out = io.StringIO('2\\n3\\n4\\n5\\n'), io.StringIO()\nwith contextlib.redirect_stdout(out):\n  main()\n  main()\nassert out.getvalue() == 'sum 5\\nsum 9\\n'\nsys.stdin = sys.__stdin__",
     ]),
+    "closed input": ("import sys\ndef main():\n  print(sys.stdin.read().strip())\n  sys.stdin.close()\n", [
+        "import io, sys, contextlib\nsys.stdin, out = io.StringIO('2\\n'), io.StringIO()\nwith contextlib.redirect_stdout(out):\n  main()\nassert out.getvalue() == '2\\n'\nsys.stdin = sys.__stdin__",
+    ]),
 }  # fmt: skip
 REFUSED = {
     "assert Stack([1]) < 3": "lt of the program's Stack and a value of the tests would show it that value",
