@@ -148,7 +148,7 @@ class Reporter:
             except Unreachable:
                 self._reached = False
                 time.sleep(pause)
-                pause = min(2 * pause, 1.0)
+                pause = min(2 * pause, EVERY_SECONDS)
                 self._wake.set()  # ask again at once
                 continue
             except PunaError as error:
