@@ -121,6 +121,13 @@ def test_an_import_of_another_file_is_no_change_of_the_one_before(tmp_path: Path
     assert shown.get() == "input inputs:one: new\n"  # not a picture of the digit
 
 
+@pytest.mark.parametrize("name, best", [("reranker_score", "right"), ("scores", "right"), ("answer_rank", "wrong"), ("answerRanks", "wrong")])
+def test_a_column_holds_ranks_only_if_a_word_of_its_name_says_so(tmp_path: Path, name: str, best: str) -> None:
+    row = {"prompt": "1 + 1?", "answers": ["right", "wrong"], name: [5, 1]}
+    (found,) = made(tmp_path, "preferences", written(tmp_path / "in", [row], "jsonl"), columns={"scores": name}).read().to_pylist()
+    assert best in str(found["chosen"])
+
+
 def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
     rows = [{"instruction": f"say {i}", "instances": [{"input": "", "output": f"{i}"}], "meta": {"part": "train"}} for i in range(3)]
     columns = {"output": "instances.0.output", "input": "instances.0.input", "split": "meta.part"}
