@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,18 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.fsync = _open
+
+
+@pytest.fixture(scope="session")
+def mode() -> Any:
+    """Return the `sandbox.Mode` in which programs run here; skip the test where there are no namespaces."""
+    from puna.stages.verifiers import sandbox
+    from puna.storage import PunaError
+
+    try:
+        return sandbox.mode()
+    except PunaError as error:
+        pytest.skip(str(error))
 
 
 def _open(descriptor: int) -> None:

@@ -8,21 +8,11 @@ from pathlib import Path
 import pytest
 
 from puna.stages.verifiers import sandbox
-from puna.storage import PunaError
 
 SPEC = importlib.util.spec_from_file_location("cases_verify", Path(__file__).with_name("cases_verify.py"))
 assert SPEC is not None and SPEC.loader is not None
 cases = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(cases)
-
-
-@pytest.fixture(scope="module")
-def mode() -> sandbox.Mode:
-    """The best way to run programs here, if it has namespaces."""
-    try:
-        return sandbox.mode()
-    except PunaError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("attack", cases.ATTACKS)

@@ -10,7 +10,6 @@ from puna.stages.verifiers import sandbox
 from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.python_code import Code
 from puna.stages.verifiers.sandbox import Limits, run
-from puna.storage import PunaError
 
 QUESTION = Question("q", "t", "", None)
 BURN = """
@@ -25,15 +24,7 @@ for _ in range(40):
 """Children that compute 1.2 s in all, one after the other."""
 
 
-@pytest.fixture(scope="module")
-def way() -> sandbox.Mode:
-    try:
-        return sandbox.mode()
-    except PunaError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("mode")
 def test_a_socket_whose_name_is_no_text_does_not_end_the_watch() -> None:
     source = 'import socket, time\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind(b"\\0\\xff")\ndef f(x):\n  time.sleep(0.2)\n  return 1\n'
     score = Code(tests=("assert f(1) == 2",)).score(QUESTION, source)
@@ -41,29 +32,29 @@ def test_a_socket_whose_name_is_no_text_does_not_end_the_watch() -> None:
     assert Code(tests=("assert f(1) == 1",)).score(QUESTION, source).value == 1.0
 
 
-def test_many_long_errors_of_wide_characters_give_a_verdict(way: sandbox.Mode) -> None:
+def test_many_long_errors_of_wide_characters_give_a_verdict(mode: sandbox.Mode) -> None:
     """Escaped to ASCII, 25 errors of 300 emoji have 90 kB, and a verdict may have 64."""
-    made = run('def f(x):\n  raise ValueError("\U0001f600" * 2000)\n', [f"assert f({n}) == 2" for n in range(25)], Limits(), way)
+    made = run('def f(x):\n  raise ValueError("\U0001f600" * 2000)\n', [f"assert f({n}) == 2" for n in range(25)], Limits(), mode)
     assert made.results is not None and not made.refused, made
     assert len(made.results) == 25 and all(made.results) and str(made.results[0]).startswith("ValueError: \U0001f600\U0001f600")
 
 
 @pytest.mark.parametrize("handler", ["signal.SIG_IGN", "signal.SIG_DFL", "lambda number, frame: None"])
-def test_a_program_does_not_choose_what_follows_the_end_of_a_child(way: sandbox.Mode, handler: str) -> None:
-    made = run(f"import signal\nsignal.signal(signal.SIGCHLD, {handler})", ["pass"], Limits(), way)
+def test_a_program_does_not_choose_what_follows_the_end_of_a_child(mode: sandbox.Mode, handler: str) -> None:
+    made = run(f"import signal\nsignal.signal(signal.SIGCHLD, {handler})", ["pass"], Limits(), mode)
     assert made.results is not None and str(made.results[0]).startswith("PermissionError"), made
 
 
-def test_children_whose_end_is_ignored_count(way: sandbox.Mode) -> None:
+def test_children_whose_end_is_ignored_count(mode: sandbox.Mode) -> None:
     ignore = "import signal\ntry: signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nexcept OSError: pass\n"
-    assert run(ignore + BURN, ["pass"], Limits(seconds=0.3), way).ended == "time"
+    assert run(ignore + BURN, ["pass"], Limits(seconds=0.3), mode).ended == "time"
 
 
-def test_children_count_where_this_process_ignores_the_end_of_its_own(way: sandbox.Mode) -> None:
+def test_children_count_where_this_process_ignores_the_end_of_its_own(mode: sandbox.Mode) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        made = run(BURN, ["pass"], Limits(seconds=0.3), way)
-        short = run("x = 1", ["assert x == 1"], Limits(), way)
+        made = run(BURN, ["pass"], Limits(seconds=0.3), mode)
+        short = run("x = 1", ["assert x == 1"], Limits(), mode)
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert made.ended == "time" and short.results == [None], (made, short)

@@ -13,26 +13,17 @@ from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.python_code import Code, program
 from puna.stages.verifiers.sandbox import Limits, Outcome, run
 from puna.stages.verifiers.sandbox_inside import FIRST_USER
-from puna.storage import PunaError
 
 QUESTION = Question("q", "t", "", None)
 LIMITS = Limits(seconds=1.0, memory_mb=256, processes=16)
 
 
-@pytest.fixture(scope="module")
-def way() -> sandbox.Mode:
-    try:
-        return sandbox.mode()
-    except PunaError as error:
-        pytest.skip(str(error))
+def tried(mode: sandbox.Mode, source: str) -> Outcome:
+    return run(source, ["pass"], LIMITS, mode)
 
 
-def tried(way: sandbox.Mode, source: str) -> Outcome:
-    return run(source, ["pass"], LIMITS, way)
-
-
-def test_tests_pass_and_fail(way: sandbox.Mode) -> None:
-    made = run("import math\nx = math.pi", ["assert x > 3", "assert x > 4", "y"], LIMITS, way)
+def test_tests_pass_and_fail(mode: sandbox.Mode) -> None:
+    made = run("import math\nx = math.pi", ["assert x > 3", "assert x > 4", "y"], LIMITS, mode)
     assert made.results is not None and made.results[0] is None
     assert made.results[1:] == ["AssertionError:  (test_1.py, line 1)", "NameError: name 'y' is not defined (test_2.py, line 1)"]
 
@@ -46,8 +37,8 @@ def test_tests_pass_and_fail(way: sandbox.Mode) -> None:
         "x = bytearray(10**10)", "open('a', 'wb').write(b'x' * 2**27)", "def f(): f()\nf()", "import os\nos.setuid(0)",
     ],
 )  # fmt: skip
-def test_what_is_forbidden_raises(way: sandbox.Mode, source: str) -> None:
-    made = tried(way, source)
+def test_what_is_forbidden_raises(mode: sandbox.Mode, source: str) -> None:
+    made = tried(mode, source)
     assert made.results is not None and made.results[0] is not None and not made.ended, made
 
 
@@ -59,8 +50,8 @@ def test_what_is_forbidden_raises(way: sandbox.Mode, source: str) -> None:
         "import ctypes\nctypes.string_at(0)", "import os\nfor handle in range(3, 64):\n  try: os.write(handle, b'{\"results\": [null]}\\n')\n  except OSError: pass\nos._exit(0)",
     ],
 )  # fmt: skip
-def test_what_does_not_end_well_passes_nothing(way: sandbox.Mode, source: str) -> None:
-    made = tried(way, source)
+def test_what_does_not_end_well_passes_nothing(mode: sandbox.Mode, source: str) -> None:
+    made = tried(mode, source)
     assert made.results is None and not made.refused and len(made.output) <= sandbox.OUTPUT_BYTES, made
 
 
@@ -72,16 +63,16 @@ def test_what_does_not_end_well_passes_nothing(way: sandbox.Mode, source: str) -
         ("import os, time\nfor _ in range(9):\n  if os.fork() == 0:\n    while time.process_time() < 0.2: pass\n    os._exit(0)\n  os.wait()\ntime.sleep(60)", 1.0, "time"),
     ],
 )  # fmt: skip
-def test_computing_of_all_processes_counts_and_waiting_does_not(way: sandbox.Mode, source: str, seconds: float, ended: str) -> None:
-    made = run(source, ["pass"], Limits(seconds=seconds, memory_mb=256, processes=16), way)
+def test_computing_of_all_processes_counts_and_waiting_does_not(mode: sandbox.Mode, source: str, seconds: float, ended: str) -> None:
+    made = run(source, ["pass"], Limits(seconds=seconds, memory_mb=256, processes=16), mode)
     assert (made.ended, made.results) == (ended, None if ended else [None])
 
 
-def test_nothing_outlives_the_run(way: sandbox.Mode) -> None:
+def test_nothing_outlives_the_run(mode: sandbox.Mode) -> None:
     """A grandchild in a session of its own, which would live for a minute; programs of tests beside this one end before."""
-    mark = f"survivor{os.getpid()}{way}"
+    mark = f"survivor{os.getpid()}{mode}"
     source = f"import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    {mark} = time.sleep(60)\n  os._exit(0)\ntime.sleep(0.3)"
-    assert tried(way, source).results == [None]
+    assert tried(mode, source).results == [None]
     time.sleep(0.1)
     left, deadline = _of_sandboxes(), time.monotonic() + 25
     while left and time.monotonic() < deadline:
@@ -103,7 +94,7 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("mode")
 def test_humaneval_and_mbpp_shapes() -> None:
     """Problems in the layouts of HumanEval (a prompt that the answer goes on with, `check`) and MBPP (assertions, a fenced answer)."""
     prefix = "def add(a, b):\n    \"\"\"The sum.\"\"\"\n"

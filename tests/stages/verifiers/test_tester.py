@@ -6,7 +6,6 @@ import pytest
 
 from puna.stages.verifiers import sandbox
 from puna.stages.verifiers.sandbox import Limits, Outcome, run
-from puna.storage import PunaError
 
 STACK = """
 import collections, dataclasses, enum, random, asyncio
@@ -105,15 +104,6 @@ REFUSED = {
     "t = ()\nfor _ in range(200): t = (t,)\ngive(t)": "tuples more than 100 deep cannot pass between a program and its tests",
     "fail(StopIteration)": "the program raised StopIteration",
 }
-
-
-@pytest.fixture(scope="module")
-def mode() -> sandbox.Mode:
-    """The best way to run programs here, if it has namespaces."""
-    try:
-        return sandbox.mode()
-    except PunaError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("name", HONEST)
