@@ -33,7 +33,7 @@ class ExtractConfig(StageConfig):
     code_and_maths: bool = Field(True, description="Convert markup of code and formulas first: code in tables to blocks, MathML to TeX")
     strip_markdown: bool = Field(False, description="Remove the marks of **bold** and # titles that a page spells out as text")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of an HTML page, bytes; larger ones are dropped")
-    max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements; parsing time is quadratic in the depth")
+    max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements")
     max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, reopened elements included")
     max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum blocks of text (paragraphs, cells, lines) for the model")
     max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in a kept text")

@@ -111,6 +111,7 @@ def model_template(config: object, facts: Facts) -> list[str]:
 
 def size(model: Artifact) -> int:
     """Return a model's number of parameters, estimated from the bytes of its weights' files."""
-    dtype = json.loads(model.path("config.json").read_bytes()).get("torch_dtype", "float32")
+    config = json.loads(model.path("config.json").read_bytes())
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     weight_bytes = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors") and "/" not in name)
     return weight_bytes // (2 if dtype in ("bfloat16", "float16") else 4)

@@ -58,7 +58,7 @@ from puna.stages.io.imports import import_preferences, import_prompts
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.intervals import paired_difference, wilson
 from puna.stages.training.rankings import all_pairs, order, read_preferences, render_ranked
-from puna.stages.training.reward_head import FOLDS, cross_validated, pairs_of
+from puna.stages.training.reward_head import cross_validated, fold_of_each, pairs_of
 from puna.stages.training.settings import CLEAR
 from puna.stages.training.train import Example, load_model
 from puna.storage import Artifact, Store
@@ -365,7 +365,7 @@ def preferences_figures(bench: Bench, seeds: Sequence[int]) -> dict[str, Any]:
     for pooling, some in states.items():
         right = []
         for seed in seeds:
-            folds = torch.as_tensor(np.random.default_rng(seed).permutation(len(examples)) % FOLDS)
+            folds = fold_of_each(examples, np.random.default_rng(seed))
             right.append(cross_validated(pairs_of(some, examples, folds)[0]))
         figures[f"reward_model_hh_accuracy_{pooling}"] = right
         figures[f"reward_model_hh_over_baseline_{pooling}"] = statistics.mean(right) - baseline
