@@ -26,7 +26,7 @@ demo: setup
 # One process a core: threads of torch that wait for each other's core cost a small model three times its time.
 test: export OMP_NUM_THREADS := 1
 test: setup lint types
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+RANKS = "tests/parallel/"
+
 
 def pytest_configure() -> None:
     """Let Ctrl-C act in tests of it: a shell starts a command in the background with SIGINT ignored, for its children as well.
@@ -41,12 +43,16 @@ def pytest_collection() -> None:
     gc.disable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, and all tests that need the pool of ranks on one: a pool is nine processes."""
-    for item in items:
-        pooled = "ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if pooled else item.nodeid.partition("::")[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, keep all tests of ranks on one worker, as those of a file: a pool of ranks is nine processes."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return RANKS if nodeid.startswith(RANKS) else super()._split_scope(nodeid)
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
