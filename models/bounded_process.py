@@ -96,7 +96,7 @@ class Process:
             try:
                 _answer(self._popen, START_SECONDS)
             except (EOFError, OSError) as error:
-                raise RuntimeError(f"the process of {self._module} did not start ({self.end()}): {' '.join(command[2:])}") from error
+                raise OSError(f"the process of {self._module} did not start ({self.end()}): {' '.join(command[2:])}") from error
         return self._popen
 
     def end(self, patience: float = 0.5) -> int:

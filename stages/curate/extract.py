@@ -113,6 +113,8 @@ def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: Extrac
     for number, (body, media, charset) in enumerate(rows):
         try:
             tables = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
+        except OSError:  # of this machine: no process for the parser
+            raise
         except Exception as error:  # noqa: BLE001 - the error is the page's result
             results[number] = error
             continue

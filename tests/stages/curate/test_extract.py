@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from puna.models.bounded_process import Process
 from puna.models.extraction import parse
 from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, decode, plain, repaired
 from puna.models.extraction.parse import MAX_OPTIONS
@@ -215,6 +216,12 @@ def test_a_page_that_would_hang_the_parser_is_stopped(html, monkeypatch):
 def test_a_page_that_is_parsed_apart_has_the_same_tree():
     for html in (f"<title>a &amp; ü</title><main>{PARAGRAPH * 3000}</main>", "<b>\ufeff<table><td><pre>x = 1" + "<p>" * 20, ""):
         assert parse._parse_apart(html.encode(), True) == parse._parse(html.encode(), True)
+
+
+def test_without_a_process_for_the_parser_no_page_is_dropped(monkeypatch):
+    monkeypatch.setattr(parse, "_process", Process("string"))
+    with pytest.raises(OSError, match="the process of string did not start"):
+        extract_module._extract_pages([(b"<p>" + b"<b x><table>" * 2000, "text/html", None)], CONFIG)
 
 
 def test_ordinary_faults_of_pages_are_no_attack():
