@@ -243,6 +243,15 @@ def trained(
     return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
 
 
+def refused_state(members: Sequence[int], **given: Any) -> str:
+    """Return the error with which a rank refuses a checkpoint."""
+    try:
+        restored(members, **given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def restored(
     members: Sequence[int], layout: dict[str, int], folder: str, variant: str = "deep", adopt: bool = False, optimizer: str = "adamw"
 ) -> dict[str, Any]:
@@ -625,7 +634,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "seconds": seconds,
+    "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
     "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -59,10 +59,8 @@ def load(
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
 
     Each rank verifies the checksums of its share of the files, and reads from any file the boxes that it needs. Raise ValueError on all
-    ranks if a file is damaged, and on a rank that finds a tensor missing or in another shape.
+    ranks if a file is damaged or missing, and on a rank that finds a tensor missing or in another shape.
     """
-    import torch
-
     paths = newest_first(folder)
     if not paths:
         return None
@@ -73,11 +71,11 @@ def load(
     except DAMAGE as error:
         raise_if_disk(error)
         raise ValueError(damage) from error
-    damaged = torch.zeros(1)
     files = sorted(checksums.keys() - {RECORD}, key=lambda name: (len(name), name))  # in the same layout, a rank checks what it reads
-    for name in files[mesh.index :: mesh.layout.processes]:
-        damaged += file_checksum(paths[0] / name) != checksums[name]
-    if float(mesh.add_everywhere(damaged)):
+    with mesh.together():
+        own = [(paths[0] / name, checksums[name]) for name in files[mesh.index :: mesh.layout.processes]]
+        damaged = any(not path.exists() or file_checksum(path) != given for path, given in own)
+    if mesh.agree(damaged):
         raise ValueError(damage)
     index = record.pop("index", None)
     there = names(paths[0], index)

@@ -167,7 +167,7 @@ class Mesh:
         except Exception as problem:  # noqa: BLE001 (raised once the others know)
             error = problem
         if self.agree(error is not None):
-            raise error or OSError("another rank could not write its part of the training's state")
+            raise error or OSError("another rank could not read or write its part of the training's state")
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in order of rank."""
