@@ -151,7 +151,7 @@ def test_numbers_of_a_page_are_cut_to_their_bits_as_arrow_cuts_them() -> None:
 
 def test_nested_maps_of_a_header_take_no_memory_per_value_and_level() -> None:
     """Each map declares more maps than the header's rest holds, or half as many as it has bytes; a small one stands before the sizes."""
-    size = 1 << 19
+    size = 1 << 16
     tracemalloc.start()
     for count in (size, size // 2):
         with pytest.raises(IndexError):

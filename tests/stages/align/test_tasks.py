@@ -153,7 +153,7 @@ def test_prompts_without_references_are_scored_but_not_learned(tmp_path: Path) -
 
 def test_a_task_without_gold_answers_leaves_the_others_theirs(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    config = parse(PromptsConfig, {"tasks": [{"task": "sentence", "gold": False}, {"task": "record"}], "train": 6, "heldout": 2}, "prompts")
+    config = parse(PromptsConfig, {"tasks": [{"task": "sentence", "gold": False}, {"task": "record"}], "train": 6, "heldout": 2, "draws": 100}, "prompts")
     made = execute(prompts, config, {}, store)
     rows = made.read().to_pylist()
     assert {(row["task"], row["reference"] is None) for row in rows} == {("sentence", True), ("record", False)}
