@@ -66,7 +66,7 @@ class Aliases:
         before, data = self.journal(), pointer({"kind": artifact.kind, "key": artifact.key})
         for number in itertools.count(first):
             alias = f"{stem}{number}"
-            if before.get(self.called(alias), artifact.id) == artifact.id and self._files.swap(self._file(alias), data, None):
+            if before.get(self.name_for(alias), artifact.id) == artifact.id and self._files.swap(self._file(alias), data, None):
                 self._note(alias, artifact)
                 return alias
             if self.target(alias) == (artifact.kind, artifact.key):
@@ -81,7 +81,7 @@ class Aliases:
             )
         return match[1] or self.project, f"{match[2]}@{match[3]}"
 
-    def called(self, alias: str, viewer: str = DEFAULT) -> str:
+    def name_for(self, alias: str, viewer: str = DEFAULT) -> str:
         """Return the name by which the project `viewer` knows an alias."""
         project, name = self.parts(alias)
         return name if project == viewer else f"{project}/{name}"
@@ -100,7 +100,7 @@ class Aliases:
                 _, project, *inside = inside
             alias = f"{project}/{'@'.join(inside)}"
             if len(inside) == 2 and ALIAS.fullmatch(alias):
-                files[self.called(alias, self.project)] = file
+                files[self.name_for(alias, self.project)] = file
         return files
 
     def keys(self) -> dict[str, str]:
@@ -108,9 +108,9 @@ class Aliases:
         pointers = {alias: read_pointer(self._files, file) for alias, file in self.files().items()}
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
-    def lost(self) -> dict[str, str]:
+    def find_lost(self) -> dict[str, str]:
         """Return alias → first artifact, as `journal` does, for the aliases of all projects that were set and are gone."""
-        present = {self.called(alias) for alias in self.files()}
+        present = {self.name_for(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class Aliases:
 
     def _note(self, alias: str, artifact: Artifact) -> None:
         """Add an alias to the journal, unless the journal has it already."""
-        if (name := self.called(alias)) not in self.journal():
+        if (name := self.name_for(alias)) not in self.journal():
             line = {"time": datetime.now(UTC).isoformat(), "alias": name, "artifact": artifact.id}
             self._files.append(JOURNAL, index.line(line))
 

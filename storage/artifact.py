@@ -82,7 +82,7 @@ class Artifact:
     def rows(self, table: str | None = None) -> int:
         return self.record(table).rows
 
-    def stored(self, name: str, groups: tuple[int, ...] = ()) -> Stored:
+    def stored_file(self, name: str, groups: tuple[int, ...] = ()) -> Stored:
         return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
 
     def sources(self, table: str | None = None) -> list[Artifact]:
@@ -94,11 +94,11 @@ class Artifact:
 
     def shards(self, table: str | None = None) -> list[ShardRows]:
         """Return the table's shards by reference, in the order of the table's primary key."""
-        return self._shards(table, lambda artifact, shard: artifact.stored(shard.file, shard.groups) if shard.file else None)
+        return self._shards(table, lambda artifact, shard: artifact.stored_file(shard.file, shard.groups) if shard.file else None)
 
     def facts(self) -> list[ShardRows]:
         """Return shards of the documents' columns `digest` and `characters`, with the same boundaries as the documents' shards."""
-        return self._shards(None, lambda artifact, shard: artifact.stored(shard.facts, (shard.own,)) if shard.facts else None)
+        return self._shards(None, lambda artifact, shard: artifact.stored_file(shard.facts, (shard.own,)) if shard.facts else None)
 
     def _shards(self, table: str | None, stored: Callable[[Artifact, Shard], Stored | None]) -> list[ShardRows]:
         """Return a table's shards. `stored` returns the file with an artifact's own rows of a shard, or None if there are none."""
@@ -107,7 +107,7 @@ class Artifact:
         columns = [artifact.record(table if artifact is self else artifact.kind).shards for artifact in files]
         owns = [tuple(map(stored, files, same)) for same in zip(*columns, strict=True)]
         return [
-            ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), own, self.stored(shard.order) if shard.order else None)
+            ShardRows(shard.rows, tuple(shard.low), tuple(shard.high), own, self.stored_file(shard.order) if shard.order else None)
             for shard, own in zip(record.shards, owns, strict=True)
         ]
 

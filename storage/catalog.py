@@ -86,7 +86,7 @@ class Catalog:
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 
-    def named(self, text: str) -> list[str]:
+    def names_in(self, text: str) -> list[str]:
         """Return the names of tables, views and macros that occur in a text."""
         lower = text.lower()
         macros = [name for name in MACROS if re.search(rf"\b{name[:-2]}\s*\(", lower)]
@@ -114,7 +114,7 @@ class Catalog:
         """Return table → number of artifacts, for tables in `text` that several artifacts have; {} if `text` has the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
-        counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.named(text) if name in KINDS}
+        counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.names_in(text) if name in KINDS}
         return {name: count for name, count in counts.items() if count > 1}
 
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
@@ -126,7 +126,7 @@ class Catalog:
             if not _reads(self.connection, statements[0]):
                 raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
             text = self._resolve(text)
-            self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.named(text)))
+            self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.names_in(text)))
             self._compare([])
             return self.connection.sql(text)
         except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError

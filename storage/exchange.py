@@ -104,7 +104,7 @@ class Exchange:
     infos: tuple[Any, ...] = ()
 
     @property
-    def filled(self) -> list[Partition]:
+    def nonempty_parts(self) -> list[Partition]:
         """Return the partitions that have rows. If none has, but jobs ran, return the first, so that derived tables have their columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 

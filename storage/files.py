@@ -105,7 +105,7 @@ class Files(Protocol):
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         """Hold a name exclusively, as a lock between processes; without `wait`, yield False if another process holds it."""
 
-    def held(self, name: str) -> bool:
+    def is_held(self, name: str) -> bool:
         """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
@@ -259,7 +259,7 @@ class LocalFiles(Files):
                     yield True
                     return
 
-    def held(self, name: str) -> bool:
+    def is_held(self, name: str) -> bool:
         try:
             with (self.root / LOCKS / name).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

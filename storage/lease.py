@@ -50,7 +50,7 @@ class Held:
         self._thread.start()
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """True if another process may hold the lease, because this process did not renew the lease in time."""
         return self._taken or _now() - self._renewed > 1.5 * self._term
 
@@ -58,8 +58,8 @@ class Held:
         while not self._ended.wait(self._term / 4):
             since = _now()
             try:
-                version = self._place.swapped(self._name, _content(self._owner), self._version)
-            except PunaError:  # the store does not answer; if that lasts, `lost` reports it
+                version = self._place.swap_version(self._name, _content(self._owner), self._version)
+            except PunaError:  # the store does not answer; if that lasts, `is_lost` reports it
                 continue
             if version is None:
                 self._taken = True
@@ -72,7 +72,7 @@ class Held:
         if not self._taken:
             # If the store does not answer, others take the lease over after two terms.
             with contextlib.suppress(PunaError):
-                self._place.swapped(self._name, _content(""), self._version)
+                self._place.swap_version(self._name, _content(""), self._version)
 
 
 _held: dict[tuple[Place, str], Held] = {}
@@ -102,7 +102,7 @@ def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]
 def check(place: Place, name: str) -> None:
     """Raise PunaError if this process holds the name but may have lost it."""
     mine = _held.get((place, name))
-    if mine is not None and mine.lost:
+    if mine is not None and mine.is_lost:
         raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
 
 
@@ -116,7 +116,7 @@ def _take(place: Place, name: str, term: float) -> Held | None:
     if state is None:
         return None
     since = _now()
-    version = place.swapped(name, _content(_myself()), state.version)
+    version = place.swap_version(name, _content(_myself()), state.version)
     return None if version is None else Held(place, name, version, term, since)
 
 

@@ -12,7 +12,7 @@ from puna.storage.artifact import Artifact, place_of
 from puna.storage.damage import note
 from puna.storage.files import LOCKS
 from puna.storage.store import Store
-from puna.storage.work import INPUTS, drop, held
+from puna.storage.work import INPUTS, drop, scan_holdings
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Finding:
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
     """Return a finding per artifact (None: all, also without manifest). Record own damage and, if `trust`, trust in whole suspects."""
-    findings = [(artifact, artifact.damage()) for artifact in (store.committed() if artifacts is None else artifacts)]
+    findings = [(artifact, artifact.damage()) for artifact in (store.committed_artifacts() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):
             note(store.files, artifact.kind, artifact.key, "damaged")
         elif trust and artifact.key in store.suspects():
             note(store.files, artifact.kind, artifact.key, "trusted")
-    for place in store.unfinished() if artifacts is None else ():
+    for place in store.unfinished_folders() if artifacts is None else ():
         kind, _, key = place.split("/")[1:]
         findings.append((Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
     suspects = store.suspects()
@@ -57,8 +57,8 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
-    abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.held(key)]
-    in_use, dead = held(files, store.holding.name)
+    abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.is_held(key)]
+    in_use, dead = scan_holdings(files, store.holding.name)
     needed = _needed_files(store, keep_runs, in_use, [key for key in works if key not in abandoned])
     unneeded = (place_of(one["kind"], one["key"]) for one in store.entries() if one["key"] not in needed)
     reasons = dict.fromkeys(unneeded, "no alias and no recent run needs it")
@@ -74,7 +74,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
         # The lock fails while a process works on the key, and keeps processes from starting during the removal.
         key = item.place.rpartition("/")[2]
         with store.lock(key, wait=False) as mine:
-            if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held(files, store.holding.name)[0]:
+            if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in scan_holdings(files, store.holding.name)[0]:
                 files.remove(item.place)
                 removed[item.place] = item
     keys = {place.rpartition("/")[2] for place in removed}

@@ -26,20 +26,20 @@ class Made:
         return asdict(self)
 
 
-def started(flow: str, **about: Any) -> dict[str, Any]:
+def start_event(flow: str, **about: Any) -> dict[str, Any]:
     """Return the event that opens a log: a run of `flow`, a flow or a single stage. `about`: how the run was started (see `RunLog`)."""
     return {"event": "started", "flow": flow, **about}
 
 
-def finished() -> dict[str, Any]:
+def finish_event() -> dict[str, Any]:
     return {"event": "finished"}
 
 
-def failed(error: str) -> dict[str, Any]:
+def failure_event(error: str) -> dict[str, Any]:
     return {"event": "failed", "error": error}
 
 
-def stopped() -> dict[str, Any]:
+def stop_event() -> dict[str, Any]:
     return {"event": "stopped"}
 
 

@@ -138,9 +138,9 @@ class S3Files(Bucket, Files):
                 pause(attempt)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        return self.swapped(name, data, version) is not None
+        return self.swap_version(name, data, version) is not None
 
-    def swapped(self, name: str, data: bytes, version: str | None) -> str | None:
+    def swap_version(self, name: str, data: bytes, version: str | None) -> str | None:
         """Write as `swap` does and return the new version; None if the file's version is not `version`."""
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
@@ -243,7 +243,7 @@ class S3Files(Bucket, Files):
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
         return lease.lease(self, f"{LOCKS}/{name}", self.term, wait=wait)
 
-    def held(self, name: str) -> bool:
+    def is_held(self, name: str) -> bool:
         return lease.is_held(self, f"{LOCKS}/{name}", self.term)
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:

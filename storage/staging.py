@@ -42,7 +42,7 @@ class Staged:
     values: dict[str, int] = field(default_factory=dict)
     """Column → number of non-null values, for an open table."""
 
-    def stored(self, files: Files, what: str = "table") -> Stored | None:
+    def stored_file(self, files: Files, what: str = "table") -> Stored | None:
         if what not in self.files:
             return None
         name, record = self.files[what]
@@ -51,7 +51,7 @@ class Staged:
     def rows(self, files: Files, sources: tuple[Stored | None, ...] = ()) -> ShardRows:
         """Return references to the rows; `sources`: the files whose rows are kept by reference."""
         low, high = tuple(self.shard.low), tuple(self.shard.high)
-        return ShardRows(self.shard.rows, low, high, (self.stored(files), *sources), self.stored(files, "order"))
+        return ShardRows(self.shard.rows, low, high, (self.stored_file(files), *sources), self.stored_file(files, "order"))
 
 
 @dataclass(frozen=True)

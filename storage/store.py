@@ -109,7 +109,7 @@ class Store:
         """Return the committed artifact with this kind and key, or None."""
         return Artifact(kind, key, self.files) if self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None else None
 
-    def committed(self) -> list[Artifact]:
+    def committed_artifacts(self) -> list[Artifact]:
         """Return every artifact that has a manifest, readable or not."""
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
@@ -121,9 +121,9 @@ class Store:
         aliases = self.names(project)
         return [one for one in entries if (one.get("project") or DEFAULT) == project or one["key"] in aliases]
 
-    def unfinished(self) -> list[str]:
+    def unfinished_folders(self) -> list[str]:
         """Return the names of the artifact folders that have no manifest."""
-        whole = {artifact.place for artifact in self.committed()}
+        whole = {artifact.place for artifact in self.committed_artifacts()}
         folders = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
         return sorted(folders - whole)
 
@@ -148,7 +148,7 @@ class Store:
             raise PunaError(f"{name}: fits several artifacts: {ids}" if artifacts else f"{name}: no such artifact in {self.uri}")
         return artifacts[0]
 
-    def checked(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
+    def check(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
         """Check an artifact for damage and return it; see `damage.check`."""
         return damage.check(self.files, artifact, read, whole=whole)
 
@@ -248,7 +248,7 @@ class Store:
 
     def full_name(self, alias: str) -> str:
         """Return the alias as the default project names it: an alias of another project gets the prefix PROJECT/."""
-        return self._aliases.called(alias)
+        return self._aliases.name_for(alias)
 
     def project_of(self, alias: str) -> str:
         return self._aliases.parts(alias)[0]
@@ -264,7 +264,7 @@ class Store:
     def lost_aliases(self) -> list[str]:
         """Return a sentence for each alias that is gone, unreadable or points to no artifact, and for each damaged line of a journal."""
         remedy = "is gone; the run or command that set it sets it again"
-        messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in self._aliases.lost().items()]
+        messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in self._aliases.find_lost().items()]
         for alias in self._aliases.files():
             try:
                 self.alias(alias)
@@ -312,7 +312,7 @@ class Store:
         return events
 
     def log(self, run: str) -> RunLog:
-        return RunLog.of(run, self.events(run), at_work=self.files.held(f"run-{run}"))
+        return RunLog.of(run, self.events(run), at_work=self.files.is_held(f"run-{run}"))
 
 
 def _acceptance(key: str) -> str:

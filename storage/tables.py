@@ -135,7 +135,7 @@ def _merge(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
     """Write the rows of all pieces, sorted by the primary key, as `cut` shards; return the shards that have rows."""
     table, staged, cut, staging = job
     schema = table_schema(table)
-    files = [file for one in staged if (file := one.stored(staging.files)) is not None]
+    files = [file for one in staged if (file := one.stored_file(staging.files)) is not None]
     whole = schema.schema_for(unite(file.schema() for file in files))
     merged: list[Staged] = []
     with contextlib.ExitStack() as stack:

@@ -119,8 +119,8 @@ class Work:
             self._sources, self.shift = (Source(documents.kind, documents.key, record.digest), *self._sources), 1
         shards = [a.record(a.kind).shards for a in artifacts]
         columns = list(zip(artifacts, shards, strict=True))
-        self._source_shards = tuple(tuple(a.stored(s.file, s.groups) if s.file else None for s in own) for a, own in columns)
-        facts = [[a.stored(s.facts) if s.facts else None for s in own] for a, own in columns]
+        self._source_shards = tuple(tuple(a.stored_file(s.file, s.groups) if s.file else None for s in own) for a, own in columns)
+        facts = [[a.stored_file(s.facts) if s.facts else None for s in own] for a, own in columns]
         return tuple(zip(*facts, strict=True))
 
     def rows(self, table: str) -> int:
@@ -134,7 +134,7 @@ class Work:
             counts.update(one.values)
         return counts
 
-    def finished(self, kind: str) -> dict[str, Made]:
+    def finish_tables(self, kind: str) -> dict[str, Made]:
         """Return all tables of the artifact by name, merged if needed. Rows added afterwards are ignored."""
         if self._made is None:
             self._made = {}
@@ -160,7 +160,7 @@ class Work:
 
     def shards(self, table: str, kind: str) -> list[ShardRows]:
         """Return the shards of a finished table by reference, before the commit."""
-        return tables.shard_rows(self._pieces(table, kind), self.finished(kind)[table], self.staging)
+        return tables.shard_rows(self._pieces(table, kind), self.finish_tables(kind)[table], self.staging)
 
     def discard(self) -> None:
         """Remove the work folder. For use when the artifact already exists or the parts must not be committed."""
@@ -169,7 +169,7 @@ class Work:
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
         """Finish the tables, publish all files with the manifest last, and return the artifact. Remove the work folder. Of two writers of
         one key the first wins; the second gets the first one's artifact. A main table with texts adds the metric `characters`."""
-        tables_made = self.finished(kind)
+        tables_made = self.finish_tables(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
         records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}
         own = self._own_files(set(content), set(tables_made))
@@ -263,7 +263,7 @@ def drop(files: Files, name: str) -> None:
     files.remove(f"{LOCKS}/held-{name}")
 
 
-def held(files: Files, but: str) -> tuple[set[str], list[str]]:
+def scan_holdings(files: Files, but: str) -> tuple[set[str], list[str]]:
     """Return the keys that live processes use, and the `Holding` names of dead processes. `but`: a name to skip, the caller's own."""
     keys: set[str] = set()
     dead = []
@@ -271,7 +271,7 @@ def held(files: Files, but: str) -> tuple[set[str], list[str]]:
         name = log.removeprefix(LOGS)
         if name in (log, but):
             continue
-        if not files.held(f"held-{name}"):
+        if not files.is_held(f"held-{name}"):
             dead.append(name)
             continue
         with contextlib.suppress(FileNotFoundError):  # the process ended meanwhile

@@ -72,7 +72,7 @@ def evaluate(
         "temperature": temperature, "max_tokens": max_tokens, "seed": seed, "serving": serving,
     }  # fmt: skip
     inputs, own = _task_inputs([name.strip() for text in tasks for name in text.split(",") if name.strip()], harness, opened)
-    inputs["judges"] = [opened.checked(opened.resolve(name), whole=True) for name in judges or ()]
+    inputs["judges"] = [opened.check(opened.resolve(name), whole=True) for name in judges or ()]
     config = parse(BenchmarkConfig, values, "evaluate")
     evaluation = _run(opened, model, inputs, config, as_json, own if harness else None, contaminated)
     ranks.finish()
@@ -109,7 +109,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
         elif Path(name).is_file():
             inputs.append(_task_input(Path(name)))
         elif "@" in name or name.startswith("prompts/"):
-            prompts.append(store.checked(store.resolve(name), whole=True))
+            prompts.append(store.check(store.resolve(name), whole=True))
             if harness or prompts[-1].kind != "prompts":
                 problem = "leave --harness out, which asks task files" if prompts[-1].kind == "prompts" else "name prompts, or a task file"
                 raise PunaError(f"--tasks {name}: {prompts[-1].id} is no task here: {problem}")
@@ -167,7 +167,7 @@ def _run(
             (files,) = External.resolve(f"model={model}")
             inputs["model"] = now.perform(import_model, ImportModelConfig(), {"model": files}, "import_model").artifact
         else:
-            inputs["model"] = store.checked(store.resolve(model), whole=True)
+            inputs["model"] = store.check(store.resolve(model), whole=True)
         if contaminated and questions and trained_on(inputs["model"])[0]:
             looked = {**questions, "model": inputs["model"]}
             inputs["overlaps"] = now.perform(contamination, ContaminationConfig(), looked, "contamination").artifact
@@ -189,7 +189,7 @@ def compare(
 
     opened = Store.existing(store, project)
     artifacts = [Artifact(entry["kind"], entry["key"], opened.files) for entry in opened.entries() if entry["kind"] == "evaluation"]
-    first, second = (scores_of(evaluations_of(opened.checked(opened.resolve(name)), artifacts)) for name in (one, other))
+    first, second = (scores_of(evaluations_of(opened.check(opened.resolve(name)), artifacts)) for name in (one, other))
     rows, remarks = differences(first, second, every)
     for remark in remarks:
         typer.echo(f"not compared: {remark}", err=True)

@@ -104,7 +104,7 @@ def export(
     from puna.stages.io.export import export_data, export_model
 
     opened = Store.existing(store, project)
-    artifact = opened.checked(opened.resolve(identity), whole=True)
+    artifact = opened.check(opened.resolve(identity), whole=True)
     formats = ("hf", "gguf", "awq", "adapter") if artifact.kind == "model" else ("parquet", "jsonl", "datasketch")
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} can be exported as {' or '.join(formats)}")

@@ -106,7 +106,7 @@ def _load_model(model: str, store: Callable[[], Store]) -> tuple[Transformer, To
 def _artifact(model: str, store: Callable[[], Store]) -> Artifact:
     try:
         opened = store()
-        return opened.checked(opened.resolve(model), whole=True)
+        return opened.check(opened.resolve(model), whole=True)
     except DamagedArtifact:
         raise
     except PunaError as error:

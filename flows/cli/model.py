@@ -243,7 +243,7 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
 
 def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
     """Return the prompts as messages. Up to `most` matching passages of the documents precede the text of each prompt's last message."""
-    artifact = store.checked(store.resolve(name))
+    artifact = store.check(store.resolve(name))
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
     conversations = [_messages(one) for one in requests]

@@ -91,7 +91,7 @@ def annotate(
 
     check_auth(host, auth)
     opened = Store.existing(store, project)
-    artifact = opened.checked(opened.resolve(answers))
+    artifact = opened.check(opened.resolve(answers))
     desk = Desk(opened, artifact, prompts_of(opened, artifact), pairs)
     serving.judging(desk, host, port, auth)
     if desk.file.exists():

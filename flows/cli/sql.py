@@ -142,7 +142,7 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
     if "." in word and not word.startswith((f"{NEWEST}.", '"')):
         return []
     schemas = {**FACTS, **{name: table.schema for name, table in TABLES.items()}}
-    tables = [name.rpartition(".")[2] for name in opened.named(line)]
+    tables = [name.rpartition(".")[2] for name in opened.names_in(line)]
     columns = {"artifact", *(column for name in tables if name in schemas for column in schemas[name].names)}
     keywords = [row[0] for row in opened.connection.execute("select keyword_name from duckdb_keywords()").fetchall()]
     candidates = [*sorted({*columns, *opened.names, *(name.removesuffix(")") for name in MACROS)}), *sorted(keywords)]

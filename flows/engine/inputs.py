@@ -62,13 +62,13 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
     for text in texts:
         name, sign, reference = text.partition("=")
         if is_artifact(text):
-            items.append(store.checked(store.resolve(text)))
+            items.append(store.check(store.resolve(text)))
         elif sign and name in by_name:
             if not is_artifact(reference):
                 raise PunaError(f"--input {text}: {where}: {name} takes no files, {_remedy(reference, [by_name[name]])}")
-            named.setdefault(name, []).append(store.checked(store.resolve(reference)))
+            named.setdefault(name, []).append(store.check(store.resolve(reference)))
         elif sign and is_artifact(reference):
-            artifact = store.checked(store.resolve(reference))
+            artifact = store.check(store.resolve(reference))
             taker = next((spec for spec in specs if spec.sources and spec.kind == artifact.kind), None)
             if taker is None:
                 there = ", ".join(f"{spec.name} ({input_kind(spec)})" for spec in by_name.values()) or "none"

@@ -87,7 +87,7 @@ class DeploymentSync:
     def _state(self) -> object:
         """Return the state that drop-downs and rounds depend on: the number of artifacts, the aliases, and each project's trigger."""
         waits = [load_trigger(self._store.within(project)) for project in self._store.projects()]
-        return len(self._store.committed()), tuple(sorted(self._store.aliases().items())), waits
+        return len(self._store.committed_artifacts()), tuple(sorted(self._store.aliases().items())), waits
 
     def _begin_round(self) -> None:
         """Start the flow `round` in each project with enough new preferences, once for each set of preferences."""

@@ -128,7 +128,7 @@ _lock = threading.Lock()
 def _desk(store: Store, name: str) -> Desk:
     project, _, key = name.rpartition("~")
     store = store.within(project)
-    answers = store.checked(store.resolve(f"answers/{key}"))
+    answers = store.check(store.resolve(f"answers/{key}"))
     return Desk(store, answers, prompts_of(store, answers))
 
 

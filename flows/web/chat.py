@@ -78,7 +78,7 @@ class Chat:
 
     def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
         """Return an iterator over the answer's pieces; a later error is the last. PunaError if the model is missing or does not answer."""
-        artifact = self._store.checked(self._store.resolve(model))
+        artifact = self._store.check(self._store.resolve(model))
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is not a model")
         with self._lock:

@@ -97,7 +97,7 @@ def state_digest(store: Store, run: str | None) -> str:
     """Return a digest of the displayed state of a run, or for None of the three newest runs; pages reload when the digest changes."""
     names = store.runs()[-3:] if run is None else [run]
     stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
-    state = [names, [stat and stat.version for stat in stats], [(progress_of(store, one), store.files.held(f"run-{one}")) for one in names]]
+    state = [names, [s and s.version for s in stats], [(progress_of(store, one), store.files.is_held(f"run-{one}")) for one in names]]
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 

@@ -64,7 +64,7 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
     pieces = run.exchange(_pieces, parts, config, by="hash", partitions=partitions(documents.record().characters // CHARACTERS_PER_BYTE))
     starts = np.cumsum([0, *(shard.rows for shard in shards[:-1])])
-    frequent = run.exchange(_frequent, pieces.filled, config, sizes, starts, by="shard", partitions=max(1, len(shards)))
+    frequent = run.exchange(_frequent, pieces.nonempty_parts, config, sizes, starts, by="shard", partitions=max(1, len(shards)))
     counts: dict[int, Counter[int]] = {bucket: Counter() for bucket in sizes}
     for info in frequent.infos:
         for bucket, occurrences, lines in info:

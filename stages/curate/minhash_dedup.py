@@ -47,7 +47,7 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     else:
         members = _members(run, documents, parts, config)
         components = _gather(run, documents, parts, members, score, config)
-        infos, results = remove(run, documents, _decide, components.filled, config, **common), members.rows
+        infos, results = remove(run, documents, _decide, components.nonempty_parts, config, **common), members.rows
     if config.keep_index:
         sketches = list(run.map(sketch, list(enumerate(run.parts(documents))), signals, config, str(run.scratch)))
         list(run.map(write_index, [run.folder / INDEX], sketches, config))
@@ -59,9 +59,9 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
 def _members(run: StageRun, documents: Artifact, parts: list[Part], config: MinhashDedupConfig) -> Exchange:
     size = KEY_BYTES * config.bands * documents.rows()
     keys = run.exchange(_keys, parts, config, by="key", partitions=partitions(size))
-    edges = run.exchange(_edges, keys.filled, by="all", partitions=1)
+    edges = run.exchange(_edges, keys.nonempty_parts, by="all", partitions=1)
     starts = np.array([part.start for part in parts], np.int64)
-    return run.exchange(_components, edges.filled, starts, by="part", partitions=max(1, len(parts)))
+    return run.exchange(_components, edges.nonempty_parts, starts, by="part", partitions=max(1, len(parts)))
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:

@@ -55,12 +55,12 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
         place = place_of("semantic_dedup", "encoder", model, encoder)
         vectors = run.exchange(_encode, parts, place, config, by="part", partitions=len(parts))
         if vectors.rows:
-            common = sum(run.map(_sum, vectors.filled)) / vectors.rows
+            common = sum(run.map(_sum, vectors.nonempty_parts)) / vectors.rows
     centers = _centers(vectors, common, config, run)
     size = partitions(vectors.rows * (8 * config.dimensions if common is None else 8 * len(common)))
-    clustered = run.exchange(_cluster, vectors.filled, common, centers, size, by="place", partitions=size)
+    clustered = run.exchange(_cluster, vectors.nonempty_parts, common, centers, size, by="place", partitions=size)
     rule: dict[str, Any] = {"method": method, "rule": "semantic_duplicate", "threshold": config.threshold}
-    run.metric("clusters", max(remove(run, documents, _decide, clustered.filled, config, **rule), default=0))
+    run.metric("clusters", max(remove(run, documents, _decide, clustered.nonempty_parts, config, **rule), default=0))
 
 
 def _words(texts: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -138,14 +138,14 @@ def _centers(
     count = vectors.rows // config.cluster_documents
     if count <= 1:
         return None
-    ends = np.cumsum(list(run.map(_size, vectors.filled)))
+    ends = np.cumsum(list(run.map(_size, vectors.nonempty_parts)))
     draws = np.sort(run.generator("centers").choice(vectors.rows, count, replace=False))
     part = np.searchsorted(ends, draws, side="right")
     begins = np.append(0, ends[:-1])
-    jobs = [(vectors.filled[n], draws[part == n] - begins[n]) for n in np.unique(part).tolist()]
+    jobs = [(vectors.nonempty_parts[n], draws[part == n] - begins[n]) for n in np.unique(part).tolist()]
     centers = np.concatenate(list(run.map(_draw, jobs, common)))
     for step in range(1, config.iterations):
-        sums = sum(run.map(_sums, vectors.filled, common, centers))
+        sums = sum(run.map(_sums, vectors.nonempty_parts, common, centers))
         norms = np.linalg.norm(sums, axis=1, keepdims=True)
         centers = np.where(norms > 0, sums / np.maximum(norms, 1e-12), centers).astype(np.float32)
         run.progress(step, config.iterations, "clusters")

@@ -41,7 +41,7 @@ def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: Sta
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
     windows = run.exchange(_windows, parts, config, by="hash", partitions=size)
-    repeated = run.exchange(_repeats, windows.filled, starts, by="shard", partitions=max(1, len(shards)))
+    repeated = run.exchange(_repeats, windows.nonempty_parts, starts, by="shard", partitions=max(1, len(shards)))
     first = [(shard, own) for shard, own in zip(shards, repeated.parts, strict=False) if shard.rows]
     copies = run.exchange(_with_ids, first, starts, by="shard", partitions=max(1, len(shards)))
     run.transform(_cut, documents, copies, config)

@@ -27,7 +27,7 @@ def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> No
     """Keep the newest document of each URL (Llama 3, section 3.1.1); if several are equally new, that with the smallest id."""
     shards = documents.parts(columns=["id", "url", "fetched_at"], rows=1 << 17)
     by_address = run.exchange(_addresses, shards, config, by="hash", partitions=partitions(ROW_BYTES * documents.rows()))
-    remove(run, documents, _older, by_address.filled, method="url", rule="same_url")
+    remove(run, documents, _older, by_address.nonempty_parts, method="url", rule="same_url")
 
 
 def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:

@@ -71,7 +71,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     cut = max(1, documents.record().cut)
     facts = run.exchange(_measure, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)
     amounts: dict[str, Amounts] = {}
-    for part_amounts in run.map(of_part, facts.filled, _amounts):
+    for part_amounts in run.map(of_part, facts.nonempty_parts, _amounts):
         for category, own in part_amounts.items():
             amounts[category] = Amounts(*map(sum, zip(amounts.get(category, Amounts()), own, strict=True)))
     training = {category: amounts[category].bytes for category in sorted(amounts)}

@@ -61,9 +61,9 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
             raise PunaError(f"{there} no signal {name!r}; {hint}")
     cut = max(1, documents.record().cut)
     facts = run.exchange(_measure, run.parts(documents, columns=["id", "url", "text"]), signals, config, by="id", partitions=cut)
-    sides = sides_of(lambda function, *args: run.map(of_part, facts.filled, function, *args), config)
+    sides = sides_of(lambda function, *args: run.map(of_part, facts.nonempty_parts, function, *args), config)
     training, heldout_documents, heldout_bytes = Counter[str](), 0, 0
-    for bytes_of, documents_out, bytes_out in run.map(of_part, facts.filled, _amounts, sides):
+    for bytes_of, documents_out, bytes_out in run.map(of_part, facts.nonempty_parts, _amounts, sides):
         training.update(bytes_of)
         heldout_documents, heldout_bytes = heldout_documents + documents_out, heldout_bytes + bytes_out
     total = max(training.total(), 1)

@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
             dropped = {"id": [ID], "rule": ["words"], "value": [5.0], "threshold": [float(most)], "detail": pa.array([None], pa.string())}
             work.add("dropped", pa.table(dropped), "all")
             work.commit("documents", identity.key, identity, metrics={"kept": 0})
-    store.record("first-run", runs.started("curate", command="puna run curate --recipe clean", recipe="clean", commit="abc"))
+    store.record("first-run", runs.start_event("curate", command="puna run curate --recipe clean", recipe="clean", commit="abc"))
     store.record("first-run", runs.Made("ingest", "import", "pages", pages.key, False, 1.0).event())
     return store
 

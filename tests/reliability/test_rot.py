@@ -69,7 +69,7 @@ def test_what_a_process_keeps_of_a_damaged_file_goes_with_it(tmp_path: Path) -> 
         parts._order.cache_clear()
     assert kept.damage() == ["documents.order.parquet has a wrong checksum"]
     with pytest.raises(PunaError, match="is damaged"):
-        store.checked(kept, whole=True)
+        store.check(kept, whole=True)
     again = execute(rot_keeping, RotConfig(), {"documents": documents}, store)
     assert again.damage() == [] and again.read(columns=["id", "url", "source"]).equals(expected)
 

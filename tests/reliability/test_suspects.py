@@ -72,7 +72,7 @@ def test_a_suspect_is_made_anew_and_the_same_content_clears_what_descends_from_i
     world = World(tmp_path, "kept")
     damaged(world.documents)
     with pytest.raises(PunaError, match="is damaged"):
-        world.store.checked(world.documents, whole=True)
+        world.store.check(world.documents, whole=True)
     documents, _ = world.documents, prepare(world.store)
     assert documents.damage() == [] and world.kept.key not in world.store.suspects()
     again = perform(rot_measuring, RotConfig(), {"documents": world.kept}, world.store)

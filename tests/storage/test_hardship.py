@@ -125,7 +125,7 @@ def test_a_store_that_may_not_be_written_can_be_read(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(os, "mkdir", make_folder)
     store = Store.open(tmp_path)
-    assert store.checked(store.resolve(made.key)) == made
+    assert store.check(store.resolve(made.key)) == made
     assert catalog.query(store, "select count(*) as n from signals").to_pylist() == [{"n": 1}]
     for write in (
         lambda: store.import_table("signals", signals(["b"], [1])), lambda: store.set_alias("a@b", made), lambda: store.record("r", {}),

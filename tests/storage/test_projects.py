@@ -133,8 +133,8 @@ def test_gc_keeps_and_verify_watches_the_aliases_of_all_projects(store: Store) -
 
 
 def test_sql_knows_projects(store: Store) -> None:
-    store.record("a", runs.started("curate", project="news"))
-    store.record("b", runs.started("curate"))
+    store.record("a", runs.start_event("curate", project="news"))
+    store.record("b", runs.start_event("curate"))
     rows = catalog.query(store, "select alias, project from aliases order by all").to_pylist()
     assert [(row["alias"], row["project"]) for row in rows] == [
         ("corpus@latest", "default"), ("law/corpus@latest", "law"), ("news/corpus@latest", "news"),

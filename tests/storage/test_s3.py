@@ -186,7 +186,7 @@ def test_garbage_goes_and_what_is_needed_or_held_stays(place: str) -> None:
     with store.lock(held.key):
         found = maintenance.collect(store, keep_runs=0, work_days=0, remove=True)
     assert {g.place for g in found} == {gone.place, f"work/{'ab' * 32}"}
-    assert {a.key for a in store.artifacts()} == {kept.key, held.key} and store.unfinished() == []
+    assert {a.key for a in store.artifacts()} == {kept.key, held.key} and store.unfinished_folders() == []
 
 
 def test_damage_is_found_and_set_aside_and_made_again(place: str) -> None:
@@ -198,7 +198,7 @@ def test_damage_is_found_and_set_aside_and_made_again(place: str) -> None:
     (finding,) = maintenance.verify(store)
     assert finding.damage == ["signals.parquet has a wrong checksum"]
     with pytest.raises(PunaError, match=r"signals.parquet has a wrong checksum\. It was moved to .*/quarantine/"):
-        store.checked(made)
+        store.check(made)
     assert store.quarantine(made) is None and store.artifacts() == []
     make(store, identity)
     assert [f.damage for f in maintenance.verify(store)] == [[]]

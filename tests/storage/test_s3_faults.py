@@ -151,7 +151,7 @@ def test_a_lease_that_stands_still_is_taken_over_and_the_late_holder_commits_not
         as_machine(monkeypatch, "other")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lease, "_held", {})
-            assert not files.held("aak")
+            assert not files.is_held("aak")
         with pytest.raises(PunaError, match="stood still for so long that another one may have gone on"):
             files.publish("objects/signals/aa/aak", {"a": "work/k/one"}, ("manifest.json", b"{}"), "work/k/commit")
         assert files.stats("objects") == {}
@@ -181,7 +181,7 @@ with S3Files.at({files.uri!r}).lease("aak"):
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ".pkg"})
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
-    assert files.held("aak")
+    assert files.is_held("aak")
     process.kill()
     process.wait()
     begun = time.monotonic()

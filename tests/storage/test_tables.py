@@ -277,7 +277,7 @@ def test_what_a_job_holds_does_not_grow_with_the_partitions(tmp_path: Path, monk
     tables = [pa.table({"place": np.arange(128, dtype=np.int32) % 2, "value": np.full((128,), n, np.int32)}) for n in range(64)]
     how = exchange.Scatter(staging, "job", "place", partitions, exchange.level(partitions))
     made = exchange.gather(staging.files, [exchange.scatter(how, iter(tables), lambda: None)], partitions, "place", how.runs)
-    assert [[table.column(0).num_chunks for table in part.tables()] for part in made.filled] == [[pieces], [pieces]]
+    assert [[table.column(0).num_chunks for table in part.tables()] for part in made.nonempty_parts] == [[pieces], [pieces]]
     assert made.parts[1].read()["value"].to_pylist() == [n for n in range(64) for _ in range(64)]
 
 
