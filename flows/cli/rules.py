@@ -77,7 +77,7 @@ class Evidence:
     whole: Mapping[str, Tally]
     unjudged: Sequence[str]
 
-    def lost(self, group: str = ALL) -> float:
+    def loss(self, group: str = ALL) -> float:
         """Return the share of a group's good words that all rules together drop."""
         return sum(row.first[group].good for row in self.rows if group in row.first) / max(1, self.whole[group].good)
 
@@ -264,14 +264,14 @@ def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
             **{name.partition("=")[2]: share(row.alone, "good", name) for name in names},
         })  # fmt: skip
     dropped, caught = (sum(getattr(row.first[ALL], field) for row in result.rows) for field in ("pages", "bad"))
-    total = {"rule": "all rules", "drops": "", "pages": dropped, "good_lost": result.lost(), "bad_caught": caught / max(1, whole[ALL].bad)}
-    total |= {name.partition("=")[2]: result.lost(name) for name in names}
+    total = {"rule": "all rules", "drops": "", "pages": dropped, "good_lost": result.loss(), "bad_caught": caught / max(1, whole[ALL].bad)}
+    total |= {name.partition("=")[2]: result.loss(name) for name in names}
     return [*rows, total]
 
 
 def summary(result: Evidence) -> dict[str, float]:
     """Return the share of good words that all rules together drop, over all pages and by group of pages."""
-    return {"good_words_lost" if group == ALL else f"good_words_lost {group}": result.lost(group) for group in result.whole}
+    return {"good_words_lost" if group == ALL else f"good_words_lost {group}": result.loss(group) for group in result.whole}
 
 
 @app.command()

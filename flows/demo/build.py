@@ -121,7 +121,7 @@ def _make(folder: Path, archives: Sequence[tuple[Package, Path]], progress: Prog
     counts: dict[str, Counter[str]] = {name: Counter() for name in FILES}
     for number, (package, archive) in enumerate(archives):
         progress(number, len(archives), package.name)
-        members = read_archive(archive, package.wanted)
+        members = read_archive(archive, package.is_wanted)
         if package.released is not None:
             members = [replace(member, modified=package.released) for member in members]
         for part in package.pages:

@@ -38,7 +38,7 @@ class Package:
     def name(self) -> str:
         return f"{self.project} {self.version}"
 
-    def wanted(self, path: str) -> bool:
+    def is_wanted(self, path: str) -> bool:
         return any(part.wanted(path) for part in self.pages)
 
 

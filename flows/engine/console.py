@@ -59,7 +59,7 @@ class Console:
     def say(self, text: str | Table) -> None:
         (self._bar.console if self._bar else self._terminal).print(text)
 
-    def started(self, step: str, why: list[Change] | None) -> None:
+    def start_step(self, step: str, why: list[Change] | None) -> None:
         """Announce a stage that begins to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
             self.say(f"[yellow]{step:24s}[/] [dim]runs again: {escape(in_short(why))}[/]")
@@ -79,12 +79,12 @@ class Console:
         if self._bar is not None and step in self._tasks:
             self._bar.remove_task(self._tasks.pop(step))
 
-    def broken(self, step: str) -> None:
+    def fail_step(self, step: str) -> None:
         """Announce a stage that failed or was stopped."""
         self.remove_bar(step)
         self.say(f"{step:24s} [red]not finished[/]")
 
-    def finished(self, step: str, outcome: Outcome) -> None:
+    def finish_step(self, step: str, outcome: Outcome) -> None:
         self.remove_bar(step)
         artifact = outcome.artifact
         if self.json:

@@ -205,7 +205,7 @@ def sample_pages(store: Store, quiet: bool) -> list[External]:
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
     """Build the sample of real pages in `folder`, unless it is there already."""
     with Console(json=quiet) as console:
-        console.started("sample", None)
+        console.start_step("sample", None)
         report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
         console.remove_bar("sample")
     return report

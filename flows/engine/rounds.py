@@ -67,7 +67,7 @@ class History:
     def number(self) -> int:
         return len(self.rounds) + 1
 
-    def used(self) -> Counter[str]:
+    def task_counts(self) -> Counter[str]:
         return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
 
     @classmethod
@@ -150,7 +150,7 @@ class _Lineage:
             seen.add(digest)
             attempts = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
             chain = [*(one for one in attempts if one not in chain), *chain]
-            passed_gates = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._passed(approvals.get(key, key))]
+            passed_gates = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._has_passed(approvals.get(key, key))]
             if passed_gates:
                 digest = self.digest[passed_gates[-1]["policy"]]
         return [
@@ -161,7 +161,7 @@ class _Lineage:
     def _of(self, key: str) -> Artifact:
         return Artifact(self.kind[key], key, self._store.files)
 
-    def _passed(self, key: str) -> bool:
+    def _has_passed(self, key: str) -> bool:
         return self._of(key).manifest.metrics.get("verdict") == "passed"
 
 

@@ -103,22 +103,22 @@ class Session:
                     self.console.say(line)
                     self.reporter.log(line, logging.WARNING)
                 why = against(self.store, identity, step)
-                self.console.started(step, why)
+                self.console.start_step(step, why)
                 if uncompiled is not None:
                     self.console.say(f"{step}: compiling the loops of {stage.name}, once: about {COMPILES[stage.name]} s of one core")
                 if why:
                     self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
         with self._lock:
-            notice = self.reporter.started(step, stage.name, inputs, task)
+            notice = self.reporter.start_step(step, stage.name, inputs, task)
         how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
         try:
             outcome = perform(stage, config, given, self.store, on_start=on_start, **how)
         except BaseException as error:
             with self._lock:
                 self._hear()
-                self.console.broken(step)
-                self.reporter.broken(notice, error)
+                self.console.fail_step(step)
+                self.reporter.fail_step(notice, error)
             raise
         artifact = outcome.artifact
         if uncompiled is not None and not outcome.reused and artifact.rows():
@@ -128,8 +128,8 @@ class Session:
             self.store.record(self.run, runs.Made(step, stage.name, artifact.kind, artifact.key, outcome.reused, outcome.seconds).event())
             self.outcomes.append((step, outcome))
             self.unfinished.pop(step, None)
-            self.console.finished(step, outcome)
-            self.reporter.finished(notice, outcome)
+            self.console.finish_step(step, outcome)
+            self.reporter.finish_step(notice, outcome)
         return outcome
 
     def _hear(self) -> None:

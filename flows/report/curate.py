@@ -42,7 +42,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         losses.append(tag("i", class_=f"{rule.look} slim" if share < SLIM else rule.look, style=f"width:{100 * share:.3f}%", title=hover))
     row = tag(
         "div", tag("b", level.step.label), tag("span", bar, losses, class_="bar", aria_hidden="true"), tag("span", level.kept, class_="n"),
-        tag("span", f"−{level.dropped:,}" if level.dropped else "", class_="n minus"),
+        tag("span", f"−{level.dropped_rows:,}" if level.dropped_rows else "", class_="n minus"),
         tag("span", text_amount(level, per_token), class_="n dim"), class_="level",
     )  # fmt: skip
     notes: list[Content] = []
@@ -50,11 +50,11 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
         files = level.step.metrics.get("files_without_page")
         whole = f"; {files:,} files hold nothing else: {level.step.metrics['files_without_page_are']}" if files else ""
         notes.append(tag("p", f"{level.no_page:,} more records hold no page{whole}", class_="edited"))
-    if edited := level.edited:
+    if edited := level.removed_characters:
         verb = "cut from" if edited > 0 else "added to"
         notes.append(tag("p", f"{short(abs(edited))} characters {verb} documents that were kept", class_="edited"))
-    if level.lost:
-        counts = f"{level.came:,} in, {level.kept:,} kept, {level.dropped + level.no_page:,} dropped"
+    if level.lost_rows:
+        counts = f"{level.came:,} in, {level.kept:,} kept, {level.dropped_rows + level.no_page:,} dropped"
         notes.append(tag("p", f"Rows do not add up: {counts}. This artifact is unsound.", class_="alarm"))
     rules, at = [], level.kept
     for rule in level.rules:
@@ -83,7 +83,7 @@ def amount(characters: int, per_token: float | None) -> str:
 
 def _rule(rule: Rule, level: Level, at: int, most: int, per_token: float | None) -> Html:
     """Return a rule's row. The rule's bar begins after `at` rows, under the rule's segment of the step's bar."""
-    words = amount(rule.characters, per_token) if rule.characters and level.edited is not None else ""
+    words = amount(rule.characters, per_token) if rule.characters and level.removed_characters is not None else ""
     place = f"margin-left:{100 * at / max(1, most):.2f}%;width:{100 * rule.rows / max(1, most):.2f}%"
     head = [
         tag("b", [[piece, Html("<wbr>")] for piece in re.findall(r"[^._]*[._]?", rule.name) if piece]),
@@ -157,7 +157,7 @@ def duplicates_view(run: Run, step: Step) -> Html:
         near.add(rows, rows["similarity"].to_numpy())
     examples = [row for _, row in (near if near.rows else every).selection()]
     ids = {str(i) for row in examples for i in (row["id"], row["kept_id"])}
-    documents = {name: doc for source in run.filtered(step) for name, doc in rows_of(source, ids).items()}
+    documents = {name: doc for source in run.filtered_inputs(step) for name, doc in rows_of(source, ids).items()}
     whole = [row for row in examples if row["id"] in documents and row["kept_id"] in documents]
     pairs = [_pair(row, documents[row["id"]], documents[row["kept_id"]], opened=row is whole[0]) for row in whole]
     of_clusters = "select count(*), max(rows) from (select count(*) as rows from found group by cluster)"

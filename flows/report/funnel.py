@@ -62,7 +62,7 @@ class Level:
     characters_out: int | None
 
     @property
-    def dropped(self) -> int:
+    def dropped_rows(self) -> int:
         """Return the number of rows that the rules removed, without records that hold no page."""
         return sum(rule.rows for rule in self.rules) - self.no_page
 
@@ -72,12 +72,12 @@ class Level:
         return sum(rule.rows for rule in self.rules if rule.no_page)
 
     @property
-    def lost(self) -> int:
+    def lost_rows(self) -> int:
         """Return the number of rows that are neither kept nor dropped; 0 in a sound artifact."""
-        return self.came - self.kept - self.dropped - self.no_page
+        return self.came - self.kept - self.dropped_rows - self.no_page
 
     @property
-    def edited(self) -> int | None:
+    def removed_characters(self) -> int | None:
         """Return the number of characters removed from kept documents; negative if characters were added, None if unknown."""
         if self.characters_in is None or self.characters_out is None:
             return None
@@ -90,7 +90,7 @@ def funnel(run: Run) -> list[Level]:
 
 def level(run: Run, step: Step) -> Level:
     """Return one step of the funnel, with the step's rules by number of removed rows, and examples from the step's inputs."""
-    sources = run.filtered(step)
+    sources = run.filtered_inputs(step)
     dropped = _dropped_by_rule(step)
     samples = {rule: among.selection() for rule, among in dropped.items()}
     ids = {str(row["id"]) for rows in samples.values() for _, row in rows}

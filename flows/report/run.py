@@ -117,7 +117,7 @@ class Run:
         artifacts = (self.source(step, record) for record in step.artifact.manifest.inputs)
         return [a for a in artifacts if a is not None]
 
-    def filtered(self, step: Step) -> list[Artifact]:
+    def filtered_inputs(self, step: Step) -> list[Artifact]:
         """Return the inputs whose rows the step kept or dropped: inputs of its output's kind or, without any, the extracted pages."""
         kinds = ["documents", "pages"] if step.artifact.kind == "documents" else [step.artifact.kind]
         records = sorted((i for i in step.artifact.manifest.inputs if i.kind in kinds), key=lambda i: kinds.index(i.kind))

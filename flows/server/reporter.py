@@ -88,7 +88,7 @@ class Reporter:
 
     # --- calls by the run; they return at once --------------------------------------------------------
 
-    def started(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
+    def start_step(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
         """Record a step that begins; return the record. `inputs`: input name → artifacts; `task`: id of its Prefect task, if any."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
@@ -101,7 +101,7 @@ class Reporter:
         if self._steps:
             self._steps[-1].progress = (done, total, note)
 
-    def finished(self, step: StepRecord, outcome: Outcome) -> None:
+    def finish_step(self, step: StepRecord, outcome: Outcome) -> None:
         artifact = outcome.artifact
         step.outcome, step.state = outcome, "COMPLETED"
         self._made[artifact.key] = step.id
@@ -112,7 +112,7 @@ class Reporter:
             step.message = headline(outcome)
         self.log(f"{step.label}: {artifact.id}, {headline(outcome)}", step=step)
 
-    def broken(self, step: StepRecord, error: BaseException) -> None:
+    def fail_step(self, step: StepRecord, error: BaseException) -> None:
         stopped = not isinstance(error, Exception)
         step.state, step.message = ("CANCELLED", "stopped") if stopped else ("FAILED", str(error) or type(error).__name__)
         self.log(f"{step.label}: {step.message}", 40, step)

@@ -55,7 +55,7 @@ class Desk:
                 self._said[one.by][one.pair] = one
             os.truncate(self.file, len(whole) + bool(whole))  # an incomplete last line comes from a crash and was never acknowledged
 
-    def swapped(self, pair: str, by: str) -> bool:
+    def is_swapped(self, pair: str, by: str) -> bool:
         """True if the person `by` sees the pair's second answer on the left: pseudo-random, but fixed for this pair and person."""
         return fraction("side", pair, by) < 0.5
 
@@ -69,7 +69,7 @@ class Desk:
             return state
         pair = self.order[place]
         texts = [answer["text"].strip() for answer in self.pairs[pair]]
-        left, right = reversed(texts) if self.swapped(pair, by) else texts
+        left, right = reversed(texts) if self.is_swapped(pair, by) else texts
         prompt = self.asked[self.pairs[pair][0]["prompt_id"]]
         messages = messages_of(prompt)
         before = None if pair not in own else own[pair].model_dump() | {"better": self._side(own[pair].better, pair, by)}
@@ -96,7 +96,7 @@ class Desk:
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
         """Convert a side of the person's screen, left or right, to the answer shown there, first or second; or an answer to its side."""
-        names = ("second", "first") if self.swapped(pair, by) else ("first", "second")
+        names = ("second", "first") if self.is_swapped(pair, by) else ("first", "second")
         there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
         return None if side is None else there.get(side, side)
 

@@ -118,7 +118,7 @@ def rules(folder: Path, write: bool) -> dict[str, float]:
         annotated = Annotations(list(pages(folder)), Store.open(place), ExtractConfig())
         results = {name: evidence(annotated, name) for name in shipped_recipes()}
     for name, result in results.items():
-        figures |= {f"good_words_lost_{plural}_{name}": result.lost(f"type={kind}") for plural, kind in TYPES.items()}
+        figures |= {f"good_words_lost_{plural}_{name}": result.loss(f"type={kind}") for plural, kind in TYPES.items()}
         whole = result.whole["type=junk"].bad
         figures[f"junk_caught_{name}"] = sum(row.first["type=junk"].bad for row in result.rows) / whole
     worst = {f"good_words_lost_{plural}": max(figures[f"good_words_lost_{plural}_{name}"] for name in results) for plural in TYPES}

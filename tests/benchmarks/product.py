@@ -87,7 +87,7 @@ def away(store: Store, rounds: int, seconds: float) -> dict[str, Any]:
         name = list(urls)[(turn + turn // len(urls)) % len(urls)]
         server = None if urls[name] is None else Server(f"http://127.0.0.1:{urls[name]}/api")
         reporter = Reporter(store, f"run-{turn}", "training", server)
-        reporter.started("training", "pretrain", {})
+        reporter.start_step("training", "pretrain", {})
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             number += 1

@@ -140,8 +140,8 @@ def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path: Path, server:
     launch.run(launch.Request("prompts", changes=SET, json=True), Store.open(tmp_path / "other"))
     artifact = Store.open(tmp_path / "other").artifacts()[0]
     for label in ("first", "second"):
-        step = reporter.started(label, "prompts", {"prompts": [artifact] if label == "second" else []})
-        reporter.finished(step, Outcome(artifact, label == "second", 1.0))
+        step = reporter.start_step(label, "prompts", {"prompts": [artifact] if label == "second" else []})
+        reporter.finish_step(step, Outcome(artifact, label == "second", 1.0))
     time.sleep(0.2)  # it tries meanwhile, and fails
     server.away = False
     while reporter.flow_run is None:

@@ -49,7 +49,7 @@ def test_each_rule_is_judged_alone_and_in_its_order(tmp_path: Path) -> None:
     assert hashes.alone["all"] == hashes.first["all"] == Tally(1, 0, 80)
     # The rule in SQL drops nothing that the first has not dropped.
     assert few.alone["all"] == Tally(2, 18, 20) and few.first["all"] == Tally(0, 0, 0)
-    assert found.lost() == 18 / 216 and found.lost("type=forum") == 1 and found.lost("type=article") == 0
+    assert found.loss() == 18 / 216 and found.loss("type=forum") == 1 and found.loss("type=article") == 0
     table = columns_of(found, "type")
     assert table[0]["good_lost"] == 18 / 216 and table[0]["bad_caught"] == 20 / 160 and table[0]["forum"] == 1
     assert table[-1]["rule"] == "all rules" and table[-1]["good_lost"] == 18 / 216
@@ -66,7 +66,7 @@ def test_a_page_without_text_loses_its_truth_and_lines_cut_count(tmp_path: Path)
     file.write_text(f"base: null\nselect: {json.dumps({**GROUPS, 'lines': {}})}\nselect_model: null\n")
     found = evidence(Annotations(pages, Store.open(tmp_path / "store"), ExtractConfig()), str(file))
     assert [(row.rule, row.first["all"]) for row in found.rows] == [("extract", Tally(1, 18, 0)), ("select.lines", Tally(0, 40, 0))]
-    assert found.lost() == (18 + 40) / (18 + 98)
+    assert found.loss() == (18 + 40) / (18 + 98)
 
 
 def test_the_command_reads_rows_and_names_what_they_lack(tmp_path: Path) -> None:

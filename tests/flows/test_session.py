@@ -84,8 +84,8 @@ def test_a_step_tells_the_rows_that_its_artifact_has(tmp_path: Path, capsys: pyt
         model = work.commit("model", identity.key, identity)
     documents = store.import_table("prompts", pa.Table.from_pylist([], schema=table_schema("prompts").schema))
     with Console(json=False) as console:
-        console.finished("dpo", Outcome(model, False, 2.0))
-        console.finished("prompts", Outcome(documents, False, 2.0))
+        console.finish_step("dpo", Outcome(model, False, 2.0))
+        console.finish_step("prompts", Outcome(documents, False, 2.0))
     told = capsys.readouterr()
     one, other = [" ".join(line.split()[2:]) for line in (told.out + told.err).splitlines() if line.strip()]
     assert (one, other) == ("2.0 s 1 dropped", "2.0 s 0 rows")

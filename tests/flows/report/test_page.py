@@ -128,7 +128,7 @@ def test_the_funnel_sums_to_the_rows(built: Any) -> None:
         artifact = level.step.artifact
         dropped = artifact.read("dropped").to_pylist() if "dropped" in artifact.tables else []
         assert Counter(row["rule"] for row in dropped) == {rule.name: rule.rows for rule in level.rules}
-        assert level.lost == 0 and level.kept == artifact.rows() == level.came - len(dropped)
+        assert level.lost_rows == 0 and level.kept == artifact.rows() == level.came - len(dropped)
         if before is not None:
             assert level.came == before.rows()
         if before is not None and before.kind == "documents":
@@ -136,7 +136,7 @@ def test_the_funnel_sums_to_the_rows(built: Any) -> None:
             after = {row["id"]: row["text"] for row in artifact.read(columns=["id", "text"]).to_pylist()}
             for rule in level.rules:
                 assert rule.characters == sum(len(texts[row["id"]]) for row in dropped if row["rule"] == rule.name)
-            assert level.edited == sum(len(texts[i]) - len(text) for i, text in after.items())
+            assert level.removed_characters == sum(len(texts[i]) - len(text) for i, text in after.items())
         before = artifact
 
 
@@ -325,7 +325,7 @@ def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any,
     extract, url_filter, pii = run.steps
     assert run.inputs(url_filter) == [extract.artifact]
     assert run.inputs(pii) == [url_filter.artifact]
-    assert [level.lost for level in funnel(run)] == [0, 0, 0]
+    assert [level.lost_rows for level in funnel(run)] == [0, 0, 0]
     text = Page(write(second.store, "second", None).read_text(encoding="utf-8")).text
     assert "pages from outside this run" in text and "documents from outside" not in text
 
