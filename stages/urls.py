@@ -34,7 +34,7 @@ def parse(url: str) -> Address | None:
     return parsed and Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip(".").lower(), parsed.pathname, parsed.search.lstrip("?"))
 
 
-def normalized(url: str) -> str:
+def normalize(url: str) -> str:
     """Return one normalised URL for all URLs of the same page.
 
     Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials, fragments,

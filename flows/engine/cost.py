@@ -233,7 +233,7 @@ def _phase(
     from puna.models.training.parallel.estimate import Work, best_layouts
 
     precision: Precision = "bf16" if gpu else "fp32"
-    phase = phase.counted(row, before)
+    phase = phase.with_steps(row, before)
     step = [row] * phase.full_rows
     # Counted in full-size steps: a smaller step of a ramp counts in proportion to its rows.
     steps = phase.growth(row, before).before(phase.steps + 1) / phase.full_rows

@@ -101,7 +101,7 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
     artifacts: list[Item] = []
     for spec in specs:
         if f"{spec.name}@latest" in aliases:
-            artifacts.append(store.checked(store.alias(f"{spec.name}@latest")))
+            artifacts.append(store.check(store.alias(f"{spec.name}@latest")))
             if not quiet:
                 print(f"input {spec.name}: {store.full_name(f'{spec.name}@latest')}, {name_of(artifacts[-1])}")
     if not artifacts and not all(spec.optional for spec in specs):

@@ -67,7 +67,7 @@ class OptimizerSettings(Settings):
         """Return the optimizer's own parameters; missing ones have their defaults."""
         return own_parameters(OPTIMIZERS[self.name].__init__, self.parameters, f"optimizer {self.name}")
 
-    def reached(self) -> list[Callable[..., Any]]:
+    def implementations(self) -> list[Callable[..., Any]]:
         """Return the classes of the optimizers in use: the chosen optimizer's and AdamW's."""
         return [OPTIMIZERS[name] for name in sorted({self.name, "adamw"})]
 

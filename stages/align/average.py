@@ -140,7 +140,7 @@ class _Development:
 
         rows = sorted(prompts.read().to_pylist(), key=lambda row: str(row["id"]))
         bad = BadRows(config, "average")
-        questions = list(bad.rendered(rows, partial(prompt_ids, tokenizer)))
+        questions = list(bad.render(rows, partial(prompt_ids, tokenizer)))
         bad.check_left(len(questions), f"{len(rows)} development prompts")
         if bad.dropped:
             bad.write(run)

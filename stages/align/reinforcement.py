@@ -33,7 +33,7 @@ from puna.stages.training.train import (
     training_prompts,
     write_log,
 )  # fmt: skip
-from puna.stages.training.turns import TurnsConfig, in_turns, offered, turns_of
+from puna.stages.training.turns import TurnsConfig, in_turns, turns_of, with_tools
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import Scorer, leaves, verifiers_named
@@ -141,7 +141,7 @@ def _optimize(
     steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     talk = config if isinstance(config, TurnsConfig) else TurnsConfig()
-    given = [offered(row, talk.tools) for row in prompts.read().to_pylist()]
+    given = [with_tools(row, talk.tools) for row in prompts.read().to_pylist()]
     chosen_rows, rendered = training_prompts(given, model, tokenizer, config.answers, config.max_tokens, limit, bad)
     if len(rendered) < config.prompts:
         left = f"{len(chosen_rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")

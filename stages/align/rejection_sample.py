@@ -121,11 +121,11 @@ def add_rewards(
     tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
-    def rendered(row: Row) -> Example:
+    def render_candidates(row: Row) -> Example:
         return render(tokenizer, row, [[[answer_message(text) for text in texts[row["id"]]]]])
 
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
-    examples = bad.examples([asked[key] for key in candidates], rendered, len, limit)
+    examples = bad.examples([asked[key] for key in candidates], render_candidates, len, limit)
     if candidates:
         bad.check_left(len(examples), f"{len(candidates)} prompts with answers")
     members = [load_model(one, "scalar", frozen=True)[0] for one in reward_models]

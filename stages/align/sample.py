@@ -102,7 +102,7 @@ def sample(
     scorer = Scorer(rows, config.scoring, run, judges or ())
     bad, spent = BadRows(config, "sample"), Counter[str]()
     for number, model in enumerate(models):
-        questions = list(bad.rendered(rows, partial(prompt_ids, tokenizer_of(model))))
+        questions = list(bad.render(rows, partial(prompt_ids, tokenizer_of(model))))
         bad.check_left(len(questions), f"{len(rows)} prompts")
         spent.update(_answer(model, questions, scorer, config, run, number, len(models), draft))
     for endpoint in config.endpoints:
@@ -205,7 +205,7 @@ def replies_of(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], bad: BadRows, count: int, fields: dict[str, Any], seed: int
 ) -> list[tuple[dict[str, Any], list[Reply]]]:
     """Return (row, `count` replies) for each row of prompts; refused rows go to `bad`. `fields`: further fields of every request."""
-    requests = list(bad.rendered(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
+    requests = list(bad.render(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
     each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in requests for i in range(count)]))
     answered = []
     for row, _ in requests:

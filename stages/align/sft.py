@@ -100,12 +100,12 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
     run.metric("trained_answers", sampler.drawn(steps) * sum(len(one.answers) for one in examples) / len(examples))
     if config.neftune_alpha and layout_of(training.compute.layout).axes:
         raise PunaError("sft.neftune_alpha: each process would draw other noise; set it to 0, or train in one process")
-    with adapters(model, config, run) as scales, noised(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
+    with adapters(model, config, run) as scales, embedding_noise(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales, watch=watch)
 
 
 @contextmanager
-def noised(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
+def embedding_noise(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
     """Within the context, passes with gradients add uniform noise in ``+-alpha / sqrt(mean tokens x width)`` to embeddings (NEFTune)."""
     import torch
 

@@ -23,7 +23,7 @@ from puna.stages.endpoint import Endpoint, EndpointConfig
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
 from puna.stages.training.train import context_limit, load_model
-from puna.stages.training.turns import TurnsConfig, in_turns, offered, turns_of
+from puna.stages.training.turns import TurnsConfig, in_turns, turns_of, with_tools
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.judges import Tools
@@ -90,7 +90,7 @@ class Text(NamedTuple):
     before: Sequence[Message] = ()
 
     @property
-    def called(self) -> bool:
+    def has_run_tools(self) -> bool:
         """True if tools were called, and every call ran."""
         results = [str(turn["content"]) for turn in self.before if turn["role"] == "tool"]
         return bool(results) and not any(result.startswith(FAILED) for result in results)
@@ -117,7 +117,7 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
     """
     rows = prompts.read().to_pylist()
-    train = sorted((offered(row, config.tools) for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
+    train = sorted((with_tools(row, config.tools) for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
     if not train:
         raise PunaError(f"synthesize: {prompts.id} has no training prompts")
     writer = Writer(model, config, run)
@@ -216,7 +216,7 @@ class Check:
             return [score_agreement([text.text for text in some], self._config.min_agreement) for some in found]
         each = iter(self._scorer.scores([(text.after(row), text.text) for row, some in zip(rows, found, strict=True) for text in some]))
         pairs = [[(text, next(each)) for text in some] for some in found]
-        return [[score if text.called or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]
+        return [[score if text.has_run_tools or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]
 
     def report(self) -> None:
         """Report the answers that verifiers could not score."""

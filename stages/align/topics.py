@@ -62,12 +62,12 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     network, tokenizer = load_model(model, "lm", frozen=True)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
 
-    def rendered(row: dict[str, Any]) -> Example:
+    def render_prompt(row: dict[str, Any]) -> Example:
         return Example(render_conversation(tokenizer, row)[0].prompt, [[]], [[]], [])
 
-    taught = BadRows(config, "topics").examples(exemplars, rendered, len, limit)
+    taught = BadRows(config, "topics").examples(exemplars, render_prompt, len, limit)
     bad = BadRows(config, "topics")
-    requests = bad.examples(rows, rendered, len, limit)
+    requests = bad.examples(rows, render_prompt, len, limit)
     vectors = embed([example for _, example in (*taught, *requests)], network, config.micro_batch_tokens, run.scratch / "states")
     examples = [
         Labelled(row["task"], as_text(messages_of(row)[:-1]), vector)

@@ -26,12 +26,12 @@ class SeededConfig(StageConfig):
 
 
 def _named_by(settings: object) -> Iterator[Any]:
-    """Yield the functions and classes that settings, or settings nested in them, return from a method `reached`."""
+    """Yield the functions and classes that settings, or settings nested in them, return from a method `implementations`."""
     if isinstance(settings, list | tuple):
         for item in settings:
             yield from _named_by(item)
     elif isinstance(settings, Settings):
-        yield from settings.reached() if hasattr(settings, "reached") else ()
+        yield from settings.implementations() if hasattr(settings, "implementations") else ()
         for name in type(settings).model_fields:
             yield from _named_by(getattr(settings, name))
 

@@ -101,7 +101,7 @@ class InputSpec:
     reads: tuple[str, ...] = ()
     sources: bool = False
 
-    def checked(self, stage: str, value: Value) -> list[Artifact] | list[External]:
+    def check(self, stage: str, value: Value) -> list[Artifact] | list[External]:
         """Return the values as a list, empty for an optional None. Raise PunaError for a wrong number or kind, or a repeated artifact."""
         if value is None:
             if not self.optional:
@@ -160,7 +160,7 @@ class Stage:
         if unknown := set(given) - {spec.name for spec in self.inputs}:
             names = ", ".join(spec.name for spec in self.inputs) or "none"
             raise PunaError(f"stage {self.name} has no input {sorted(unknown)[0]!r}; its inputs are {names}")
-        return {spec.name: spec.checked(self.name, given.get(spec.name)) for spec in self.inputs}
+        return {spec.name: spec.check(self.name, given.get(spec.name)) for spec in self.inputs}
 
 
 REGISTRY: dict[str, Stage] = plugins.registry({}, lambda stage: stage.function.__module__)

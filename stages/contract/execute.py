@@ -131,7 +131,7 @@ def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External
     for spec in stage.inputs:
         for item in inputs[spec.name]:
             if isinstance(item, Artifact):
-                store.checked(item, spec.reads, whole=not quick)
+                store.check(item, spec.reads, whole=not quick)
 
 
 def _check_after(

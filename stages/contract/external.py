@@ -51,7 +51,7 @@ class ExternalFile:
     def location(self) -> str:
         return public(self.address)
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """True if the file was written or removed since its digest was taken."""
         import fsspec
 
@@ -76,7 +76,7 @@ class External:
 
     def check_unchanged(self) -> None:
         for file in self.files:
-            if file.changed():
+            if file.has_changed():
                 raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again once it is stable")
 
     @classmethod

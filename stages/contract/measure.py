@@ -42,7 +42,7 @@ class Meter:
             self._before, self._cluster.resident_bytes = self._cluster.cpu_seconds, 0
         self._wall, self._cpu, self._others = time.perf_counter(), time.process_time(), self._cpu_of(p for p in family if p.pid in workers)
         self._ended = threading.Event()
-        self._watch = threading.Thread(target=self._watched, name="memory of the stage", daemon=True)
+        self._watch = threading.Thread(target=self._watch_memory, name="memory of the stage", daemon=True)
         self._watch.start()
         return self
 
@@ -58,7 +58,7 @@ class Meter:
             self.cpu_seconds += self._cluster.cpu_seconds - self._before
             self.peak_bytes = max(self.peak_bytes, self._cluster.resident_bytes)
 
-    def _watched(self) -> None:
+    def _watch_memory(self) -> None:
         looks, below = 0, list[psutil.Process]()
         while not self._ended.wait(EVERY_SECONDS):
             if looks % LOOKS == 0:

@@ -11,7 +11,7 @@ from puna.kernels.text.technical import Technical, measure
 from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Examples, Labels, auc, out_of_fold, prepare, report_calibration
-from puna.stages.curate.classifiers.fold_models import ABOUT, About, Trained, trained
+from puna.stages.curate.classifiers.fold_models import ABOUT, About, Trained, load_classifier
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
 
@@ -77,13 +77,13 @@ def code_reasoning(documents: Documents, classifier: Classifier, config: StageCo
     labels for training. `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read.
     All signals are null for documents of the classifier's exempt sources.
     """
-    trained(classifier, "code_reasoning")
+    load_classifier(classifier, "code_reasoning")
     run.transform(_score, documents, classifier, columns=["id", "source", "text"])
 
 
 def _score(documents: pa.Table, classifier: Artifact) -> pa.Table:
-    about = trained(classifier, "code_reasoning")
-    rows = about.scored(documents)
+    about = load_classifier(classifier, "code_reasoning")
+    rows = about.rows_to_score(documents)
     subset = documents.take(pa.array(rows, pa.int64()))
     ids, texts = subset["id"].to_pylist(), subset["text"]
     counts = measure(texts, about.about.max_characters)

@@ -17,7 +17,7 @@ from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFact
 from puna.stages.contract.declaration import GLANCE, LOOK
 from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Labels, out_of_fold, prepare
-from puna.stages.curate.classifiers.fold_models import About, Trained, trained
+from puna.stages.curate.classifiers.fold_models import About, Trained, load_classifier
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
@@ -175,13 +175,13 @@ def _seeds(documents: pa.Table, config: TrainDomainsConfig) -> Labels:
 
 
 def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, int]]:
-    model: Trained = trained(classifier, "domains")
+    model: Trained = load_classifier(classifier, "domains")
     rule = model.about.settings or {}
     ids = table["id"].to_pylist()
     names: list[str] = [CODE] * len(ids)
     values = [1.0] * len(ids)
     seeds: list[str | None] = [None] * len(ids)
-    rows = model.scored(table)
+    rows = model.rows_to_score(table)
     if rows and model.classes:
         texts = table["text"].take(rows)
         counts = seed_counts(texts, model.about.max_characters)

@@ -15,7 +15,7 @@ from puna.models.training.resumable_loop import iterate
 from puna.stages.contract import Classifier, Documents, External, Model, SeededConfig, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.classifiers.classifier import report_quality, score_counts
 from puna.stages.curate.classifiers.encoder import Place, embed, place_of
-from puna.stages.curate.classifiers.fold_models import About, trained
+from puna.stages.curate.classifiers.fold_models import About, load_classifier
 from puna.stages.curate.quality import GOOD, OTHER, scores_of, write_scores
 from puna.stages.draws import folds
 from puna.storage import Artifact, Part, PunaError
@@ -119,7 +119,7 @@ def encoder_quality(
     by a head that was not trained on it. The share `keep` of the documents reaches the quality in the metric `threshold`. With `language`,
     ranks are computed per language."""
     place = place_of(PURPOSE, "encoder", model, encoder)
-    if trained(classifier, PURPOSE).about.encoder != _digest(model, encoder):
+    if load_classifier(classifier, PURPOSE).about.encoder != _digest(model, encoder):
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder than this one; give the same, or train on this one")
     scored, reached = write_scores(run, documents, language, 1 - config.keep, _score, classifier, place)
     if scored:
@@ -150,8 +150,8 @@ def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEn
 
 
 def _score(part: Part, classifier: Artifact, place: Place) -> pa.Table:
-    table, model = part.read(), trained(classifier, PURPOSE)
-    about, rows = model.about, model.scored(table)
+    table, model = part.read(), load_classifier(classifier, PURPOSE)
+    about, rows = model.about, model.rows_to_score(table)
     subset = table.take(pa.array(rows, pa.int64()))
     vectors = embed(subset["text"].to_pylist(), place, about.max_tokens)
     of_fold = folds(subset["id"].to_pylist(), about.seed, about.folds) if rows else np.zeros(0, np.int64)

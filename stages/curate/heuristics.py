@@ -134,7 +134,7 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
 
 def _expected_divergence(job: tuple[str, np.random.Generator]) -> NDArray[np.float64]:
     file, generator = job
-    return Corpus.of(np.load(file)).expected(generator)
+    return Corpus.of(np.load(file)).expected_divergence(generator)
 
 
 def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict[str, int], expected: dict[str, Any]) -> None:

@@ -191,7 +191,7 @@ class JudgeConfig(SeededConfig):
             raise ValueError("chat=false: an endpoint is asked by chat; leave chat or the endpoint out")
         return self
 
-    def asked(self) -> Question:
+    def make_question(self) -> Question:
         answers = ("No", "Yes") if self.question == "yes_no" else tuple(map(str, range(self.max_grade + 1)))
         prompt, values = self.prompt or built_in(self.signal, self.question), tuple(map(float, range(len(answers))))
         return Question(prompt, answers, values, self.answer_start, self.chat)
@@ -233,10 +233,10 @@ def judge(
     run.write(pa.table({"id": pa.array(ids, pa.string()), config.signal: column}))
     run.metric("graded", len(sample))
     if len(sample):
-        if not np.isnan(grades[sample]).all():
+        if len(given := grades[sample][~np.isnan(grades[sample])]):
             run.metric("mean_grade", round(float(np.nanmean(grades[sample])), DIGITS))
         run.metric("answer_probability", round(float(chances.mean()), DIGITS))
-        counts, edges = np.histogram(np.round(grades[sample][~np.isnan(grades[sample])], DIGITS), BINS, (0.0, max(config.asked().values)))
+        counts, edges = np.histogram(np.round(given, DIGITS), BINS, (0.0, max(config.make_question().values)))
         bars = [(float(edge), float(count)) for edge, count in zip(edges[:-1], counts, strict=True)]
         run.figure("grades", Figure("Grades of the judge", "grade", "documents", {"documents": bars}, kind="bar"))
 
@@ -282,7 +282,7 @@ def _ask(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the grades that the endpoint's model writes (NaN for a reply without a grade), and 1 for each reply with a grade, else 0."""
     assert config.endpoint is not None
-    endpoint, question = Endpoint(config.endpoint, run), config.asked()
+    endpoint, question = Endpoint(config.endpoint, run), config.make_question()
     grades: list[float] = []
     for texts in _batches(documents, chosen, 100 * config.endpoint.at_once):
         prompts = [question.prompt.replace(TEXT, text[: 4 * config.max_tokens]) for text in texts]
@@ -322,6 +322,6 @@ def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, devi
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():
         with reading():
-            grades = np.stack(grader(place, config.asked(), config.max_tokens, device)(texts))
+            grades = np.stack(grader(place, config.make_question(), config.max_tokens, device)(texts))
         write_array(file, grades)
     return np.asarray(np.load(file))

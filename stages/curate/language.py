@@ -19,7 +19,7 @@ from puna.models.languages.registry import LanguageRow, Names, as_table, read_ro
 from puna.models.languages.scripts import script
 from puna.models.languages.vote import NO_LANGUAGE, NO_SCRIPT, TOGETHER, Found, group_numbers, vote, voters, votes
 from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.classifiers.fold_models import trained
+from puna.stages.curate.classifiers.fold_models import load_classifier
 from puna.stages.curate.signals.user_signals import Failures
 from puna.storage import Artifact, PunaError
 
@@ -57,7 +57,7 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
     whose identification fails gets the language und (undetermined) with score 0, and failed_language counts it.
     """
     if classifier is not None:
-        trained(classifier, "language")
+        load_classifier(classifier, "language")
     counts: Counter[tuple[str, str]] = Counter()
     failures = Failures()
     for results, failed in run.transform(_identify, documents, classifier, config, columns=["id", "source", "text"]):
@@ -75,7 +75,7 @@ def _identify(
     documents: pa.Table, classifier: Artifact | None, config: LanguageConfig
 ) -> tuple[pa.Table, tuple[list[tuple[str, str, int]], list[tuple[str, str, str]]]]:
     if classifier is not None:
-        trained(classifier, "language")
+        load_classifier(classifier, "language")
     names = Names.of(config.rows) if config.rows else shipped_names()
     group = group_numbers(voters().languages, names.groups) if config.rows and classifier is None else None
     ids, texts = documents["id"].to_pylist(), documents["text"]
@@ -118,7 +118,7 @@ def _signals(ids: pa.ChunkedArray, found: list[Found]) -> pa.Table:
 
 
 def _classify(classifier: Artifact, identity: str, seen: str, names: Names) -> Found:
-    model = trained(classifier, "language")
+    model = load_classifier(classifier, "language")
     results = model.probabilities([identity], pa.array([seen]))[0]
     codes, groups = [names.canonical(name) for name in model.classes], names.groups
     best = codes[int(results.argmax())]

@@ -133,7 +133,7 @@ def _decide(component: Partition, config: MinhashDedupConfig) -> tuple[pa.Table,
     if not rows.num_rows:
         return DECIDED.empty_table(), {"clusters": 0, "saved": 0}
     members = Candidates.read(rows, config)
-    return _evidence(members.decided(config), members.ids, config)
+    return _evidence(members.find_removals(config), members.ids, config)
 
 
 def _whole(parts: list[Part], signals: Artifact | None, config: MinhashDedupConfig) -> tuple[pa.Table, dict[str, int]]:

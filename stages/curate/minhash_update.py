@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from puna.stages.contract import Documents, Reads, Signals, StageConfig, StageRun, stage
 from puna.stages.curate.minhash.config import MinhashDedupConfig
-from puna.stages.curate.minhash.decide import Found, decided, flat, preference, together
+from puna.stages.curate.minhash.decide import Found, find_removals, flat, preference, together
 from puna.stages.curate.minhash.index import INDEX, Index, write_index
 from puna.stages.curate.minhash.sketch import sketch
 from puna.stages.curate.minhash_dedup import check_score
@@ -154,7 +154,7 @@ def _decide_candidates(indices: list[Index], members: Members, config: MinhashDe
             pieces |= {int(m): results.hashes[results.offsets[k] : results.offsets[k + 1]] for k, m in enumerate(here)}
         return flat([pieces[int(m)] for m in candidates[places]])
 
-    return text, decided(facts[candidates], signatures[candidates], bounds, config, shingles).of_rows(candidates)
+    return text, find_removals(facts[candidates], signatures[candidates], bounds, config, shingles).of_rows(candidates)
 
 
 def _state(found: Found, ids: list[str]) -> dict[str, tuple[str, float]]:

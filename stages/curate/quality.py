@@ -13,7 +13,7 @@ from pydantic import Field
 
 from puna.models.classifiers import grades
 from puna.stages.contract import Classifier, Documents, Facts, Signals, StageConfig, StageRun, declare_signal, stage
-from puna.stages.curate.classifiers.fold_models import Trained, trained
+from puna.stages.curate.classifiers.fold_models import Trained, load_classifier
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
@@ -62,7 +62,7 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
             raise PunaError(f"quality: {_lacking(config, language is not None)[0]}")
         scored, _ = write_scores(run, documents, language, 0.5, _grade, language)
     else:
-        about = trained(classifier, "quality")
+        about = load_classifier(classifier, "quality")
         if config.positive not in about.classes:
             raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
         scored, _ = write_scores(run, documents, language, 0.5, _score, classifier, config.positive)
@@ -108,8 +108,8 @@ def _signals(rows: pa.Table) -> pa.Table:
 
 def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
     table = part.read()
-    about: Trained = trained(classifier, "quality")
-    rows = about.scored(table)
+    about: Trained = load_classifier(classifier, "quality")
+    rows = about.rows_to_score(table)
     documents = table.take(pa.array(rows, pa.int64()))
     results = about.probabilities(documents["id"].to_pylist(), documents["text"])
     return scores_of(table["id"], rows, results[:, about.classes.index(positive)])

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from puna.stages.contract import Classifier, Documents, External, Facts, Signals, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers.classifier import FOLD, ClassifierConfig, Labels, out_of_fold, prepare, report_quality
-from puna.stages.curate.classifiers.fold_models import About, trained
+from puna.stages.curate.classifiers.fold_models import About, load_classifier
 from puna.stages.curate.quality import GOOD, OTHER
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
@@ -125,8 +125,8 @@ def classify(documents: Documents, classifier: Classifier, config: StageConfig, 
 
 
 def _classify(documents: pa.Table, classifier: Artifact) -> pa.Table:
-    about = trained(classifier, "classify")
-    ids, rows = documents["id"].to_pylist(), about.scored(documents)
+    about = load_classifier(classifier, "classify")
+    ids, rows = documents["id"].to_pylist(), about.rows_to_score(documents)
     names: list[str | None] = [None] * len(ids)
     values: list[float | None] = [None] * len(ids)
     texts = documents["text"].take(pa.array(rows, pa.int64()))

@@ -33,7 +33,7 @@ def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> No
 def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
     table = part.read()
     addresses = table.column("url").to_pylist()
-    address = [urls.normalized(url) for url in addresses] if config.normalize else addresses
+    address = [urls.normalize(url) for url in addresses] if config.normalize else addresses
     hashes = np.array([xxh3_64_intdigest(one.encode("utf-8", "surrogatepass")) for one in address], np.uint64)
     columns = {"id": table["id"], "fetched_at": table["fetched_at"], "address": pa.array(address, pa.string()), "hash": hashes}
     return pa.table(columns)

@@ -128,7 +128,7 @@ def benchmark(
     results: list[Result] = []
     for number, task in enumerate(loaded):
         run.progress(number, len(loaded), task.name)
-        results += bench.measured(task)
+        results += bench.measure(task)
     if config.scoring.endpoint is not None:
         Endpoint(config.scoring.endpoint, run).write()
     write(results, config, run, overlaps)
@@ -169,7 +169,7 @@ def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: Scorin
     for task in tasks:
         if task.file.verifier is not None:
             try:
-                scorers[task.name] = Scorer(task.asked(), config, run, judges, needed="verifier")
+                scorers[task.name] = Scorer(task.prompt_rows(), config, run, judges, needed="verifier")
             except PunaError as error:
                 raise PunaError(f"{task.where}: {error}") from error
     return scorers
@@ -200,7 +200,7 @@ class Bench:
     def longest(self) -> int:
         return self.model.config.max_position_embeddings
 
-    def measured(self, task: Task) -> Iterator[Result]:
+    def measure(self, task: Task) -> Iterator[Result]:
         """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then both formats' results."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
@@ -266,7 +266,7 @@ class Bench:
             raise PunaError(f"{task.where}: {n} answers at temperature 0 are all alike: set temperature, here or in generation_kwargs")
         until = (task.file.fewshot_delimiter,) if own.until is None else own.until
         prompts = [asker.prompt(task, document) for document in task.documents]
-        completions = self.generated(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
+        completions = self.generate(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
         if ranks.follows() and self.run.kind == "evaluation":  # only rank 0 scores answers and writes
             return Result.of(task, task.name, self.config.prompts, [], [], start_time, 0)
         tokenizer = self.encoder.tokenizer
@@ -289,11 +289,11 @@ class Bench:
         for number, (document, text) in enumerate(zip(task.documents[: self.config.examples], texts, strict=False)):
             facts = {key: values[number] for key, values in more.items()} | {column.name: column.values[number] for column in columns}
             about = json.dumps({"task": name, "target": document.target, **facts}, ensure_ascii=False, default=str)
-            prompt = asker.shown(task, document)
+            prompt = asker.question_text(task, document)
             rows.append({"id": f"{name}-{document.id}", "kind": "answer", "prompt": prompt, "text": text, "detail": about})
         return rows
 
-    def generated(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
         """Return `n` answers per prompt; a prompt too long for the context loses its beginning. PunaError if max_gen_toks fills it all."""
         from puna.models.generation import SamplingParams
 
@@ -313,7 +313,7 @@ class Bench:
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
         """Return the verifier's score and detail per answer: 0 if it was cut off or cannot be scored; a metric counts the latter."""
-        pairs = [(row, text) for row, several in zip(task.asked(), texts, strict=True) for text in several]
+        pairs = [(row, text) for row, several in zip(task.prompt_rows(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]
         self.run.metric(f"unscored_answers_{task.name}", sum(one.value is None for several in scores for one in several))

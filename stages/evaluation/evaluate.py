@@ -25,7 +25,7 @@ from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import heldout_prompts
-from puna.stages.training.turns import TurnsConfig, in_turns, offered, to_score
+from puna.stages.training.turns import TurnsConfig, in_turns, to_score, with_tools
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_ending
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_json
@@ -256,9 +256,9 @@ def _answers(
     own = config.answers
     if own.turns > 1 and (own.search is not None or ranks.count() > 1 or config.serving.engine == "vllm"):
         raise PunaError("evaluate: no test proves answers.turns beside a search, several processes or vLLM: set answers.turns to 1")
-    questions = [offered(row, own.tools) for row in _heldout_prompts(prompts, own.prompts_per_task, run.seed("prompts"))]
+    questions = [with_tools(row, own.tools) for row in _heldout_prompts(prompts, own.prompts_per_task, run.seed("prompts"))]
     bad = BadRows(config, "evaluate")
-    rendered = list(bad.rendered(questions, partial(prompt_ids, tokenizer)))
+    rendered = list(bad.render(questions, partial(prompt_ids, tokenizer)))
     bad.check_left(len(rendered), f"{len(questions)} held-out prompts")
     bad.write(run)
     rows, inputs = [row for row, _ in rendered], [ids for _, ids in rendered]

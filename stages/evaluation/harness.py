@@ -175,7 +175,7 @@ def _bridge(bench: Bench) -> Any:
             for settings, numbers in _by_settings(requests):
                 how = parse(Generation, generation(settings), "generation_kwargs")
                 prompts = [self.tok_encode(requests[number].args[0]) or [encoder.prefix] for number in numbers]
-                completions = bench.generated(prompts, how, how.until or (), 1, "generation_kwargs")
+                completions = bench.generate(prompts, how, how.until or (), 1, "generation_kwargs")
                 for number, (answer,) in zip(numbers, completions, strict=True):
                     texts[number] = cut(answer, tokenizer, how.until or ())
             return texts

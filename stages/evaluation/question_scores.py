@@ -143,7 +143,7 @@ class Asker:
         ids = self.encoder.encode(text) if self.prompts == "plain" else self.encoder.encode_chat(text, mark)
         return ids or [self.encoder.prefix]
 
-    def shown(self, task: Task, document: Document) -> str:
+    def question_text(self, task: Task, document: Document) -> str:
         """Return the question as text for a reader, without examples."""
         return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
 

@@ -100,7 +100,7 @@ class Generation(StageConfig):
 
     @field_validator("until", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
+    def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
 
@@ -270,7 +270,7 @@ class Task:
     def name(self) -> str:
         return self.file.task
 
-    def asked(self) -> list[dict[str, Any]]:
+    def prompt_rows(self) -> list[dict[str, Any]]:
         """Return the documents as prompt rows, the input of a Scorer."""
         if self.prompted:
             return [dict(document.row) for document in self.documents]
@@ -302,7 +302,7 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
         task.examples(document)
     for one in spec.filters if spec.output_type == "generate_until" else ():
         run_filter([[""]], one.filter, f"{where}: filter {one.name}")
-    for number, row in enumerate(task.asked() if spec.verifier is not None else (), 1):
+    for number, row in enumerate(task.prompt_rows() if spec.verifier is not None else (), 1):
         try:
             from_text(row["verifier"]).check(question_of(row))
         except PunaError as error:

@@ -53,7 +53,7 @@ class TaskWatch:
         config = BenchmarkConfig(examples=0, micro_batch_tokens=self.compute.micro_batch_tokens)
         with computing_in(model, self.compute.precision_on(device().type)):
             bench = Bench(model, Engine(model, self.tokenizer), Encoder(self.tokenizer), self.scorers, config, self.run)
-            results = [result for task in self.tasks for result in bench.measured(task)]
+            results = [result for task in self.tasks for result in bench.measure(task)]
         model.train(training)
         columns = {(one.name, column.name): column for one in results for column in one.columns}
         main = [(one.name, main_metric(column.name for column in one.columns)) for one in results]

@@ -107,21 +107,21 @@ class DaskCluster(PartExecutor):
             answer = await self._answer(future)
         except KilledWorker as error:
             part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask has counted these itself
-            self._lost(part, str(error).partition("Inspecting")[0].strip())
+            self._retry(part, str(error).partition("Inspecting")[0].strip())
         except (asyncio.CancelledError, CancelledError):
             with self._begun_lock:
                 given_up = key in self._begun and self._begun[key][2] > ATTEMPTS
             if given_up:
                 part.attempts = ATTEMPTS
-                self._lost(part, "its worker ended each time before the result arrived")
+                self._retry(part, "its worker ended each time before the result arrived")
             else:
-                self._failed(part, PunaError(self._gone))
+                self._fail(part, PunaError(self._gone))
         except PunaError as error:
-            self._failed(part, error)
+            self._fail(part, error)
         except Exception as error:  # noqa: BLE001 - any error must reach the caller that waits for this part
-            self._failed(part, PunaError(f"Dask could not compute a part ({type(error).__name__}: {error})"))
+            self._fail(part, PunaError(f"Dask could not compute a part ({type(error).__name__}: {error})"))
         else:
-            self._answered(part, answer)
+            self._deliver(part, answer)
         finally:
             with self._begun_lock:
                 self._begun.pop(key, None)

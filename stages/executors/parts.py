@@ -52,7 +52,7 @@ class PartFuture(Future[Any]):
 class PartExecutor(Executor):
     """An executor that survives dead workers: it starts a lost part again, at most `ATTEMPTS` times in all.
 
-    An engine defines `slots` and `_begin`, which sends a part and calls `_answered`, `_lost` or `_failed` once, from any thread.
+    An engine defines `slots` and `_begin`, which sends a part and calls `_deliver`, `_retry` or `_fail` once, from any thread.
     `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker.
     `below`: the workers are child processes of this one, not members of a cluster.
     """
@@ -114,7 +114,7 @@ class PartExecutor(Executor):
                     self._running -= 1
                 part.future.set_exception(error)
 
-    def _answered(self, part: Part, answer: Answer) -> None:
+    def _deliver(self, part: Part, answer: Answer) -> None:
         with self._lock:
             self._running -= 1
             self.cpu_seconds += answer.cpu_seconds
@@ -127,7 +127,7 @@ class PartExecutor(Executor):
             part.future.set_exception(error)
         self._advance()
 
-    def _lost(self, part: Part, reason: str) -> None:
+    def _retry(self, part: Part, reason: str) -> None:
         """Restart a part whose worker ended; after `ATTEMPTS`, or if the executor is closed, fail it."""
         if part.attempts >= ATTEMPTS or self._closed:
             times = f"{part.attempts} times, the maximum number of attempts" if part.attempts > 1 else "once"
@@ -135,13 +135,13 @@ class PartExecutor(Executor):
                 f"a worker process ended in the middle of its work ({part.name}; {times}; {reason}). Most likely the system ran out of "
             )
             message += "memory: use fewer workers, or a machine with more memory; what is finished is kept"
-            return self._failed(part, PunaError(message))
+            return self._fail(part, PunaError(message))
         with self._lock:
             self._running -= 1
             self._waiting.appendleft(part)
         self._advance()
 
-    def _failed(self, part: Part, error: Exception) -> None:
+    def _fail(self, part: Part, error: Exception) -> None:
         with self._lock:
             self._running -= 1
         part.future.set_exception(error)

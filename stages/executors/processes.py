@@ -49,10 +49,10 @@ class Processes(PartExecutor):
         try:
             pool.submit(compute, part.payload).add_done_callback(partial(self._complete, part, pool))
         except BrokenExecutor as error:  # the process was killed while it was idle
-            self._ended(pool)
-            self._lost(part, str(error))
+            self._discard(pool)
+            self._retry(part, str(error))
 
-    def _ended(self, pool: ProcessPoolExecutor) -> None:
+    def _discard(self, pool: ProcessPoolExecutor) -> None:
         with self._lock:
             self._busy.discard(pool)
         pool.shutdown(wait=False)
@@ -61,13 +61,13 @@ class Processes(PartExecutor):
         try:
             answer = future.result()
         except (BrokenExecutor, CancelledError) as error:
-            self._ended(pool)
-            self._lost(part, str(error))
+            self._discard(pool)
+            self._retry(part, str(error))
             return
         with self._lock:
             self._busy.discard(pool)
             self._idle.append(pool)
-        self._answered(part, answer)
+        self._deliver(part, answer)
 
     def _end(self) -> None:
         """End the workers. A worker that trains a model has `SAVE_SECONDS` to save its state first."""

@@ -74,11 +74,11 @@ class RayCluster(PartExecutor):
         try:
             answer = future.result()
         except (WorkerCrashedError, NodeDiedError, ObjectLostError, OutOfMemoryError) as error:
-            self._lost(part, str(error).strip().partition("\n")[0])
+            self._retry(part, str(error).strip().partition("\n")[0])
         except Exception as error:  # noqa: BLE001 - any error must reach the caller that waits for this part
-            self._failed(part, PunaError(f"Ray could not compute a part ({type(error).__name__}: {str(error).strip()})"))
+            self._fail(part, PunaError(f"Ray could not compute a part ({type(error).__name__}: {str(error).strip()})"))
         else:
-            self._answered(part, answer)
+            self._deliver(part, answer)
 
     def _end(self) -> None:
         for reference in list(self._begun.values()):

@@ -54,7 +54,7 @@ class Layout:
     why: str
 
     @property
-    def needed(self) -> list[str]:
+    def required_fields(self) -> list[str]:
         return [field for need in self.needs for field in need]
 
 
@@ -122,7 +122,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a verifier
     for rows without one (skip `_check_meaning`). With "auto", benchmarks come before prompt layouts unless rows have verifiers.
     """
-    usual = {field for one in LAYOUTS[kind] for field in (*one.needed, *one.may)}
+    usual = {field for one in LAYOUTS[kind] for field in (*one.required_fields, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
     fields = sorted(usual | of_benchmarks)
     if wrong := sorted(set(given) - set(fields)):
@@ -141,13 +141,13 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
         raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else surplus))
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
     if len(fits) > 1 and given:  # the user mapped these fields on purpose: drop layouts that use fewer of them
-        uses = [sum(field in given for field in one.needed) for one in fits]
+        uses = [sum(field in given for field in one.required_fields) for one in fits]
         fits = [one for one, count in zip(fits, uses, strict=True) if count == max(uses)]
     if len(fits) != 1:
         raise PunaError(_unclear(kind, rows, where, layout, fits))
     (one,) = fits
     columns = _columns(one, rows, where, given)
-    needed = [columns[field] for field in one.needed if field in columns]
+    needed = [columns[field] for field in one.required_fields if field in columns]
     why = f"{one.why}: the rows have {' and '.join(needed)}" + (f"; mapped: {', '.join(sorted(given))}" if given else "")
     plan_ = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto")
     _check_values(plan_, rows, where)
@@ -214,9 +214,9 @@ SCORES = ("score", "rating", "rank", "overall_score")
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return field → column. PunaError if a required field, `reference` or (kto, ranked) the context has several; others take the first."""
     columns: dict[str, str] = {}
-    for field in dict.fromkeys((*one.needed, *one.may)):
+    for field in dict.fromkeys((*one.required_fields, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]
-        if len(names) > 1 and (field in one.needed or field == "reference"):
+        if len(names) > 1 and (field in one.required_fields or field == "reference"):
             raise PunaError(f"{where}: {field} may be {' or '.join(names)}; say which, for example --columns {field}={names[0]}")
         if names:
             columns[field] = names[0]

@@ -154,7 +154,7 @@ def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[li
             raise PunaError(f"phase {phase.name} reads tokens in rows of {' and '.join(map(str, sorted(rows)))}: give all of its tokenize "
                             "steps one sequence_length")  # fmt: skip
         row = rows.pop() * phase.join_rows
-        phases.append(phase.counted(row, read))
+        phases.append(phase.with_steps(row, read))
         starts.append(read)
         read += row * phase.growth(row, read).before(phases[-1].steps + 1)
     return phases, starts

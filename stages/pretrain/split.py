@@ -77,7 +77,7 @@ def _measure(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig
     """Return a table of a part's documents: id, chance (a hash of the normalised URL, 0 to 1), category and `bytes` of text."""
     table = part.read()
     ids = table["id"]
-    chance = uniform([urls.normalized(url) for url in table["url"].to_pylist()], config.seed, "heldout")
+    chance = uniform([urls.normalize(url) for url in table["url"].to_pylist()], config.seed, "heldout")
     category = pa.array([UNKNOWN] * len(ids)) if not signals else _categories(ids, signals, config)
     return pa.table({"id": ids, "chance": chance, "category": category, "bytes": pc.binary_length(table["text"]).cast(pa.int64())})
 

@@ -26,7 +26,7 @@ class Unread(NamedTuple):
     reason: str
 
 
-def repeated(names: Iterable[str]) -> str:
+def find_repeated(names: Iterable[str]) -> str:
     """Return the first name that occurs more than once; "" if there is none."""
     return next((name for name, count in Counter(names).items() if count > 1), "")
 
@@ -38,7 +38,7 @@ SHARED = ("string_view", "binary_view", "list_view", "large_list_view", "run_end
 def check_fields(fields: Iterable[pa.Field], where: str) -> None:
     """Raise PunaError if two sibling Arrow fields have the same name, or a field has a type whose values may share bytes."""
     fields = list(fields)
-    if name := repeated(field.name for field in fields):
+    if name := find_repeated(field.name for field in fields):
         raise PunaError(f"{where}: several columns have the name {name!r}; rename them, for a row holds one of that name")
     for field in fields:
         kind = field.type

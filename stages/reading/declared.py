@@ -48,7 +48,7 @@ def _sizes(data: bytes) -> tuple[int, int]:
         if kind & 15 == 5:
             numbers[field], at = _number(data, at)
         else:
-            at = _skipped(data, at, kind & 15, 0)
+            at = _skip_value(data, at, kind & 15, 0)
     packed, unpacked = numbers.get(3, -1), numbers.get(2, -1)
     if packed < 0 or unpacked < 0:
         raise ValueError("a page has no size")
@@ -71,7 +71,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("a number is too long")
 
 
-def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
+def _skip_value(data: bytes, at: int, kind: int, depth: int) -> int:
     """Return the index after the value at `at`, which has the Thrift type `kind`."""
     if depth > DEPTH:
         raise ValueError("structs are nested too deeply")
@@ -82,7 +82,7 @@ def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
         return at + (value if kind == 8 else 0)
     if kind == 12:  # a struct
         while head := data[at]:
-            at = _skipped(data, at + 1 if head >> 4 else _varint(data, at + 1)[1], head & 15, depth + 1)
+            at = _skip_value(data, at + 1 if head >> 4 else _varint(data, at + 1)[1], head & 15, depth + 1)
         return at + 1
     if kind in (9, 10):  # a list or a set
         head, at = data[at], at + 1
@@ -97,7 +97,7 @@ def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
         raise IndexError(count)
     for _ in range(count):
         for one in kinds:
-            at = at + 1 if one in (1, 2) else _skipped(data, at, one, depth + 1)
+            at = at + 1 if one in (1, 2) else _skip_value(data, at, one, depth + 1)
     return at
 
 

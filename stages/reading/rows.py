@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from puna.stages.reading.columns import Unread, batches, records, repeated, unpacked_bytes
+from puna.stages.reading.columns import Unread, batches, find_repeated, records, unpacked_bytes
 from puna.stages.reading.files import DAMAGE, Unpacking, decompress, suffix
 from puna.storage import PunaError
 
@@ -164,7 +164,7 @@ class _Values:
                 left = self._end_of_text - end
                 more = failure.msg.startswith("Unterminated string") or left < (1 if self._ended else LONGEST_TOKEN)
             except (ValueError, RecursionError) as failure:
-                broken = self._broken("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}", end := self._limit())
+                broken = self._error("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}", end := self._limit())
                 self._go(end)  # the lines before it are as wrong
                 raise broken from failure
             else:
@@ -172,15 +172,15 @@ class _Values:
             if more and not self._ended and len(self._text) - self._at <= most:
                 self._read_on()
             elif (len(self._text) if more else end) - self._at > most:
-                raise self._broken("row_too_large", f"is longer than {most} bytes", len(self._text))
+                raise self._error("row_too_large", f"is longer than {most} bytes", len(self._text))
             elif error is None:
                 self._go(end)
                 return value
             else:
                 rule = "truncated_file" if more and self._ended else "invalid_json"
-                raise self._broken(rule, f"is no JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
+                raise self._error(rule, f"is no JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
 
-    def _broken(self, rule: str, message: str, end: int) -> _Broken:
+    def _error(self, rule: str, message: str, end: int) -> _Broken:
         """Return an error for the value at `_at`, which was decoded up to `end`."""
         start, end = self._passed + self._at, self._passed + end
         again, self._decoded = min(end, self._decoded) - start, max(end, self._decoded)
@@ -205,7 +205,7 @@ class _Values:
     def _fields(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
-            self.repeated = repeated(name for name, _ in pairs)
+            self.repeated = find_repeated(name for name, _ in pairs)
         return fields
 
     def _go(self, at: int) -> None:
@@ -310,7 +310,7 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
         names = next(records, [])
     except (csv.Error, *DAMAGE) as error:
         raise PunaError(f"{name}: its first line, the names of the columns, cannot be read ({error})") from error
-    if repeated(names) or (names and not all(names)):
+    if find_repeated(names) or (names and not all(names)):
         raise PunaError(f"{name}: its first line has to name every column, each once; it holds {', '.join(map(repr, names))}")
     number = 0
     while True:

@@ -50,9 +50,9 @@ def frames(handle: BinaryIO, max_record_bytes: int, unpacking: Unpacking) -> Ite
     head = handle.read(4)
     handle.seek(0)
     if head[:3] == GZIP_MAGIC:
-        return _frames(_Buffer(_counted(_gzip_blocks(handle), unpacking), members=True), max_record_bytes)
+        return _frames(_Buffer(_count_bytes(_gzip_blocks(handle), unpacking), members=True), max_record_bytes)
     if head in (ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC):
-        return _frames(_Buffer(_counted(_zstd_blocks(handle), unpacking), members=True), max_record_bytes)
+        return _frames(_Buffer(_count_bytes(_zstd_blocks(handle), unpacking), members=True), max_record_bytes)
     return _frames(_Buffer(_plain_blocks(handle), members=False), max_record_bytes)
 
 
@@ -60,7 +60,7 @@ Block = tuple[int, bytes | str]
 """File offset of bytes (plain) or of their compressed member; and the bytes, or the reason why a stretch of the file cannot be read."""
 
 
-def _counted(blocks: Iterator[Block], unpacking: Unpacking) -> Iterator[Block]:
+def _count_bytes(blocks: Iterator[Block], unpacking: Unpacking) -> Iterator[Block]:
     for block in blocks:
         unpacking.add(len(block[1]))
         yield block

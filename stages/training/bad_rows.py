@@ -50,7 +50,7 @@ class BadRows:
     ) -> list[tuple[Row, T]]:  # fmt: skip
         """Return (row, example) of each usable row. Drop rows that `make` refuses or whose size exceeds a limit; see `drop`."""
         results = []
-        for row, example in self.rendered(rows, make):
+        for row, example in self.render(rows, make):
             over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(example)) > bound.tokens), None)
             if over is None:
                 results.append((row, example))
@@ -60,7 +60,7 @@ class BadRows:
                 self.drop(row, "too_long", f"row {row['id']}: {reason}", tokens, bound.tokens)
         return results
 
-    def rendered(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
+    def render(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
         """Yield (row, example) for each row that `make` accepts, whatever the size. Drop the other rows; see `drop`."""
         for row in rows:
             try:

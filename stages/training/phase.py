@@ -123,7 +123,7 @@ class Phase(StageConfig):
             changes.append((step, rows, min(pair.length or row, row), source))
         return changes, read, step
 
-    def counted(self, row: int, before: int = 0) -> Phase:
+    def with_steps(self, row: int, before: int = 0) -> Phase:
         """Return the phase with `steps` instead of `until`. Raise PunaError if `until` lies before the phase, or the schedule does not fit.
 
         `row`: tokens of `join_rows` packed rows together; `before`: tokens of the run before the phase."""
@@ -140,7 +140,7 @@ class Phase(StageConfig):
             raise PunaError(f"phase {self.name} has {steps} steps: {why}") from error
 
     def growth(self, row: int, before: int = 0) -> Ramp:
-        """Return the number of rows of each step, as a ramp; see `counted` for the arguments."""
+        """Return the number of rows of each step, as a ramp; see `with_steps` for the arguments."""
         from puna.models.training.schedules import Ramp
 
         starts, rows, *_ = zip(*self._changes(row, before)[0], strict=True)

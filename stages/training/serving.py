@@ -76,7 +76,7 @@ class DealtEngine:
         """Return the answers that `Engine.generate` gives. Equal prompts go to one process; else they would get equal answers."""
         from puna.models.generation import Completion
 
-        def drawn(own: list[Sequence[int] | str]) -> list[list[Completion]]:
+        def generate(own: list[Sequence[int] | str]) -> list[list[Completion]]:
             return self.engine.generate(own, params, progress)
 
-        return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, drawn, self.layout, tuple)]
+        return [[Completion(*answer) for answer in some] for some in ranks.dealt(prompts, generate, self.layout, tuple)]

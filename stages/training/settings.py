@@ -171,5 +171,5 @@ class DpoConfig(AdaptableConfig):
                 raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")
         return self
 
-    def reached(self) -> list[Callable[..., Any]]:
+    def implementations(self) -> list[Callable[..., Any]]:
         return [self.preference.function]

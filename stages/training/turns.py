@@ -48,7 +48,7 @@ class TurnsConfig(StageConfig):
         return self
 
 
-def offered(row: dict[str, Any], names: Sequence[ToolName]) -> dict[str, Any]:
+def with_tools(row: dict[str, Any], names: Sequence[ToolName]) -> dict[str, Any]:
     """Return a prompt's row with the definitions of the tools `names` added to the row's own tools."""
     return {**row, "tools": dump([*(tools_of(row) or ()), *(TOOLS[name].definition(name) for name in names)])} if names else row
 

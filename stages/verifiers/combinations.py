@@ -19,7 +19,7 @@ class Combination(Verifier):
 
     @field_validator("of", mode="before")
     @classmethod
-    def _parsed(cls, value: Any) -> Any:
+    def _parse_parts(cls, value: Any) -> Any:
         return tuple(one if isinstance(one, Verifier) else from_json(one) for one in value) if isinstance(value, list | tuple) else value
 
     def parts(self) -> tuple[Verifier, ...]:

@@ -24,11 +24,11 @@ KINDS: dict[str, Check] = {}
 def kind(name: str) -> Callable[[Check], Check]:
     """Return a decorator that registers the check of the instruction `name`."""
 
-    def registered(check: Check) -> Check:
+    def register(check: Check) -> Check:
         KINDS[name] = check
         return check
 
-    return registered
+    return register
 
 
 def compare_count(count: int, relation: str, number: int) -> bool:

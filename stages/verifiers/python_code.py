@@ -97,7 +97,7 @@ class PythonFunction(Verifier):
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Further arguments of the function")
 
     @cached_property
-    def called(self) -> Callable[..., Any]:
+    def implementation(self) -> Callable[..., Any]:
         """Return the function; raise ValueError if it is missing, or if data may not name its module (`plugins.is_allowed`)."""
         module, colon, attribute = self.function.partition(":")
         if not colon:
@@ -119,7 +119,7 @@ class PythonFunction(Verifier):
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> PythonFunction:
-        parameters = inspect.signature(self.called).parameters
+        parameters = inspect.signature(self.implementation).parameters
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         if not open_ended and (unknown := sorted(set(self.parameters) - set(parameters))):
             raise ValueError(f"function {self.function!r} takes no {unknown[0]!r}; it takes {', '.join(parameters)}")
@@ -127,14 +127,14 @@ class PythonFunction(Verifier):
 
     def reaches(self) -> list[tuple[str, str]]:
         module, colon, attribute = self.function.partition(":")
-        place = (module, attribute) if colon else (self.called.__module__, self.called.__qualname__)
+        place = (module, attribute) if colon else (self.implementation.__module__, self.implementation.__qualname__)
         return [*super().reaches(), (place[0], place[1].split(".")[0])]
 
     def score(self, question: Question, answer: str) -> Score:
         inputs = {"prompt": question.text, "reference": question.reference, "task": question.task}
-        names = inspect.signature(self.called).parameters
+        names = inspect.signature(self.implementation).parameters
         arguments = {name: value for name, value in inputs.items() if name in names and name not in self.parameters}
-        result = self.called(answer, **arguments, **self.parameters)
+        result = self.implementation(answer, **arguments, **self.parameters)
         if isinstance(result, Score):
             return result
         value, detail = result if isinstance(result, tuple) and len(result) == 2 else (result, "")

@@ -218,7 +218,7 @@ class Peer:
                     CONTAINERS[name][2](objects[place], [self.decode(part, objects) for part in parts])
                 result = self.rebuild(value, objects, function) if kind == "error" else self.decode(value, objects)
             except Exception as error:  # noqa: BLE001  whatever is wrong with a message, no test must go on with it
-                raise self.ended(f"the program sent what is no result: {type(error).__name__}: {error}") from None
+                raise self.end(f"the program sent what is no result: {type(error).__name__}: {error}") from None
         if kind == "error":
             raise result
         return result
@@ -231,7 +231,7 @@ class Peer:
             callee, arguments = self.decode(function, objects), [self.decode(v, objects) for v in args]
             keywords = {name: self.decode(v, objects) for name, v in kwargs.items()}
         except Exception as fault:  # noqa: BLE001  as in `call`
-            raise self.ended(f"the program sent what is no call: {type(fault).__name__}: {fault}") from None
+            raise self.end(f"the program sent what is no call: {type(fault).__name__}: {fault}") from None
         size = len(objects)
         error: BaseException | None = None
         try:
@@ -272,7 +272,7 @@ class Peer:
             return self.resolve(value, objects)
         return (VALUES[name][1] or standard(name))(*[self.decode(part, objects) for part in parts])
 
-    def ended(self, why: str) -> Ended:
+    def end(self, why: str) -> Ended:
         """Return the Ended error that this and every later call raises; its reason is the first one given."""
         self.over = self.over or why
         return Ended(self.over)
@@ -286,18 +286,18 @@ class Peer:
             self.writer.write(len(text).to_bytes(4, "little") + text)
             self.writer.flush()
         except OSError:
-            raise self.ended("the program left early") from None
+            raise self.end("the program left early") from None
 
     def receive(self) -> list[Any]:
         size = int.from_bytes(head := self.reader.read(4), "little")
         if len(head) < 4 or size > MESSAGE_BYTES or len(text := self.reader.read(size)) < size:
-            raise self.ended("the program left early" if len(head) < 4 else "the program sent a message that is cut or too long")
+            raise self.end("the program left early" if len(head) < 4 else "the program sent a message that is cut or too long")
         try:
             message = json.loads(text)
             if message[0] not in ("call", "result", "error"):
                 raise ValueError("no message")
         except Exception as error:  # noqa: BLE001  RecursionError, ValueError, TypeError
-            raise self.ended(f"the program sent what is no message: {type(error).__name__}") from None
+            raise self.end(f"the program sent what is no message: {type(error).__name__}") from None
         parts: list[Any] = message
         return parts
 

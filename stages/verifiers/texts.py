@@ -68,7 +68,7 @@ class RegularExpression(BoundedVerifier):
     extract: bool = Field(False, description="Search only the final answer that the text marks, if it marks one")
 
     @cached_property
-    def compiled(self) -> Any:
+    def regex(self) -> Any:
         import re2
 
         options = re2.Options()
@@ -80,7 +80,7 @@ class RegularExpression(BoundedVerifier):
         import re2
 
         try:
-            _ = self.compiled
+            _ = self.regex
         except re2.error as error:
             message = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
             raise ValueError(f"pattern {self.pattern!r} is none that RE2 takes: {message}") from error
@@ -89,6 +89,6 @@ class RegularExpression(BoundedVerifier):
     def score(self, question: Question, answer: str) -> Score:
         marked = final_answer(answer) if self.extract else None
         text = answer if marked is None else marked
-        match = self.compiled.search(text) if self.match == "anywhere" else self.compiled.fullmatch(text.strip())
+        match = self.regex.search(text) if self.match == "anywhere" else self.regex.fullmatch(text.strip())
         detail = f"found {match.group(0)[:200]!r}" if match is not None else f"{self.pattern!r} is not found"
         return Score(float((match is None) == self.absent), detail)

@@ -155,11 +155,11 @@ def _wikipedia() -> Callable[[list[str]], list[float]]:
 
     from puna.flows.engine.trace import load as recipe
     from puna.stages.contract import execute
-    from puna.stages.curate.classifiers.fold_models import trained
+    from puna.stages.curate.classifiers.fold_models import load_classifier
     from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 
     settings = recipe("demo", [], "curate").one("train_quality", train_classifier, TrainClassifierConfig)
-    model = trained(execute(train_classifier, settings, {"documents": corpus.extracted()}, corpus.store()), "quality")
+    model = load_classifier(execute(train_classifier, settings, {"documents": corpus.extracted()}, corpus.store()), "quality")
 
     def score(texts: list[str]) -> list[float]:
         found = model.probabilities([str(n) for n in range(len(texts))], pa.array(texts, pa.large_string()))

@@ -36,7 +36,7 @@ class Threads(PartExecutor):
         def work() -> None:
             if self._barrier is not None:
                 self._barrier.wait(120)
-            self._answered(part, compute(part.payload))
+            self._deliver(part, compute(part.payload))
 
         threading.Thread(target=work).start()
 

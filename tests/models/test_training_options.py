@@ -190,7 +190,7 @@ def test_every_optimizer_learns_keeps_what_it_declares_and_resumes_to_the_same_b
 def test_an_optimizer_of_ones_own_is_one_class():
     config = TrainConfig(steps=1, schedule={"warmup_steps": 0, "shape": "constant"}, optimizer={"name": "lion", "weight_decay": 0})
     assert config.rate(1) == 1e-4 and TrainConfig(steps=1, schedule={"warmup_steps": 0, "shape": "constant"}).rate(1) == 1e-3
-    assert config.optimizer.state_bytes == 4 and Lion in config.optimizer.reached()
+    assert config.optimizer.state_bytes == 4 and Lion in config.optimizer.implementations()
     made = model()
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     train(made, o.LanguageModeling(), batches, config, seed=0)

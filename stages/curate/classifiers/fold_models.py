@@ -60,7 +60,7 @@ class Trained:
     def classes(self) -> list[str]:
         return list(self.about.classes)
 
-    def scored(self, documents: pa.Table) -> list[int]:
+    def rows_to_score(self, documents: pa.Table) -> list[int]:
         """Return the indices of the documents to score: all except documents of exempt sources."""
         return [row for row, source in enumerate(documents["source"].to_pylist()) if source not in self.about.exempt_sources]
 
@@ -95,16 +95,16 @@ def purpose_of(classifier: Artifact) -> str:
     return read_about(classifier.path()).purpose
 
 
-def trained(classifier: Artifact, purpose: str) -> Trained:
+def load_classifier(classifier: Artifact, purpose: str) -> Trained:
     """Return an artifact's classifier. Raise PunaError if it was made for another stage than `purpose`; `classify` takes any."""
-    result = _trained(classifier.path())
+    result = _load(classifier.path())
     if result.about.purpose != purpose and purpose != "classify":
         raise PunaError(f"{purpose}: {classifier.id} was made for {result.about.purpose!r}; give one that was made for {purpose!r}")
     return result
 
 
 @lru_cache(maxsize=4)
-def _trained(folder: Path) -> Trained:
+def _load(folder: Path) -> Trained:
     return Trained(folder)
 
 

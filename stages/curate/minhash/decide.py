@@ -71,7 +71,7 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
     return groups + np.cumsum(numbers) - numbers  # type: ignore[no-any-return]
 
 
-def decided(
+def find_removals(
     facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
     """Return the removals among the M members of complete components, as indices. `facts` FACTS[M] and `signatures` [M, P] are sorted by
@@ -142,9 +142,9 @@ class Candidates(NamedTuple):
         signatures = values.reshape(len(order), -1)[order]
         return cls(table["id"].take(pa.array(order)), facts[order], signatures, _bounds(component[order]), hashes, start[order])
 
-    def decided(self, config: MinhashDedupConfig) -> Found:
+    def find_removals(self, config: MinhashDedupConfig) -> Found:
         """Return the removals among the candidates, by index."""
-        return decided(self.facts, self.signatures, self.bounds, config, lambda places: (self.hashes, self.start[places]))
+        return find_removals(self.facts, self.signatures, self.bounds, config, lambda places: (self.hashes, self.start[places]))
 
 
 def _binary(array: NDArray[Any]) -> pa.Array:
@@ -197,7 +197,7 @@ def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfi
     root[filled] = filled[components(keys[filled])]
     members, bounds = together(root, *preference(config, rows, facts))
     shingles = lambda places: flat([_slice(blocks, int(row)) for row in members[places]])  # noqa: E731
-    return decided(facts[members], signatures[members], bounds, config, shingles).of_rows(members), len(members)
+    return find_removals(facts[members], signatures[members], bounds, config, shingles).of_rows(members), len(members)
 
 
 def _slice(blocks: list[Shingles], row: int) -> U64:

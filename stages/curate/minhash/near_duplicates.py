@@ -161,7 +161,7 @@ def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def shared(sets: Any, m: Any, k: Any) -> Any:
+def count_shared(sets: Any, m: Any, k: Any) -> Any:
     """Return the number of shingles that the sets of two members share."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
@@ -274,7 +274,7 @@ def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, coun
                         make_set(sets, m, sequence)
                         make_set(sets, k, rest)
                         own, other = sets.sizes[m], sets.sizes[k]
-                        similar = _similarity(shared(sets, m, k), own, other, criteria.containment)
+                        similar = _similarity(count_shared(sets, m, k), own, other, criteria.containment)
                         better = similar > similarity[m] or (similar == similarity[m] and k < survivor[m])
                         candidate = similar >= criteria.similarity[0] and (survivor[m] < 0 or better)
                         if candidate and _same_order(sequence, own, rest, other, criteria):

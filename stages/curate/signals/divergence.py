@@ -2,7 +2,7 @@
 
 Words, in lower case and with all numbers alike, are hashed into `BINS` bins, so that memory is fixed. A document is compared with the rest
 of the corpus. Unseen words share the Good-Turing mass, estimated from words seen once. Short texts diverge more, so rules judge the excess
-over `expected`, the mean divergence of random texts of that length drawn from the corpus.
+over `expected_divergence`, the mean divergence of random texts of that length drawn from the corpus.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Corpus:
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
 
-    def expected(self, generator: np.random.Generator) -> F64:
+    def expected_divergence(self, generator: np.random.Generator) -> F64:
         """Return the mean divergence of texts drawn at random from the corpus, per length in `LENGTHS` (words); 0 for an empty corpus."""
         if not self.words:
             return np.zeros(len(LENGTHS))

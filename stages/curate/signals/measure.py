@@ -154,11 +154,11 @@ ANY_LIST, NO_LIST = -1, -2
 
 def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
     """Return `lists` of stop words as hashes. `of`: index of each document's list, `ANY_LIST` or `NO_LIST`."""
-    return OwnWords(*_salted(tuple(lists)), np.array(of, np.int64))
+    return OwnWords(*_salt_words(tuple(lists)), np.array(of, np.int64))
 
 
 @lru_cache(maxsize=2)
-def _salted(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
+def _salt_words(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
     """Return `OwnWords.keys` and `salts`, cached since all parts of a corpus share them."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     try:

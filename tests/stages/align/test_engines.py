@@ -28,7 +28,7 @@ from puna.stages.align.average import AverageConfig, average
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
 from puna.stages.align.reward_model import RewardModelConfig, pairs, report, reward_model
-from puna.stages.align.sft import SftConfig, noised, sft
+from puna.stages.align.sft import SftConfig, embedding_noise, sft
 from puna.stages.contract import execute, identify
 from puna.stages.conversations import answering, asking, content_of, dump, message_of, messages_of
 from puna.stages.training import train as training
@@ -117,7 +117,7 @@ def test_noise_on_embeddings_is_bounded_and_only_in_training(tmp_path: Path, tin
     model = load(tiny_model(store).path())
     forest = Forest.pack([[1, 2, 3], [4, 5, 6, 7]])
     clean = model.model.embed_tokens(forest.tokens).detach()
-    with noised(model, 8.0, 4.0):
+    with embedding_noise(model, 8.0, 4.0):
         noise = [model.model.embed_tokens(forest.tokens).detach() - clean for _ in range(40)]
         with torch.no_grad():
             assert torch.equal(model.model.embed_tokens(forest.tokens), clean)

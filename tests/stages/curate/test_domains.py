@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import StageConfig, execute
-from puna.stages.curate.classifiers.fold_models import trained
+from puna.stages.curate.classifiers.fold_models import load_classifier
 from puna.stages.curate.domains import (
     TrainDomainsConfig,
     domains,
@@ -105,7 +105,7 @@ def test_the_types_are_the_product_of_classifier_and_seed_words(tmp_path, make_d
     rows = [(f"{n}-{i}", "web", f"{a} {b}") for n, seed in enumerate((1, 2)) for (i, _, a), (_, _, b) in zip(themed(90, seed), themed(90, 3), strict=True)]
     docs = make_documents(store, rows)
     classifier, made = trained_and_applied(store, docs, epochs=5)
-    model = trained(classifier, "domains")
+    model = load_classifier(classifier, "domains")
     found = {row["id"]: row for row in made.read().to_pylist()}
     for identity, _, text in rows:
         (alone,) = model.probabilities([identity], pa.array([text]))

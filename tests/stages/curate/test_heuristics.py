@@ -240,7 +240,7 @@ def test_divergence_by_derivation():
 def test_expected_divergence_falls_with_length():
     counts = np.zeros(BINS, np.int64)
     counts[np.arange(5000) * 13] = 50_000 // np.arange(1, 5001)
-    expected = Corpus.of(counts).expected(np.random.default_rng(0))
+    expected = Corpus.of(counts).expected_divergence(np.random.default_rng(0))
     assert (np.diff(expected) < 0).all()
     assert expected_at(np.array([10**9]), expected) == expected[-1]
 
@@ -258,7 +258,7 @@ def test_random_texts_are_drawn_from_the_corpus(words, monkeypatch):
             bins, often = np.unique(np.searchsorted(np.cumsum(counts), places, side="right"), return_counts=True)
             share = often / length
             wanted.append(np.sum(share * np.log(share * (words + corpus.prior * BINS) / (counts[bins] + corpus.prior))))
-    found = corpus.expected(np.random.default_rng(0))
+    found = corpus.expected_divergence(np.random.default_rng(0))
     np.testing.assert_allclose(found, np.maximum(np.array(wanted), 0).reshape(2, DRAWS).mean(axis=1), rtol=1e-12)
 
 

@@ -226,4 +226,4 @@ def test_answers_are_told_apart_by_one_token():
 def test_built_in_prompts_hold_the_page_once():
     for signal, (_, points) in SCALES.items():
         assert built_in(signal, "scale").count(TEXT) == built_in(signal, "yes_no").count(TEXT) == 1
-        assert len(points) == TOP == max(JudgeConfig(signal=signal).asked().values)
+        assert len(points) == TOP == max(JudgeConfig(signal=signal).make_question().values)

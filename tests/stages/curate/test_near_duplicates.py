@@ -50,7 +50,7 @@ def test_sets_and_absent_runs(members):
         left, right = set(members[m]), set(members[k])
         assert near_duplicates.distinct(arrays[m]).tolist() == sorted(left)
         assert near_duplicates.common(near_duplicates.distinct(arrays[m]), near_duplicates.distinct(arrays[k])) == len(left & right)
-        assert (sets.sizes[m], near_duplicates.shared(sets, m, k)) == (len(left), len(left & right))
+        assert (sets.sizes[m], near_duplicates.count_shared(sets, m, k)) == (len(left), len(left & right))
         runs = [len(list(group)) for absent, group in itertools.groupby(v not in right for v in members[m]) if absent]
         assert near_duplicates.longest_absent_run(arrays[m], sets, k) == max(runs, default=0)
 

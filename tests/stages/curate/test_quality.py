@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.curate.classifiers.classifier import GOLDEN, _Job, _quota, _training_lines, auc, calibration, score_counts, write_table
-from puna.stages.curate.classifiers.fold_models import trained
+from puna.stages.curate.classifiers.fold_models import load_classifier
 from puna.stages.curate.quality import QualityConfig, quality, ranks_within
 from puna.stages.curate.train_classifier import TrainClassifierConfig, train_classifier
 from puna.stages.draws import folds, uniform
@@ -94,7 +94,7 @@ def test_scores_tell_the_sources_apart(tmp_path, make_documents, themed):
     assert min(good) > max(rows[i]["quality"] for i, s in sources.items() if s == "web")
     # A text that nobody trained on, in every fold.
     ids = [f"new {n}" for n in range(20)]
-    found = trained(classifier, "quality")
+    found = load_classifier(classifier, "quality")
     assert {found.classes[at] for at in found.probabilities(ids, pa.array(["click here buy now ! ! !"] * 20)).argmax(axis=1)} == {"other"}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from puna.stages.contract import execute
 from puna.stages.curate.url_dedup import UrlDedupConfig, url_dedup
-from puna.stages.urls import normalized
+from puna.stages.urls import normalize
 from puna.storage import Store
 
 
@@ -38,7 +38,7 @@ SAME = "https://example.com/a/b?x=1&y=2"
     ],
 )
 def test_addresses_of_one_page(url):
-    assert normalized(url) == SAME
+    assert normalize(url) == SAME
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_addresses_of_one_page(url):
     ],
 )
 def test_addresses_of_other_pages(url):
-    assert normalized(url) != SAME
+    assert normalize(url) != SAME
 
 
 @given(st.text(max_size=40) | st.text(max_size=30).map("https://example.com/".__add__))
 @settings(max_examples=200, deadline=None)
 def test_normalising_again_changes_nothing(url):
-    once = normalized(url)
-    assert normalized(once) == once
+    once = normalize(url)
+    assert normalize(once) == once
 
 
 def test_the_newest_is_kept_and_ties_go_to_the_smallest_id(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from puna.stages.contract import External, execute
 from puna.stages.curate.block_lists import BlockListsConfig, block_lists
 from puna.stages.curate.url_filter import Rules, UrlFilterConfig, _places, _save, adult_name, judge, url_filter
-from puna.stages.urls import names, normalized, parse
+from puna.stages.urls import names, normalize, parse
 from puna.storage import PunaError, Store
 
 
@@ -172,7 +172,7 @@ def test_a_host_too_long_for_the_dns_is_no_address(tmp_path):
     expected = {f"http://{longest}/": "", f"http://{longest}./": "", f"http://b{longest}/": "url_invalid", f"http://{'a.' * 20_000}com/": "url_invalid"}
     assert verdicts(tmp_path, list(expected)) == expected
     for url, verdict in expected.items():
-        assert (parse(url) is None) == (verdict == "url_invalid") == (normalized(url) == url)
+        assert (parse(url) is None) == (verdict == "url_invalid") == (normalize(url) == url)
 
 
 def test_places_longer_than_every_entry_are_not_made(tmp_path):

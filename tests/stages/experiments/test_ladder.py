@@ -283,7 +283,7 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     loss = made.manifest.metrics["validation_loss"]
     assert (after["model"], after["measured"]) == (made.key, loss) and after["inside"] == (after["low"] <= loss <= after["high"])
     # As an input it is the same training; what a later phase does to the loss is not what was forecast.
-    further = PretrainConfig(phases=(Phase(), Phase(name="more", steps=3 * config.phases[0].counted(64).steps)), validation_share=0.05)
+    further = PretrainConfig(phases=(Phase(), Phase(name="more", steps=3 * config.phases[0].with_steps(64).steps)), validation_share=0.05)
     longer = execute(pretrain, further, {**given, "size": size}, store).manifest.metrics
     assert longer["measured_loss"] == loss != longer["validation_loss"] and longer["predicted_loss"] == after["predicted"]
     assert [row["measured"] for row in outcomes()] == [loss, loss]

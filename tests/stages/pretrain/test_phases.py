@@ -58,10 +58,10 @@ def test_the_405b_grows_after_the_reports_tokens() -> None:
     two = one + -(-(2_870_000_000_000 - one * small) // middle)
     growth = first.growth(8192)
     assert growth.values == (512, 1024, 2048) and growth.starts == (1, one + 1, two + 1)
-    counted = first.counted(8192)
+    counted = first.with_steps(8192)
     read = 8192 * growth.before(counted.steps + 1)
     assert 0 <= read - 14_800_000_000_000 < large
-    whole = read + 128 * 131_072 * second.counted(131_072, read).steps
+    whole = read + 128 * 131_072 * second.with_steps(131_072, read).steps
     assert 0 <= whole - 15_600_000_000_000 < large
 
 
@@ -69,11 +69,11 @@ def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
     """A pair that earlier phases have passed holds from the first step on; the next one waits for its tokens."""
     grown = phase("late", 9, ramp=({"after_tokens": 100, "rows": 3}, {"after_tokens": 200, "rows": 5}))
     assert grown.growth(10, 110).values == (3, 5) and grown.growth(10, 110).starts == (1, 4)
-    assert grown.replace(steps=0, until=300).counted(10, 110).steps == 3 + 2
+    assert grown.replace(steps=0, until=300).with_steps(10, 110).steps == 3 + 2
     with pytest.raises(PunaError, match="phase late: the run has 400 tokens before it"):
-        grown.replace(steps=0, until=300).counted(10, 400)
+        grown.replace(steps=0, until=300).with_steps(10, 400)
     with pytest.raises(PunaError, match="phase late has 1 steps: .*warmup_steps must lie in"):
-        Phase(name="late", until=5, rows_per_step=1, schedule={"warmup_steps": 3}).counted(10)
+        Phase(name="late", until=5, rows_per_step=1, schedule={"warmup_steps": 3}).with_steps(10)
 
 
 def test_the_optimizer_goes_on_in_the_next_phase(store, given) -> None:

@@ -10,7 +10,7 @@ from puna.stages.curate.signals.definitions.views import entries, plain_words
 COVERAGE_N = 5
 
 
-def folded(word: str) -> str:
+def fold(word: str) -> str:
     """Return a word in lower case, with each run of digits replaced by 0."""
     return re.sub(r"\d+", "0", word.lower())
 
@@ -27,7 +27,7 @@ def coverage(text: str, n: int) -> float:
     seen: set[tuple[str, ...]] = set()
     covered: set[int] = set()
     for at in range(len(words) - n + 1):
-        gram = tuple(map(folded, words[at : at + n]))
+        gram = tuple(map(fold, words[at : at + n]))
         if 2 * sum(any(c.isalpha() for c in word) for word in gram) < n:
             continue
         if gram in seen:
@@ -40,7 +40,7 @@ def coverage(text: str, n: int) -> float:
 def dirty_words(text: str) -> int:
     """Words of the adult vocabulary."""
     listed = {word for line in entries("dirty_words.txt") for word in line}
-    return sum(folded(word) in listed for word in plain_words(text))
+    return sum(fold(word) in listed for word in plain_words(text))
 
 
 @signal(unit="fraction of words", compiled="heuristics")

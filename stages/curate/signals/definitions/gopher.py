@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from puna.stages.contract import signal
-from puna.stages.curate.signals.definitions.views import entries, plain_words, seen_before, unspaced, words_of
+from puna.stages.curate.signals.definitions.views import entries, is_unspaced, plain_words, seen_before, words_of
 
 TOP_N = (2, 3, 4)
 DUPLICATE_N = (5, 6, 7, 8, 9, 10)
@@ -23,7 +23,7 @@ def words(text: str) -> int:
 def mean_word_length(text: str) -> float | None:
     """Mean length of those words (Gopher); null where most are of a script without spaces."""
     results = plain_words(text)
-    return None if unspaced(text) else sum(map(len, results)) / max(len(results), 1)
+    return None if is_unspaced(text) else sum(map(len, results)) / max(len(results), 1)
 
 
 @signal(unit="fraction of words", compiled="heuristics")

@@ -9,7 +9,7 @@ from puna.kernels.text.characters import PUNCTUATION, TERMINAL, code_points
 from puna.kernels.text.technical import ENDS, MARKS
 from puna.kernels.text.words import split_codes
 from puna.stages.contract import signal
-from puna.stages.curate.signals.definitions.views import has, seen_before, unspaced, words_of
+from puna.stages.curate.signals.definitions.views import has, is_unspaced, seen_before, words_of
 
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _HIGH = "[\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore") + "]"
@@ -62,7 +62,7 @@ def _of_c4(name: str, place: int, need_end: bool, meaning: str) -> None:
     """Declare result number `place` of `c4` as a signal. Sentences are null for scripts without spaces, whose lines C4 sees as one word."""
 
     def definition(text: str) -> int | None:
-        return None if place == 0 and unspaced(text) else c4(text, need_end)[place]
+        return None if place == 0 and is_unspaced(text) else c4(text, need_end)[place]
 
     unit = "lines" if place else "sentences"
     signal(unit=unit, name=name, meaning=meaning, optional=not place, compiled="heuristics")(definition)
@@ -97,7 +97,7 @@ def terminated_line_fraction(text: str) -> float:
 @signal(unit="fraction of lines", optional=True, compiled="heuristics")
 def short_line_fraction(text: str) -> float | None:
     """Lines of at most 30 characters (FineWeb); null for scripts without spaces, where that is a sentence."""
-    return None if unspaced(text) else sum(len(line) <= 30 for line in inked_lines(text)) / max(len(inked_lines(text)), 1)
+    return None if is_unspaced(text) else sum(len(line) <= 30 for line in inked_lines(text)) / max(len(inked_lines(text)), 1)
 
 
 @signal(unit="per word", compiled="heuristics")

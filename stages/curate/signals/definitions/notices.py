@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from puna.stages.contract import signal
-from puna.stages.curate.signals.definitions.counts import folded
+from puna.stages.curate.signals.definitions.counts import fold
 from puna.stages.curate.signals.definitions.views import entries, plain_words
 
 MIN_LEGAL_PHRASES = 8
@@ -23,7 +23,7 @@ NOTICE_WORDS = 100
 def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, ...]]]:
     """Return the indices of the plain words inside listed phrases of `kind` (`legal` or `notice`), and the listed phrases found."""
     listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
-    words = tuple(map(folded, plain_words(text)))
+    words = tuple(map(fold, plain_words(text)))
     inside: set[int] = set()
     seen = set()
     for size in sorted({len(phrase) for phrase in listed}):

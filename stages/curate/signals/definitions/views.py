@@ -29,7 +29,7 @@ def plain_words(text: str) -> tuple[str, ...]:
     return tuple(word for word in words_of(text) if not all(has(c, SYMBOL) for c in word))
 
 
-def unspaced(text: str) -> bool:
+def is_unspaced(text: str) -> bool:
     """True if most words are of a script that is written without spaces."""
     words = plain_words(text)
     return 2 * sum(has(word[0], SINGLE) for word in words) > len(words)
