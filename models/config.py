@@ -185,7 +185,7 @@ class ModelConfig(ModelShape):
     model_type: str = Field("", description="Layout of a checkpoint; empty: the first family that can hold the model")
 
     @model_validator(mode="after")
-    def _resolved(self) -> ModelConfig:
+    def _resolve(self) -> ModelConfig:
         # The model is frozen: these fields are derived once, here.
         object.__setattr__(self, "head_dim", self._head_dim())
         if self.sliding_layers is not None:

@@ -75,7 +75,7 @@ class ServingSettings(Settings):
         return self
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def window_arguments(self) -> dict[str, Any]:
         """Return the engine's arguments `sinks` and `window`; empty without a window."""
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 

@@ -385,12 +385,12 @@ class Transformer(nn.Module):
         weight = next(p for p in self.parameters() if not p.is_meta)
         return weight.device, weight.dtype
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Return the input [N, D] of this process's first layer for tokens [N], in generation."""
         x_ND: Tensor = self.model.embed_tokens(tokens)
         return x_ND
 
-    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def decode(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the output [N, D] of this process's layers, and of the final norm after the last, for their input x, in generation."""
         return self.model(x_ND, positions, attend)
 

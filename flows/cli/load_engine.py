@@ -39,7 +39,7 @@ def load_engine(
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
             network, tokenizer = _load_model(model, store)
-            engine_limits = {"memory": memory, **serving.kept, **limits}
+            engine_limits = {"memory": memory, **serving.window_arguments, **limits}
             return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **engine_limits)
         return _engine_in_part(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
     except (ValueError, FileNotFoundError) as error:
@@ -59,9 +59,9 @@ def _engine_in_part(
     tokenizer, place = Tokenizer.load(folder), (device(), frozen_dtype())
     workload = Work(longest=context) if work is None else work(tokenizer, context)
     smaller = None if draft is None else draft[0]
-    model_in_part = offloaded_model(folder, place, serving.offload, serving.memory, workload, step_tokens, smaller)
-    typer.echo(model_in_part.plan, err=True)
-    return engine_of(model_in_part.model, tokenizer, "same", draft, draft_weights=draft_weights, **model_in_part.limits, **serving.kept)
+    part = offloaded_model(folder, place, serving.offload, serving.memory, workload, step_tokens, smaller)
+    typer.echo(part.plan, err=True)
+    return engine_of(part.model, tokenizer, "same", draft, draft_weights=draft_weights, **part.limits, **serving.window_arguments)
 
 
 def serving_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -125,7 +125,7 @@ class Worker:
             for event in events:
                 if (tell := self._tell.get(id(event.request))) is not None:
                     tell(event)
-            for request, failure in self.engine.failed():
+            for request, failure in self.engine.take_failures():
                 if (tell := self._tell.pop(id(request), None)) is not None:
                     status = (400, "invalid_request_error") if failure.asked else (500, "server_error")
                     tell(ApiError(*status, str(failure)))

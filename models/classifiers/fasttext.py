@@ -108,7 +108,7 @@ def fit(
             if not _descend(codes, bounds, word_rows, short, classes, weights, rate, epochs, step, stop):
                 raise ValueError(f"a classifier diverged in training: try a smaller learning_rate than {rate}")
             step, seconds = stop, seconds + time.perf_counter() - start
-            saver.stepped(step == steps and seconds >= REPEATED_SECONDS)
+            saver.save_if_due(step == steps and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
     return Model(words.take(pa.array(order)), labels, weights)
 

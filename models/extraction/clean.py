@@ -14,7 +14,7 @@ from puna.kernels.cpu.numba_cache import njit
 
 LEAST = np.array([0, 0, 0x80, 0x800, 0x10000], np.int64)  # smallest code point by its number of bytes in UTF-8
 TAB, LINE_END, SPACE, DELETED, NO_BREAK = 9, 10, 32, 127, 0xA0
-MISREAD, DOUBTFUL = 1, 2  # doubts about a text, as bits: `repaired` may change it; it may be blank or wrongly decoded
+MISREAD, DOUBTFUL = 1, 2  # doubts about a text, as bits: `repair` may change it; it may be blank or wrongly decoded
 
 
 def plain(text: str) -> str:
@@ -22,24 +22,24 @@ def plain(text: str) -> str:
     return _of(text, False)
 
 
-def cleaned(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return `plain(text)` without trailing white space on lines, newlines at the text's start and end, or repeated blank lines."""
     return _of(text, True)
 
 
 def _of(text: str, lines: bool) -> str:
-    data = np.frombuffer(bytearray(repaired(text).encode()), np.uint8)  # writable, like `texts_of`'s arrays: numba compiles once
-    results: NDArray[np.uint8] = _cleaned(data, np.array([0, len(data)]), roles(), lines)[0]
+    data = np.frombuffer(bytearray(repair(text).encode()), np.uint8)  # writable, like `texts_of`'s arrays: numba compiles once
+    results: NDArray[np.uint8] = _clean_all(data, np.array([0, len(data)]), roles(), lines)[0]
     return results.tobytes().decode()
 
 
-def all_cleaned(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
-    """Return UTF-8 texts cleaned as by `cleaned`, but not repaired (see `MISREAD`); their bounds; and the doubts about each text."""
-    return _cleaned(texts, ends, roles(), True)  # type: ignore[no-any-return]
+def clean_texts(texts: NDArray[np.uint8], ends: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
+    """Return UTF-8 texts cleaned as by `clean_text`, but not repaired (see `MISREAD`); their bounds; and the doubts about each text."""
+    return _clean_all(texts, ends, roles(), True)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)
-def _cleaned(
+def _clean_all(
     texts: NDArray[np.uint8], ends: NDArray[np.int64], roles: NDArray[np.uint8], lines: bool
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
     n = len(ends) - 1
@@ -122,7 +122,7 @@ ACCENTED = re.compile("[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]")
 MEANT_A_SPACE = re.compile("Ã(?=[ \u00a0])")  # "à" whose second byte became a space; some languages write "Ã" at a word's end
 
 
-def repaired(text: str) -> str:
+def repair(text: str) -> str:
     """Return the text with doubly encoded lines decoded once more, and Windows-1252's characters (or nothing) instead of C1 controls."""
     if text.isascii():
         return text

@@ -11,7 +11,7 @@ from puna.models.bounded_process import BYTES, CHARACTERS, LimitError, Process
 from puna.models.extraction.bounds import counts
 from puna.models.extraction.clean import plain
 from puna.models.extraction.scan import serialise
-from puna.models.extraction.technical import may_be_technical, prepared
+from puna.models.extraction.technical import may_be_technical, rewrite_technical
 
 FAILURES = (ValueError, RuntimeError)
 """Errors of the parser, and numbers out of range."""
@@ -54,7 +54,7 @@ def _parse(html: bytes, technical: bool) -> Parsed:
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
         if technical and may_be_technical(html):
-            prepared(tree, len(html.decode()))
+            rewrite_technical(tree, len(html.decode()))
         result = serialise(tree)
     except (HTMLParserException, *FAILURES) as error:
         raise ParseError(f"{type(error).__name__}: {error}") from error

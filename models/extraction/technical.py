@@ -39,11 +39,11 @@ MAX_STEPS = 3  # from a cell to its table: row, body, table
 
 
 def may_be_technical(html: bytes) -> bool:
-    """True if a page in UTF-8 may have code or maths for `prepared`."""
+    """True if a page in UTF-8 may have code or maths for `rewrite_technical`."""
     return HINTS.any_in(html)
 
 
-def prepared(tree: Any, size: int) -> bool:
+def rewrite_technical(tree: Any, size: int) -> bool:
     """Rewrite in place the code and maths of a page (`size` characters) that Resiliparse has parsed; return True if the page changed."""
     document = tree.document
     if document is None:

@@ -152,7 +152,7 @@ class PunaModel(PunaPreTrainedModel):
         if past_key_values is None:
             hidden = self._forest(x_BTD, attention_mask, position_ids)
         else:
-            hidden = self._cached(x_BTD, attention_mask, position_ids, past_key_values)
+            hidden = self._forward_with_cache(x_BTD, attention_mask, position_ids, past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
     def _forest(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -175,7 +175,7 @@ class PunaModel(PunaPreTrainedModel):
             return h_ND.view(B, T, D)
         return torch.zeros_like(x_BTD).masked_scatter(real[..., None], h_ND)
 
-    def _cached(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
+    def _forward_with_cache(self, x_BTD: Tensor, keep: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
         """Return hidden states [B, T, D] of a padded batch that follows the tokens in the cache; add its keys and values to the cache."""
         B, T, D = x_BTD.shape
         past = cache.get_seq_length()

@@ -79,7 +79,7 @@ class Nf4Linear(nn.Linear):
         y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
-    def unpacked(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         matrix: Tensor = dequantize_4bit(self.weight.detach(), self.state)
@@ -109,11 +109,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Nf4Linear) -> Tensor:
         ctx.layer = layer
-        return nn.functional.linear(x, layer.unpacked().to(x.dtype))
+        return nn.functional.linear(x, layer.dequantize().to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] @ ctx.layer.unpacked().to(grads[0].dtype), None
+        return grads[0] @ ctx.layer.dequantize().to(grads[0].dtype), None
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -132,7 +132,7 @@ def merge(model: Transformer) -> None:
         adapted = hasattr(module, "get_delta_weight")  # PEFT's layers, without its import
         base = module.get_base_layer() if adapted else module
         if isinstance(base, Nf4Linear):
-            weight = base.unpacked()
+            weight = base.dequantize()
             plain = base.plain(weight if base is module else weight + module.get_delta_weight("default").detach())
         elif adapted:
             module.merge()

@@ -91,7 +91,7 @@ class DraftedEngine(Engine):
         self._ready = ready
         return super()._draw(ready)
 
-    def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
+    def _draw_tokens(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         """Draw a token for each row of logits; in a row with a guess, accept or replace the guess."""
         rows: list[int] = []
         odds: list[tuple[int, float, Tensor]] = []  # each guess with the number that accepts it, and its distribution

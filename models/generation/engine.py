@@ -202,13 +202,13 @@ class Engine:
             raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
         return request
 
-    def failed(self) -> list[tuple[Request, RowError]]:
+    def take_failures(self) -> list[tuple[Request, RowError]]:
         """Return the requests that failed since the last call, with the reason. They have ended; all other requests continue."""
         failed, self._failed = self._failed, []
         return failed
 
     def _raise(self, requests: Sequence[Request], own: set[Request]) -> None:
-        """Raise the first failure of these requests, if there is one; failures of other requests stay for `failed`."""
+        """Raise the first failure of these requests, if there is one; failures of other requests stay for `take_failures`."""
         failures = [one for one in self._failed if one[0] in own]
         self._failed = [one for one in self._failed if one[0] not in own]
         for request, error in failures[:1]:
@@ -250,12 +250,12 @@ class Engine:
                 self.scheduler.copies, self.scheduler.turns = [], {}
                 hidden_ND, row = self._compute(work), -1
                 for answer in work:
-                    self.scheduler.computed(answer, (hidden_ND, row + answer.count))
+                    self.scheduler.mark_computed(answer, (hidden_ND, row + answer.count))
                     row += answer.count + len(answer.guess)
             ready = [answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())
             return ready, self._draw(ready) if ready else None
 
-    def _drawn(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
+    def _draw_tokens(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         return draw(logits_SV, draws)
 
     def _draw(self, ready: Sequence[Answer]) -> Drawn:
@@ -275,7 +275,7 @@ class Engine:
                 draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))
                 parts[-1][1].append(row + i)
         rows = [hidden_ND if rows == list(range(len(hidden_ND))) else hidden_ND[rows] for hidden_ND, rows in parts]
-        return self._drawn(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
+        return self._draw_tokens(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
 
     def _end(self, ready: Sequence[Answer], drawn: Drawn | None) -> list[Event]:
         """Record the drawn tokens in their answers; return the events."""

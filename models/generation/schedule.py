@@ -150,7 +150,7 @@ class Scheduler:
         """Queue a request. Raise ValueError if a whole answer would not fit into the cache."""
         # One page more: a trunk's last page stays while its first answer writes to a copy; so does a shared page that is rotated.
         tokens = len(request.prompt) + request.params.max_tokens
-        pages = -(-self._held(tokens) // PAGE) + (request.params.n > 1 or self._held(tokens) < tokens)
+        pages = -(-self._cached_tokens(tokens) // PAGE) + (request.params.n > 1 or self._cached_tokens(tokens) < tokens)
         if pages > len(self.pool.references):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with max_tokens={request.params.max_tokens} needs {pages} pages of {PAGE}"
@@ -194,10 +194,10 @@ class Scheduler:
                 self.pool.share(pages)
                 answer = self._begin(request)
                 answer.pages, answer.computed, answer.hidden = list(pages), len(request.prompt), hidden
-                answer.fallen = 0 if self.kept is None else self.kept.fallen(answer.computed)
+                answer.fallen = 0 if self.kept is None else self.kept.dropped_tokens(answer.computed)
                 yield answer
 
-    def computed(self, answer: Answer, hidden: Hidden) -> None:
+    def mark_computed(self, answer: Answer, hidden: Hidden) -> None:
         """Record that a step computed `answer.count` tokens of an answer. Once all its tokens are computed, the next can be drawn."""
         request = answer.request
         answer.computed += answer.count
@@ -245,7 +245,7 @@ class Scheduler:
             return None
         tokens = paused.tokens if paused else request.prompt
         pages = self.pool.match(tokens[:-1])  # the last token is always computed, for its hidden state
-        need = -(-self._held(len(tokens) + 1) // PAGE) - len(pages)
+        need = -(-self._cached_tokens(len(tokens) + 1) // PAGE) - len(pages)
         if self.running and self.pool.available < need + len(self.running):  # leave a page per running answer
             self.pool.release(pages)
             return None
@@ -322,7 +322,7 @@ class Scheduler:
         if not answer.fallen and not answer.sliding:
             self.pool.keep(answer.tokens[: answer.computed], answer.pages)
 
-    def _held(self, tokens: int) -> int:
+    def _cached_tokens(self, tokens: int) -> int:
         """Return how many of a sequence's `tokens` tokens the cache holds."""
         return tokens if self.kept is None else min(tokens, self.kept.room)
 

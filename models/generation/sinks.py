@@ -43,7 +43,7 @@ class Kept:
         """Return the maximum number of tokens of one sequence in the cache: sinks, window and one step."""
         return self.sinks + self.window + self.step
 
-    def fallen(self, computed: int) -> int:
+    def dropped_tokens(self, computed: int) -> int:
         """Return how many of a sequence's `computed` tokens the cache has dropped."""
         return -(-max(0, computed - self.room) // self.step) * self.step
 

@@ -39,13 +39,13 @@ def run(model: Transformer, cache: Cache, work: Sequence[Stretch], by_loops: Pas
     tables[np.arange(tables.shape[1]) < page_counts[:, None]] = [page for one in work for page in one.pages]
     device, _ = model.place
     plan = PagedPlan(torch.from_numpy(tables), torch.from_numpy(sequence), torch.from_numpy(position), device)
-    x_ND = model.embedded(ids.to(device))
+    x_ND = model.embed(ids.to(device))
     if by_loops is not None and not torch.is_autocast_enabled("cpu"):
         return by_loops(x_ND, cache.layers, plan, cache.windows)
     if cache.latents:
         positions, where = _places(plan)
-        return model.decoded(x_ND, positions, LatentPages(cache.latents, plan, where, model.first))
-    return by_operators(model.decoded, x_ND, cache.layers, plan, cache.windows, model.first)
+        return model.decode(x_ND, positions, LatentPages(cache.latents, plan, where, model.first))
+    return by_operators(model.decode, x_ND, cache.layers, plan, cache.windows, model.first)
 
 
 def by_operators(

@@ -43,7 +43,7 @@ class LanguageRow(BaseModel):
 
     @field_validator("stop_words")
     @classmethod
-    def _lowered(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+    def _lower(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(word.lower() for word in words)
 
     @property

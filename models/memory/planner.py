@@ -65,7 +65,7 @@ class Shape:
         token = sum(cache_bytes(config, 1, precision) for config in (source.config, draft) if config is not None)
         return Shape(source.config, source.dtype.itemsize, source.layer_bytes, source.rest_bytes, source.read_bytes, beside, token)
 
-    def kept(self, tokens: int) -> int:
+    def kv_bytes(self, tokens: int) -> int:
         """Return the KV cache's bytes for a prompt with its answer, `tokens` tokens in total: whole pages, plus one more page."""
         return (-(-tokens // PAGE) + 1) * PAGE * self.token
 
@@ -110,7 +110,7 @@ def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
     plans = list(_plans(shape, memory, rates, work, step_tokens))
     if not plans:
         longest = max(work.prompt + work.answer, work.longest)
-        least = OWN + shape.rest + shape.beside + shape.kept(longest) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
+        least = OWN + shape.rest + shape.beside + shape.kv_bytes(longest) + shape.scratch(step_tokens or STEP_TOKENS[0], 1)
         raise ValueError(
             f"memory = {memory / 1e9:.3g} GB is too little even with all layers offloaded: one answer of {longest} tokens with its "
             f"prompt needs {least / 1e9:.3g} GB; give more memory, or ask for fewer tokens"
@@ -121,10 +121,10 @@ def choose(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 
 
 def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int | None) -> Iterator[Plan]:
-    layers, longest = shape.config.num_hidden_layers, shape.kept(work.longest)
+    layers, longest = shape.config.num_hidden_layers, shape.kv_bytes(work.longest)
     for tokens in STEP_TOKENS if step_tokens is None else (step_tokens,):
         for answers in range(1, work.answers + 1):
-            pages = max(answers * shape.kept(work.prompt + work.answer), longest)
+            pages = max(answers * shape.kv_bytes(work.prompt + work.answer), longest)
             left = memory - OWN - shape.rest - shape.scratch(max(tokens, answers), answers) - pages
             if left >= layers * shape.layer:
                 streamed = 0
@@ -151,7 +151,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
     matrices = 2 * (matrix_parameters(config) - head) * tokens
     attention = forward_flops(config, [context + 1]) - forward_flops(config, [context]) - 2 * matrix_parameters(config)
     weights = config.num_hidden_layers * shape.layer
-    reading = (weights + (head * shape.element if drawn else 0) + (shape.kept(context) * drawn)) / rates.bandwidth
+    reading = (weights + (head * shape.element if drawn else 0) + (shape.kv_bytes(context) * drawn)) / rates.bandwidth
     multiplying = (matrices + attention * tokens + 2 * head * drawn) / rates.flops
     computing, bound = max((reading, "reading weights"), (multiplying, "products"))
     return max(bringing, computing) + EXPOSED * min(bringing, computing), "bringing layers" if bringing > computing else bound

@@ -159,7 +159,7 @@ class Counts:
     waiting: float = 0.0
 
     @property
-    def hidden(self) -> float:
+    def hidden_share(self) -> float:
         """Return the share of the reading time in which computation did not wait; 0 if nothing was read."""
         return 1.0 - min(self.waiting / self.reading, 1.0) if self.reading else 0.0
 

@@ -193,16 +193,16 @@ class Vocabulary:
             return value, None
         text = json.dumps(value, ensure_ascii=False, default=str)
         mark = next(mark for mark in MARKS if mark not in text)
-        return self._marked(value, mark), mark
+        return self._mark(value, mark), mark
 
-    def _marked(self, value: Any, mark: str) -> Any:
+    def _mark(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             for token in self._special_tokens:
                 value = value.replace(token, token[0] + mark + token[1:])
             return value
         if isinstance(value, dict):
-            return {key: self._marked(item, mark) for key, item in value.items()}
-        return [self._marked(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
+            return {key: self._mark(item, mark) for key, item in value.items()}
+        return [self._mark(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def with_tokens(backend: tokenizers.Tokenizer, special: Iterable[str], added: Iterable[tokenizers.AddedToken]) -> tokenizers.Tokenizer:

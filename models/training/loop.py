@@ -84,7 +84,7 @@ def train(
             if on_step is not None:  # before the step is saved, so that after a crash no saved step lacks its call
                 with trainer.whole_weights(watched(step)):
                     on_step(row)
-            saver.stepped(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
+            saver.save_if_due(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             saver.end_if_asked()
         trainer.assign(average)
     model.train(was_training)
@@ -120,7 +120,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
 
 def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
     """Load `state`, if given, into the optimisers. Return the fingerprints of the initial weights and, if given, of the state."""
-    prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen)}
+    prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen_weights)}
     if state is None:
         return prints
     moments = {name: value for name, value in trainer.tensors().items() if name.startswith("state.")}

@@ -68,7 +68,7 @@ class Later(Generic[BatchT]):
         return self.size
 
 
-def batched(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def batch_by_size(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Yield consecutive items in groups of total size at most `limit`; a larger item is a group of its own."""
     group: list[T] = []
     filled = 0
@@ -113,9 +113,9 @@ class Sampler(Generic[ExampleT, BatchT]):
 
     def visited_examples(self, steps: int) -> list[int]:
         """Return the indices of the examples that the first `steps` steps see, in ascending order."""
-        return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.drawn(steps)].tolist())
+        return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.example_count(steps)].tolist())
 
-    def drawn(self, steps: int) -> int:
+    def example_count(self, steps: int) -> int:
         """Return the number of examples in the first `steps` steps, repetitions included."""
         return self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
 

@@ -146,7 +146,7 @@ def _train(
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     reference = alone(rollouts.reference)
     weights = [(one.parallel, one.weights) for one in trainers.values()] or [(ranks, ranks.parameters)]
-    initial = [fingerprint(held, some | held.frozen) for held, some in (*weights, (reference, reference.parameters))]
+    initial = [fingerprint(held, some | held.frozen_weights) for held, some in (*weights, (reference, reference.parameters))]
     identity = {"config": config.identity(), "seed": rollouts.seed, "initial": initial}
     source = Source(rollouts, ranks, groups, checkpoint_dir, identity)
     if not groups.trains:
@@ -184,7 +184,7 @@ def _train(
             log.append(_finish(state.begun, rollout))
             check_skips(log, 2)
             state.begun = None
-            saver.stepped(now=True)  # waits until the previous state is on disk
+            saver.save_if_due(now=True)  # waits until the previous state is on disk
             source.forget(rollout - 1)
             if on_step is not None:
                 on_step(log[-1])
@@ -269,7 +269,7 @@ def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout
         _update(trainers, begun, config, seed, rollout, update)
         source.groups.beat()
         if update + 1 < updates:
-            saver.stepped()
+            saver.save_if_due()
             saver.end_if_asked()
 
 

@@ -28,7 +28,7 @@ class Registry(dict[str, T]):
             raise ValueError(f"there is a {self.what} {name!r} already, in {_address(self[name])[0]}")
         self[name] = entry
 
-    def named(self, name: str) -> T:
+    def lookup(self, name: str) -> T:
         """Return the entry `name`; if it is missing, import the plugins first. Raise ValueError if it stays missing or a plugin fails."""
         for offer in () if name in self else entry_points(group=self.group):
             try:
@@ -40,12 +40,12 @@ class Registry(dict[str, T]):
         return self[name]
 
     def __missing__(self, name: str) -> T:
-        return self.named(name)
+        return self.lookup(name)
 
 
 def own_parameters(function: Callable[..., Any], given: Mapping[str, float], name: str) -> dict[str, float]:
     """Return a function's keyword-only parameters: given values, else defaults. Raise ValueError for an unknown name or invalid value."""
-    model = _declared(function)
+    model = _settings_class(function)
     try:
         return dict(model.model_validate(given))
     except ValidationError as error:
@@ -54,12 +54,12 @@ def own_parameters(function: Callable[..., Any], given: Mapping[str, float], nam
 
 def parameters_help(entries: Mapping[str, Callable[..., Any]]) -> str:
     """Return the descriptions and defaults of functions' keyword-only parameters, as text."""
-    fields = [(name, own, field) for name, function in entries.items() for own, field in _declared(function).model_fields.items()]
+    fields = [(name, own, field) for name, function in entries.items() for own, field in _settings_class(function).model_fields.items()]
     return "; ".join(f"{own} of {name} ({field.default}): {field.description}" for name, own, field in fields)
 
 
 @cache
-def _declared(function: Callable[..., Any]) -> type[Settings]:
+def _settings_class(function: Callable[..., Any]) -> type[Settings]:
     """Return a settings class whose fields are a function's keyword-only parameters."""
     fields: dict[str, Any] = {
         p.name: (p.annotation, p.default) for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY

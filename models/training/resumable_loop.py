@@ -48,7 +48,7 @@ def iterate(
             start = time.perf_counter()
             ended = step()
             done, seconds = done + 1, seconds + time.perf_counter() - start
-            saver.stepped((ended or done == most) and seconds >= REPEATED_SECONDS)
+            saver.save_if_due((ended or done == most) and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
 
 
@@ -91,6 +91,6 @@ def rows_of(
             width = some.shape[1]
             rows += np.ascontiguousarray(some, np.float32).tobytes()
             done, seconds = done + 1, seconds + time.perf_counter() - start
-            saver.stepped(done == len(items) and seconds >= REPEATED_SECONDS)
+            saver.save_if_due(done == len(items) and seconds >= REPEATED_SECONDS)
             saver.end_if_asked()
     return np.frombuffer(rows, np.float32).reshape(-1, max(width, 1))

@@ -141,7 +141,7 @@ class Rollouts(Generic[Config]):
         """
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
-        candidates = self._drawn(rollout, remember)
+        candidates = self._draw(rollout, remember)
         # A stable sort: prompts with unequal rewards first, each part in the order of drawing.
         best = sorted(sorted(range(len(candidates)), key=lambda i: not candidates[i].unequal)[: config.prompts])
         prompts, completions = [candidates[i].prompt for i in best], [list(candidates[i].completions) for i in best]
@@ -156,7 +156,7 @@ class Rollouts(Generic[Config]):
         if self.other is None:  # Puna's engine computes the trainer's own log-probs: they are only checked
             self._check(rollout, sampled)
         else:
-            sampled = self._weighed(rollout, sampled)
+            sampled = self._with_importance(rollout, sampled)
         logprobs = base = sampled.logprobs
         kl = None
         if measured or config.kl_coefficient:
@@ -181,7 +181,7 @@ class Rollouts(Generic[Config]):
                 "the answers come from other weights"
             )
 
-    def _weighed(self, rollout: int, sampled: Sampled) -> Sampled:
+    def _with_importance(self, rollout: int, sampled: Sampled) -> Sampled:
         """Return another engine's answers with the policy's log-probs and the importance weights of the answers' tokens.
 
         Log-probs are computed as in training, so that the ratios of a rollout's first update are 1. Raise ValueError beyond `MISMATCH`."""
@@ -199,7 +199,7 @@ class Rollouts(Generic[Config]):
         importance = importance_weights(own, drawn, self.config.importance_cap)
         return replace(sampled, completions=completions, importance=importance, mismatch=mismatch)
 
-    def _drawn(self, rollout: int, remember: Remember) -> list[Drawn]:
+    def _draw(self, rollout: int, remember: Remember) -> list[Drawn]:
         """Return a rollout's prompts with answers. While too few prompts have unequal rewards, draw more, up to `resample` times."""
         config, candidates, size = self.config, list[Drawn](), self._wave()
         held = alone(self.policy)
@@ -214,7 +214,7 @@ class Rollouts(Generic[Config]):
                 seeds = [self.seed, rollout, again, wave]
                 # No trailing zeros: a rollout of one wave has the seeds of earlier versions, which had no waves.
                 own = seeds if wave else seeds[: 3 if again else 2]
-                candidates += self._answered(prompts, remember(f"{again}-{wave}", partial(self._sample, engine, scorer, prompts, own)))
+                candidates += self._build_drawn(prompts, remember(f"{again}-{wave}", partial(self._sample, engine, scorer, prompts, own)))
             if sum(one.unequal for one in candidates) >= config.prompts:
                 break
         return candidates
@@ -241,18 +241,18 @@ class Rollouts(Generic[Config]):
         )
         groups = self.groups or Groups()
 
-        def drawn(own: list[list[int]]) -> list[Any]:
+        def generate(own: list[list[int]]) -> list[Any]:
             return self.generate(engine, own, params, lambda *_: groups.beat())
 
         # Equal prompts go to one rank: together they draw different answers.
-        answers = groups.sampling.dealt(asked, drawn, tuple)
+        answers = groups.sampling.dealt(asked, generate, tuple)
         scores = scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(values[i]) for name, values in parts.items()} for i in range(len(asked))]
         # A judge may score differently on each rank: all train on the first rank's scores.
         return list(zip(answers, json.loads(groups.mesh.gather_texts(json.dumps(own))[0]), strict=True))
 
-    def _answered(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
+    def _build_drawn(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
         for prompt, (answers, parts) in zip(asked, sampled, strict=True):
             some, scores = [Completion(*answer) for answer in answers], parts["score"]
             steps = map(str, parts.get("steps", scores))

@@ -52,7 +52,7 @@ class Stop:
             self.act()
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         return bool(self._asked)
 
     def act(self) -> None:
@@ -125,25 +125,25 @@ class Saver:
         finally:
             self._stop.__exit__(kind, *error)
 
-    def stepped(self, now: bool = False) -> None:
+    def save_if_due(self, now: bool = False) -> None:
         """Save the state after a step if any rank has a reason: `now`, a waiting signal, or a periodic save that is due."""
         self._saved = False
         due = time.monotonic() - self._since >= max(self._seconds, self._cost / SAVE_SHARE) and (self._job is None or self._job[0].ready())
-        if self._agree(now or self._stop.asked or due):
+        if self._agree(now or self._stop.is_requested or due):
             self._save()
 
     def leave_if_asked(self) -> None:
         """If a signal is waiting, save the state of the last complete step, and end the run in the middle of the current step."""
-        if self._stop.asked:
-            self.stepped()
+        if self._stop.is_requested:
+            self.save_if_due()
             self.end_if_asked()
 
     def end_if_asked(self) -> None:
         """Save the state and end the run if a signal is waiting on any rank; raise SystemExit if it waits only on other ranks."""
-        if self._agree(self._stop.asked):
+        if self._agree(self._stop.is_requested):
             self._save()
             self.wait()
-            if not self._stop.asked:
+            if not self._stop.is_requested:
                 raise SystemExit("another rank of the training run was stopped")
             self._stop.act()
 

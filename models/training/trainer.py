@@ -172,7 +172,7 @@ class Trainer:
             options, self._parts = self._totals(parts, len(micro)), parts
 
             def compute(model: nn.Module, part: Sized) -> tuple[Tensor, dict[str, Tensor]]:
-                loss, values = self.objective(model, self._moved(part), **options)
+                loss, values = self.objective(model, self._to_device(part), **options)
                 loss, values = self._with_balance_loss(loss, values, len(part) / tokens)
                 if hidden := sorted(name for name in values if name in RESERVED or name in TIMED):
                     raise ValueError(f"metric {hidden[0]!r} would hide a column of the training log")
@@ -180,7 +180,7 @@ class Trainer:
 
             return self.parallel.add_up(*self.parallel.forward_backward(parts, compute, self._collect))
 
-    def _moved(self, part: Sized) -> Sized:
+    def _to_device(self, part: Sized) -> Sized:
         return part.to(self.device) if hasattr(part, "to") else part
 
     def _totals(self, parts: Sequence[Part], count: int) -> dict[str, dict[str, float]]:
@@ -194,7 +194,7 @@ class Trainer:
         for part, counted in parts:
             values = dict(self.objective.totals(part))
             if measure is not None:
-                values |= measure(self.model, self._moved(part))
+                values |= measure(self.model, self._to_device(part))
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value * counted
         return {"totals": self.parallel.totals(totals)}
@@ -288,7 +288,7 @@ def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: M
     settings, model = config.optimizer, held.whole
     if unknown := sorted(scales.keys() - weights.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
-    plain, embedded = undecayed(model), embeddings(model)
+    plain, embedded = no_decay_names(model), embeddings(model)
     kind, own = OPTIMIZERS[settings.name], settings.own()
     fitting = inner_matrices(model) if kind.whole_matrices else weights.keys()
     first = {name for name, whole in model.named_parameters() if name in weights and name in fitting and kind.takes(whole, **own)}
@@ -325,7 +325,7 @@ def embeddings(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if id(p) in matrices}
 
 
-def undecayed(model: nn.Module) -> set[str]:
+def no_decay_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters without weight decay: vectors (norms, biases) and embeddings."""
     return {name for name, p in model.named_parameters() if p.ndim < 2} | embeddings(model)
 

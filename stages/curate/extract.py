@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from puna.models.bounded_process import LimitError
-from puna.models.extraction.clean import MISREAD, WIDE_MARKS, all_cleaned, cleaned, decode, plain, utf8
+from puna.models.extraction.clean import MISREAD, WIDE_MARKS, clean_text, clean_texts, decode, plain, utf8
 from puna.models.extraction.model import content, load
 from puna.models.extraction.parse import FAILURES, Parsed, ParseError, parse
 from puna.models.extraction.scan import read_pages
@@ -176,7 +176,7 @@ def _by_model(parsed: list[Parsed], config: ExtractConfig) -> list[_Found | Exce
     pages, measures = read_pages([page.html for page in parsed], config.max_depth, config.max_blocks)
     keep = content(pages, load(), config.headline)
     raw, ends = texts_of(pages, keep)
-    texts, places, doubts = all_cleaned(raw, ends)
+    texts, places, doubts = clean_texts(raw, ends)
     result: list[_Found | Exception] = []
     for number, (depth, blocks) in enumerate(measures.tolist()):
         try:
@@ -184,7 +184,7 @@ def _by_model(parsed: list[Parsed], config: ExtractConfig) -> list[_Found | Exce
             _check_bound("extract_too_many_blocks", "the page has too many blocks of text", blocks, config.max_blocks)
             text = texts[places[number] : places[number + 1]].tobytes()
             if doubts[number] & MISREAD:
-                text = cleaned(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
+                text = clean_text(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
             if doubts[number]:
                 text = _readable(text.decode("utf-8", "replace"), config)
             if config.strip_markdown:

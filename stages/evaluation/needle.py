@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 from puna.stages.contract import Documents, Figure, Mixture, Model, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.evaluation.multiple_choice import heldout_pages
 from puna.stages.training import intervals
@@ -105,7 +105,7 @@ def by_depth(
     shares: dict[float, intervals.Interval] = {}
     for depth in DEPTHS:
         trials = list(texts(noise, tokenizer, length, depth, settings, seed))
-        right = sum(sum(_right(model, some)) for some in batched(trials, lambda trial: len(trial[0]) + len(trial[1]), micro_batch_tokens))
+        right = sum(sum(_right(model, some)) for some in batch_by_size(trials, lambda one: len(one[0]) + len(one[1]), micro_batch_tokens))
         shares[depth] = intervals.wilson(right, len(trials))
     return shares
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from puna.models.config import ModelShape
 from puna.models.parameters import matrix_parameters
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Tokens, stage
 from puna.stages.training.intervals import evaluation_row
@@ -284,7 +284,7 @@ def _answer(model: Transformer, questions: Sequence[Question], micro_batch_token
     if not questions:
         return None, None
     nats, right = 0.0, 0
-    for some in batched(questions, lambda one: len(one[0]) + sum(map(len, one[1])), micro_batch_tokens):
+    for some in batch_by_size(questions, lambda one: len(one[0]) + sum(map(len, one[1])), micro_batch_tokens):
         targets = Targets.from_answers([prompt for prompt, _ in some], [options for _, options in some])
         targets = targets.to(next(model.parameters()).device)
         with torch.no_grad():

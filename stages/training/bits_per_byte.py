@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
@@ -58,7 +58,7 @@ def document_nats(
     position = 0
     weight = model.model.embed_tokens.weight
     device, exact = weight.device, can_be_exact(weight.dtype, weight.device)
-    for batch in batched(jobs, lambda job: job[1].stop - job[1].start, micro_batch_tokens):
+    for batch in batch_by_size(jobs, lambda job: job[1].stop - job[1].start, micro_batch_tokens):
         targets = Targets.from_documents([documents[index][w.start : w.stop] for index, w in batch]).to(device)
         with torch.no_grad(), exact_passes(weight.dtype, device, exact):
             logprobs = target_logprobs(model, targets).double()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 from puna.stages.contract import StageRun
 from puna.stages.training.corpus import Chosen, chosen_of, rank
 from puna.stages.training.token_rows import Packed, Reader, pack
@@ -234,5 +234,5 @@ class Mixed:
 
         return [
             Targets.from_documents([self.readers[group].packed.tokens[start:stop] for group, start, stop in spans])
-            for spans in batched(self._spans(step), lambda span: span[2] - span[1], micro_batch_tokens)
+            for spans in batch_by_size(self._spans(step), lambda span: span[2] - span[1], micro_batch_tokens)
         ]

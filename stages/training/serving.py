@@ -54,14 +54,14 @@ def load_served(
             except ValueError as error:
                 raise PunaError(f"{run.stage}: {artifact.id}: serving.{error}") from error
             model = cast("Transformer", held.model)
-        return model, tokenizer, own | serving.kept
+        return model, tokenizer, own | serving.window_arguments
     try:
         place = (device(), frozen_dtype())
         part = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
     except ValueError as error:
         raise PunaError(f"{artifact.id}: {error}") from error
     run.metric(f"offload_{artifact.data_digest[:12]}", part.plan)
-    return on_threads(part.model), Tokenizer.load(artifact.path()), part.limits | serving.kept
+    return on_threads(part.model), Tokenizer.load(artifact.path()), part.limits | serving.window_arguments
 
 
 class DealtEngine:

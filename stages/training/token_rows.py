@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.models.training.packing import Later, batched
+from puna.models.training.packing import Later, batch_by_size
 from puna.stages.executors import ranks
 from puna.stages.training.corpus import rank
 from puna.storage import Artifact, PunaError
@@ -236,7 +236,7 @@ class Reader:
 
     def later(self, step: int, micro_batch_tokens: int) -> list[Later[Targets]]:
         """Return the step as micro-batches of about `micro_batch_tokens` tokens, whose gradients add up; each is read when needed."""
-        spans = batched(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
+        spans = batch_by_size(self.pieces(step), lambda span: span[1] - span[0], micro_batch_tokens)
         return [Later(sum(stop - start for start, stop in some), partial(self._targets, some)) for some in spans]
 
     def batches(self, step: int, micro_batch_tokens: int) -> list[Targets]:
@@ -302,7 +302,7 @@ def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int
     """Return the mean cross-entropy over the targets of all pieces (token ids), in nats per token. Raise PunaError without targets."""
     from puna.models.training.objectives.base import Targets
 
-    total, count = total_nats(model, map(Targets.from_documents, batched(list(pieces), len, micro_batch_tokens)))
+    total, count = total_nats(model, map(Targets.from_documents, batch_by_size(list(pieces), len, micro_batch_tokens)))
     if not count:
         raise PunaError("the documents set aside have no token to predict")
     return total / count

@@ -278,7 +278,7 @@ class Recorder:
         }  # fmt: skip
         self.rows.append(row)
         self._last, self._tokens = now, tokens
-        self._saver.stepped(state.global_step == state.max_steps)
+        self._saver.save_if_due(state.global_step == state.max_steps)
         self._run.progress(state.global_step, state.max_steps, f"loss {row['loss']:.3f}")
         self._saver.end_if_asked()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 from puna.stages.contract import StageConfig, StageRun
 from puna.stages.conversations import as_text, messages_of
 from puna.stages.endpoint import Endpoint, grade_of
@@ -106,7 +106,7 @@ def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
     rows = [[*judge.tokenizer.chat([{"role": "user", "content": text}]), *shared] for text in requests]
     results = [Grade(None, 0.0, len(row)) for row in rows]
     fitting = [number for number, row in enumerate(rows) if len(row) <= model.config.max_position_embeddings]
-    for numbers in batched(fitting, lambda number: len(rows[number]), BATCH_TOKENS):
+    for numbers in batch_by_size(fitting, lambda number: len(rows[number]), BATCH_TOKENS):
         forest = Forest.pack([rows[number] for number in numbers])
         last = torch.tensor([len(rows[number]) for number in numbers], device=device).cumsum(0) - 1
         with torch.no_grad():

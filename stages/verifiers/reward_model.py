@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 from puna.stages.verifiers.base import Item, Score, Verifier
 from puna.stages.verifiers.judges import BATCH_TOKENS, DIGEST, Loaded, Tools
 from puna.stages.verifiers.registry import register
@@ -79,7 +79,7 @@ def rewards(judge: Loaded, pairs: Sequence[tuple[list[int], list[int]]]) -> list
     from puna.models.training.objectives import Targets, answer_rewards
 
     device, numbers = next(judge.model.parameters()).device, list[float]()
-    for batch in batched(pairs, lambda pair: len(pair[0]) + len(pair[1]), BATCH_TOKENS):
+    for batch in batch_by_size(pairs, lambda pair: len(pair[0]) + len(pair[1]), BATCH_TOKENS):
         targets = Targets.from_answers([prompt for prompt, _ in batch], [[answer] for _, answer in batch])
         with torch.no_grad():
             numbers += answer_rewards(judge.model, targets.to(device)).tolist()

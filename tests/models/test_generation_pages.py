@@ -49,7 +49,7 @@ class Pages(RuleBasedStateMachine):
                 page = answer.pages[place // PAGE]
                 assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
                 self.held[page, place % PAGE], self.turned[page, place % PAGE] = written, place
-            self.scheduler.computed(answer, object())
+            self.scheduler.mark_computed(answer, object())
         for number, answer in enumerate([answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())):
             held = answer.guess[:right]
             answer.hidden, answer.guess = None, []

@@ -149,7 +149,7 @@ def test_what_falls_out():
     """Of 16 + 64 + 16 tokens the cache is full; the 97th token needs 16 to fall out, the 113th 16 more."""
     kept = Kept(16, 64)
     assert (kept.step, kept.room) == (16, 96) and Kept(0, 1024).step == 256
-    assert [kept.fallen(n) for n in (0, 96, 97, 112, 113, 1000)] == [0, 0, 16, 16, 32, 912]
+    assert [kept.dropped_tokens(n) for n in (0, 96, 97, 112, 113, 1000)] == [0, 0, 16, 16, 32, 912]
 
 
 def test_what_cannot_be_is_refused():

@@ -78,7 +78,7 @@ def test_a_stopped_training_saves_its_step_and_ends_with_the_same_bits(name: str
 def test_a_signal_waits_for_the_step_and_a_second_one_acts_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked
+        assert stop.is_requested
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second Ctrl-C did not act")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -103,7 +103,7 @@ def test_a_state_is_saved_by_time_and_seldom_where_writing_is_slow(monkeypatch: 
     with state.Saver(10.0, write) as saver:
         for seconds in (9.9, 0.2, 149.0, 2.0):
             now[0] += seconds
-            saver.stepped()
+            saver.save_if_due()
     # Due after 10 s, then, where a write takes 3 s, after 150: writing takes 2 % of the time.
     assert writes == [110.1, 264.1]
 
@@ -143,13 +143,13 @@ def test_one_write_at_a_time_whose_error_the_next_save_or_the_end_raises() -> No
 
     jobs = iter([job("first", ""), job("second", "no space"), job("third", "no space")])
     with state.Saver(10.0, lambda: next(jobs)) as saver:
-        saver.stepped(now=True)
-        saver.stepped(now=True)
+        saver.save_if_due(now=True)
+        saver.save_if_due(now=True)
         with pytest.raises(OSError, match="no space"):
-            saver.stepped(now=True)
+            saver.save_if_due(now=True)
     assert calls == ["first begins", "first ends", "second begins", "second ends"]
     with pytest.raises(OSError, match="no space"), state.Saver(10.0, lambda: next(jobs)) as saver:
-        saver.stepped(now=True)
+        saver.save_if_due(now=True)
 
 
 def test_a_signal_waits_for_the_write_and_a_second_one_does_not() -> None:

@@ -25,7 +25,7 @@ from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, tr
 from puna.models.training.optimizers import base
 from puna.models.training.settings import ComputeSettings
 from puna.models.training.state import load_state, save_state
-from puna.models.training.trainer import TIMED, undecayed
+from puna.models.training.trainer import TIMED, no_decay_names
 from puna.models.transformer import Transformer
 
 from .nested import nested
@@ -157,7 +157,7 @@ def test_a_step_is_adamw_by_hand():
     assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert rows[0]["gradient_norm"] == pytest.approx(norm, rel=1e-5)
     assert rows[0]["tokens"] == 33
-    skip = undecayed(reference)
+    skip = no_decay_names(reference)
     for (name, p), q in zip(reference.named_parameters(), made.parameters(), strict=True):
         g = p.grad * 0.05 / norm
         decay = 0.0 if name in skip else 0.01 * 0.1
@@ -167,7 +167,7 @@ def test_a_step_is_adamw_by_hand():
 
 
 def test_no_decay_on_norms_and_embeddings():
-    assert undecayed(model()) == {
+    assert no_decay_names(model()) == {
         "model.embed_tokens.weight",
         "model.norm.weight",
         *(f"model.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "post_attention")),

@@ -75,7 +75,7 @@ def answers_ended(model: Transformer | None = None) -> int:
                 tokens += [event.token for event in engine.step() if event.request is good]
         except Exception:  # noqa: BLE001  whatever a step raises ends everybody's answers
             engine.clear()
-        failed = [one for one, _ in engine.failed()]
+        failed = [one for one, _ in engine.take_failures()]
         succeeded += tokens != expected[0].tokens or any(one is not request for one in failed)
     return succeeded
 

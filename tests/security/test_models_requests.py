@@ -36,7 +36,7 @@ def test_a_failed_request_says_why_and_leaves_the_others_at_work():
         list(engine.stream([5], SamplingParams(mask=cases_models.HOSTILE[2]["mask"], stop=())))
     with pytest.raises(ValueError, match="names a token that the model does not have: token ids lie in 0 to 82"):
         engine.submit([5, 83], SamplingParams(stop=()))
-    assert engine.generate([[5, 6]], SamplingParams(max_tokens=6, stop=(), seed=1)) == [expected] and not engine.failed()
+    assert engine.generate([[5, 6]], SamplingParams(max_tokens=6, stop=(), seed=1)) == [expected] and not engine.take_failures()
 
 
 def test_a_coldness_that_floats_cannot_tell_is_greedy():
@@ -56,7 +56,7 @@ def test_a_draft_that_diverges_fails_its_requests_alone():
     tokens = []
     while not engine.scheduler.idle:
         tokens += [event.token for event in engine.step() if event.request is good]
-    assert [request for request, _ in engine.failed()] == [bad]
+    assert [request for request, _ in engine.take_failures()] == [bad]
     assert tokens == Engine(model).generate([[5, 6]], SamplingParams(max_tokens=12, stop=(), temperature=0))[0][0].tokens
 
 

@@ -85,7 +85,7 @@ class Parallel:
         return self.mesh.layout.processes
 
     @property
-    def frozen(self) -> dict[str, Tensor]:
+    def frozen_weights(self) -> dict[str, Tensor]:
         """Return the weights that are not trained, by name; each rank has them whole."""
         return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
 

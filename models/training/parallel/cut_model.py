@@ -122,11 +122,11 @@ class CutTransformer(Transformer):
     def key_value_heads(self) -> int:
         return self.config.num_key_value_heads // self.mesh.size("tensor")
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         embedding = self.model.embed_tokens
         return add_parts(embedding.part(tokens), self.tensor) if isinstance(embedding, VocabularyEmbedding) else embedding(tokens)
 
-    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def decode(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         y_ND = self.model(own_rows(x_ND, self.tensor), positions, attend)
         return gather_rows(y_ND, len(positions), self.tensor, partial=False)
 

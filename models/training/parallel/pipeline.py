@@ -37,11 +37,11 @@ class StageTransformer(Transformer):
     def blocks(self) -> nn.ModuleList:
         return nn.ModuleList(self.model.layers[layer] for stage in self.stages for layer in stage)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         inputs, self.given = self.given, None
         return self.model.embed_tokens(tokens) if inputs is None else inputs
 
-    def decoded(self, x_ND: Tensor, positions: Tensor, attend: Attend, number: int = 0) -> Tensor:
+    def decode(self, x_ND: Tensor, positions: Tensor, attend: Attend, number: int = 0) -> Tensor:
         stage = self.stages[number]
         norm = self.model.norm if stage.stop == self.config.num_hidden_layers else nn.Identity()
         return decode(self.model.running(self.model.layers[layer] for layer in stage), norm, self.config, x_ND, positions, attend)[0]
@@ -49,7 +49,7 @@ class StageTransformer(Transformer):
     def through(self, forest: Forest, x_TD: Tensor | None, number: int) -> Tensor:
         """Return the hidden states for the next stage, from the input `x_TD` of this rank's stage `number`; None: embed the tokens."""
         x_TD = self.model.embed_tokens(forest.tokens) if x_TD is None else x_TD
-        return self.decoded(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
+        return self.decode(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
 
     def hidden(self, forest: Forest) -> Tensor:
         """Return the final hidden states [T, D] from the last stage's input. Raise ValueError at a second call in a micro-batch."""
@@ -104,7 +104,7 @@ class Pipelined(Parallel):
                 total = loss if total is None else total + loss
                 for name, value in waiting[number, stage][2].items():
                     metrics[name] = metrics[name] + value if name in metrics else value
-        self._arrived()
+        self._wait_for_sends()
         if self._tied:
             self._add_tied()
         return total, metrics
@@ -113,7 +113,7 @@ class Pipelined(Parallel):
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
         for stage in self._own:
             out = self._forward(stage, part, True, lambda model, some: (compute(model, some), {}))[1]
-        self._arrived()
+        self._wait_for_sends()
         last, group = self.mesh.rank("pipeline", -1), self.mesh.group("pipeline")
         dist.broadcast(size := torch.tensor(len(out)), last, group)
         values = out.float().cpu() if self._is_last else torch.empty(int(size))
@@ -159,7 +159,7 @@ class Pipelined(Parallel):
     def _receive(self, values: Tensor, source: int, target: int) -> None:
         dist.recv(values, self.mesh.rank("pipeline", source % self._ranks), self.mesh.lanes[lane(source, target, self._ranks)])
 
-    def _arrived(self) -> None:
+    def _wait_for_sends(self) -> None:
         for sent in self._sent:
             while sent:
                 sent.popleft()[0].wait()

@@ -110,7 +110,7 @@ class StagedEngine(Wave):
                 wave.scheduler.add(request)
             while left:
                 for wave in self._waves:
-                    for event in self._ended(wave, steps):
+                    for event in self._end_wave(wave, steps):
                         left -= event.completion is not None
                         yield event
                     wave._raise(requests, own)
@@ -119,13 +119,13 @@ class StagedEngine(Wave):
                             steps[wave] = wave._begin()
         finally:
             for wave in self._waves:  # finish the steps under way
-                self._ended(wave, steps)
+                self._end_wave(wave, steps)
                 for request in requests if left else ():
                     wave.cancel(request)
 
     @staticmethod
     @torch.inference_mode()
-    def _ended(wave: Wave, begun: dict[Wave, tuple[list[Answer], Drawn | None]]) -> list[Event]:
+    def _end_wave(wave: Wave, begun: dict[Wave, tuple[list[Answer], Drawn | None]]) -> list[Event]:
         return wave._end(*begun.pop(wave)) if wave in begun else []
 
 

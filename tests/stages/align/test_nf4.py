@@ -63,7 +63,7 @@ def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
     linear = Linear(64, 32)
     linear.weight.data = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 0.1
     packed = Nf4Linear(linear)
-    blocks, found = linear.weight.detach().numpy(), packed.unpacked().numpy()
+    blocks, found = linear.weight.detach().numpy(), packed.dequantize().numpy()
     scale = np.abs(blocks).max(1, keepdims=True)
     nearest = LEVELS[np.abs((blocks / scale)[..., None] - LEVELS).argmin(-1)]
     # One number of a block is its largest: 1 or -1, which unpacked is its scale.
@@ -86,7 +86,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_matrix() -> None:
     x, grad = torch.randn(7, 128, generator=generator, requires_grad=True), torch.randn(7, 64, generator=generator)
     y = packed(x)
     y.backward(grad)
-    weight = packed.unpacked().double()
+    weight = packed.dequantize().double()
     torch.testing.assert_close(y.double(), x.double() @ weight.T + linear.bias.double(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(x.grad.double(), grad.double() @ weight, atol=1e-4, rtol=1e-5)
 

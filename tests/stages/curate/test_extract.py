@@ -14,7 +14,7 @@ import pytest
 
 from puna.models.bounded_process import Process
 from puna.models.extraction import parse
-from puna.models.extraction.clean import DOUBTFUL, MISREAD, all_cleaned, cleaned, decode, plain, repaired
+from puna.models.extraction.clean import DOUBTFUL, MISREAD, clean_text, clean_texts, decode, plain, repair
 from puna.models.extraction.parse import MAX_OPTIONS
 from puna.models.extraction.scan import read_pages
 from puna.stages.contract import execute
@@ -158,7 +158,7 @@ SOUND = (
 
 @pytest.mark.parametrize("text", SOUND)
 def test_sound_text_stays_as_it_is(text):
-    assert repaired(text) == text
+    assert repair(text) == text
 
 
 GERMAN, RUSSIAN = "Das Café schließt – «à bientôt», sagte Zoë.", "Съешь ещё этих булок"
@@ -170,15 +170,15 @@ GERMAN, RUSSIAN = "Das Café schließt – «à bientôt», sagte Zoë.", "Съ�
 )
 def test_text_that_was_decoded_wrongly_is_decoded_right(text, wrong):
     spoilt = text.encode().decode(wrong)
-    assert repaired(f"{SOUND[0]}\n{spoilt}\n{SOUND[7]}") == f"{SOUND[0]}\n{text}\n{SOUND[7]}"
+    assert repair(f"{SOUND[0]}\n{spoilt}\n{SOUND[7]}") == f"{SOUND[0]}\n{text}\n{SOUND[7]}"
     _, found = page_text(f"<main>{PARAGRAPH}<p>{spoilt}</p>{PARAGRAPH}</main>".encode(), "text/html", None, CONFIG)
     assert text in found
 
 
 def test_c1_controls_are_what_windows_meant_or_go():
-    assert repaired("It\x92s 5\x80 \x81here\x85") == "It’s 5€ here…"
+    assert repair("It\x92s 5\x80 \x81here\x85") == "It’s 5€ here…"
     every = "".join(map(chr, range(0x80, 0xA0)))
-    assert repaired(every) == "".join(c for c in ftfy.fixes.fix_c1_controls(every) if c not in every)
+    assert repair(every) == "".join(c for c in ftfy.fixes.fix_c1_controls(every) if c not in every)
 
 
 N = 40_000
@@ -262,8 +262,8 @@ def test_a_page_that_raises_anything_is_dropped_and_the_others_go_on(tmp_path, m
 
 
 def cleaned_by_patterns(text):
-    """What `cleaned` says, by regular expressions."""
-    text = "\n".join(line.rstrip(" \t\u00a0") for line in CONTROLS.sub("", repaired(text)).split("\n"))
+    """What `clean_text` says, by regular expressions."""
+    text = "\n".join(line.rstrip(" \t\u00a0") for line in CONTROLS.sub("", repair(text)).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
 
@@ -273,14 +273,14 @@ def test_white_space_and_controls_go_from_the_ends_of_lines_and_texts(seed):
               "Â", "»", "中", "\u3000", "𝄞", "\u2028", "\ufffd", "\x85"]  # fmt: skip
     choose = random.Random(seed)
     texts = ["".join(choose.choices(pieces, k=choose.randrange(12))) for _ in range(2000)]
-    assert [cleaned(text) for text in texts] == [cleaned_by_patterns(text) for text in texts]
-    assert [plain(text) for text in texts] == [CONTROLS.sub("", repaired(text)) for text in texts]
+    assert [clean_text(text) for text in texts] == [cleaned_by_patterns(text) for text in texts]
+    assert [plain(text) for text in texts] == [CONTROLS.sub("", repair(text)) for text in texts]
     data = [text.encode() for text in texts]
-    out, ends, doubts = all_cleaned(np.frombuffer(b"".join(data), np.uint8), np.cumsum([0, *map(len, data)]))
+    out, ends, doubts = clean_texts(np.frombuffer(b"".join(data), np.uint8), np.cumsum([0, *map(len, data)]))
     found = [out[a:z].tobytes().decode() for a, z in pairwise(ends)]
     for text, one, doubt in zip(texts, found, doubts, strict=True):
         if not doubt & MISREAD:
-            assert (repaired(text), one) == (text, cleaned_by_patterns(text))
+            assert (repair(text), one) == (text, cleaned_by_patterns(text))
         assert doubt & DOUBTFUL or (one.strip() and "\ufffd" not in one)
     assert {0, MISREAD, DOUBTFUL} <= set(doubts.tolist())
 

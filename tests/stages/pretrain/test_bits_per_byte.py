@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.training.packing import batched
+from puna.models.training.packing import batch_by_size
 from puna.models.transformer import Transformer
 from puna.stages.training import bits_per_byte
 
@@ -60,5 +60,5 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_per_token() -> None:
 
 
 def test_batches_keep_order_and_limit() -> None:
-    groups = list(batched([3, 3, 9, 1, 1, 1], lambda n: n, 5))
+    groups = list(batch_by_size([3, 3, 9, 1, 1, 1], lambda n: n, 5))
     assert groups == [[3], [3], [9], [1, 1, 1]]
