@@ -127,7 +127,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton_jit
-def _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps):  # type: ignore[no-untyped-def]
+def _update(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps):  # type: ignore[no-untyped-def]
     g = g.to(tl.float32) * clipping
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
@@ -154,7 +154,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         for block in range(0, CHUNK, BLOCK):
             at = first + block + tl.arange(0, BLOCK)
             p, g, m, v = tl.load(parameter + at), tl.load(gradient + at), tl.load(first_moment + at), tl.load(second_moment + at)
-            p, m, v = _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps)
+            p, m, v = _update(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps)
             tl.store(first_moment + at, m)
             tl.store(second_moment + at, v)
             tl.store(parameter + at, p.to(PARAMETER))
@@ -164,7 +164,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             inside = at < size
             p, g = tl.load(parameter + at, inside, 0.0), tl.load(gradient + at, inside, 0.0)
             m, v = tl.load(first_moment + at, inside, 0.0), tl.load(second_moment + at, inside, 0.0)
-            p, m, v = _moved(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps)
+            p, m, v = _update(p, g, m, v, clipping, decay, rate, beta1, beta2, root2, eps)
             tl.store(first_moment + at, m, inside)
             tl.store(second_moment + at, v, inside)
             tl.store(parameter + at, p.to(PARAMETER), inside)

@@ -234,7 +234,7 @@ def _dense(x: Tensor, descriptors: bool) -> Tensor:
     return x if x.stride(2) == 1 and (fits or not descriptors) else x.contiguous()
 
 
-def _described(x: Tensor, rows: int, descriptors: bool) -> Any:
+def _argument(x: Tensor, rows: int, descriptors: bool) -> Any:
     """Return the argument by which a kernel reads [rows, width] blocks of `x` [T, heads, width]: a tensor descriptor, or `x` itself."""
     if not descriptors:
         return x
@@ -248,7 +248,7 @@ def _in_full(q: Tensor) -> bool:
     return q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
-def tuned(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
+def tile_config(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
     """Return the kernel's configuration. TF32 needs as much memory as 16-bit heads of twice the width, so it is looked up as such."""
     full, width = _in_full(q_THK), max(q_THK.shape[2], V)
     return configuration(kernel, capability(q_THK.device), width if full else width * max(2, q_THK.itemsize) // 2, window > 0, full)
@@ -266,7 +266,7 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, sizes: Configuration, window: in
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], window: int) -> tuple[Tensor, Tensor]:
     (T, H, K), V = q.shape, v.shape[2]
-    sizes = tuned("attention_forward", q, V, window)
+    sizes = tile_config("attention_forward", q, V, window)
     constants = _constants(q, k, v, sizes, window)
     how = constants["DESCRIPTORS"]
     q, k, v = (_dense(x, how) for x in (q, k, v))
@@ -274,7 +274,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], window: int) 
     out = torch.empty(T, H, V, dtype=q.dtype, device=q.device)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     if T:
-        read = (_described(x, rows, how) for x, rows in ((q, sizes.rows), (k, sizes.columns), (v, sizes.columns)))
+        read = (_argument(x, rows, how) for x, rows in ((q, sizes.rows), (k, sizes.columns), (v, sizes.columns)))
         _forward_kernel[(-(-T // sizes.rows), H)](
             *read, end, depths, order, counts, out, lse, T, K**-0.5 * LOG2_E, window, order.shape[1],
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], out.stride(0), **constants, SPECIALIZE=sizes.specialize,
@@ -296,11 +296,11 @@ def backward(
         ("attention_query_gradient", _query_gradient_kernel, layout[4:6], (out, dq)),
         ("attention_key_gradient", _key_gradient_kernel, layout[6:8], (dk, dv)),
     ):
-        sizes = tuned(kernel, q, V, window)
+        sizes = tile_config(kernel, q, V, window)
         constants = _constants(q, k, v, sizes, window)
         how = constants["DESCRIPTORS"]
         read = [_dense(x, how) for x in (q, k, v, grad)]
-        described = (_described(x, rows, how) for x, rows in zip(read, (sizes.rows, sizes.columns, sizes.columns, sizes.rows), strict=True))
+        described = (_argument(x, rows, how) for x, rows in zip(read, (sizes.rows, sizes.columns, sizes.columns, sizes.rows), strict=True))
         strides = [step for x in read for step in x.stride()[:2]] + [x.stride(0) for x in given]
         grid = (len(order), given[1].shape[1])  # one program per block and head of the gradients
         launch[grid](*described, *given, end, depths, order, counts, *numbers, order.shape[1], *strides, **constants)
@@ -309,6 +309,6 @@ def backward(
 
 def layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:
     """Return the mask for the kernels: ends, depths, and for each kernel the order of the blocks to visit, with their counts."""
-    tiles = (tuned(f"attention_{kernel}", q_THK, V, mask.window or 0) for kernel in ("forward", "query_gradient", "key_gradient"))
+    tiles = (tile_config(f"attention_{kernel}", q_THK, V, mask.window or 0) for kernel in ("forward", "query_gradient", "key_gradient"))
     forward, queries, keys = (mask.blocks(tile.rows, tile.columns) for tile in tiles)
     return [mask.end.to(torch.int32), mask.depths, *forward[:2], *queries[:2], *keys[2:]]

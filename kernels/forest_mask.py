@@ -68,12 +68,12 @@ class ForestMask:
             return self
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}: a token sees itself")
-        if window not in self._windowed:
-            self._windowed[window] = ForestMask(self.end, self.segments, window)
-        return self._windowed[window]
+        if window not in self._windows:
+            self._windows[window] = ForestMask(self.end, self.segments, window)
+        return self._windows[window]
 
     @cached_property
-    def _windowed(self) -> dict[int | None, ForestMask]:
+    def _windows(self) -> dict[int | None, ForestMask]:
         return {}
 
     # Training may use cached tensors later, and tensors made in inference mode cannot be saved for a backward pass.

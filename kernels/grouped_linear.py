@@ -33,7 +33,7 @@ def grouped_linear_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) ->
 # --- portable --------------------------------------------------------------------------------------------
 
 
-def _grouped(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
+def _grouped_product(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     y_NF = x_ND.new_empty(len(x_ND), w_EFD.shape[1])
     cuts = offsets_E1.tolist()
     for e, w_FD in enumerate(w_EFD):
@@ -167,7 +167,7 @@ def _grouped_weights_triton(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> 
 
 _grouped_linear = operator(
     "grouped_linear(Tensor x, Tensor w, Tensor offsets) -> Tensor",
-    _grouped, _grouped_triton, lambda x, w, offsets: x.new_empty(x.shape[0], w.shape[1]),
+    _grouped_product, _grouped_triton, lambda x, w, offsets: x.new_empty(x.shape[0], w.shape[1]),
 )  # fmt: skip
 _grouped_weight_gradient = operator(
     "grouped_linear_weights(Tensor dy, Tensor x, Tensor offsets) -> Tensor",

@@ -46,7 +46,7 @@ def operator(schema: str, portable: Function, triton: Function, fake: Function) 
     portable = _without_autocast(portable)
     _LIBRARY.impl(name, portable, "CompositeExplicitAutograd")
     for key in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
-        _LIBRARY.impl(name, _guarded(portable, triton), key)
+        _LIBRARY.impl(name, _guard(portable, triton), key)
     torch.library.register_fake(f"puna::{name}", fake, lib=_LIBRARY)
     dispatched = getattr(torch.ops.puna, name).default
 
@@ -95,7 +95,7 @@ def _without_autocast(function: Function) -> Function:
     return run
 
 
-def _guarded(portable: Function, triton: Function) -> Function:
+def _guard(portable: Function, triton: Function) -> Function:
     def launch(*args: Any) -> Any:
         first = next(arg for arg in args if isinstance(arg, Tensor) or (isinstance(arg, list) and arg and isinstance(arg[0], Tensor)))
         tensor = first if isinstance(first, Tensor) else first[0]

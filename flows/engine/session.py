@@ -225,7 +225,7 @@ def _compile_mark(stage: Stage) -> Path | None:
 
     digest = numba_cache.source_digest(stage.function.__module__)[:16]
     mark = numba_cache.folder(numba_cache.ROOT) / f"{stage.name}-{numba_cache.processor()}-{digest}.compiled"
-    shipped = numba_cache.shipped()
+    shipped = numba_cache.shipped_folder()
     there = mark.exists() or (shipped is not None and (shipped / f"{stage.name}-{shipped.name}-{digest}.compiled").exists())
     return None if there else mark
 

@@ -26,7 +26,7 @@ class Placeholder:
         self.function, self._compile = function, compile
         self._compiled: Any = None
 
-    def compiled(self) -> Any:
+    def compiled_function(self) -> Any:
         """Return the compiled function. Before any thread gets it, replace all placeholders among the globals of the function's file."""
         with _one_thread:
             if self._compiled is None:
@@ -34,14 +34,14 @@ class Placeholder:
                 scope = self.function.__globals__
                 for name, value in list(scope.items()):
                     if isinstance(value, Placeholder):
-                        scope[name] = value.compiled()
+                        scope[name] = value.compiled_function()
             return self._compiled
 
     def __getitem__(self, grid: Any) -> Any:
-        return self.compiled()[grid]
+        return self.compiled_function()[grid]
 
     def __call__(self, *args: Any) -> Any:
-        return self.compiled()(*args)
+        return self.compiled_function()(*args)
 
 
 def triton_jit(function: Callable[..., Any]) -> Any:

@@ -80,7 +80,7 @@ class LoopCache:
         inside = file.is_relative_to(ROOT)
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts) if inside else f"{file.stem}_{_sha(str(file))[:8]}"
         self.cache_path = str(folder(ROOT) / name)
-        compiled = shipped() if inside and exact else None
+        compiled = shipped_folder() if inside and exact else None
         self._shipped = compiled / name if compiled is not None else None
         self._name = re.sub(r"\W+", "_", function.__qualname__)
 
@@ -118,7 +118,7 @@ class LoopCache:
         temporary.touch(mode=0o644)
         temporary.write_bytes(packed + _checksum(packed))
         temporary.replace(file)
-        for old in sorted(self._files(), key=_modified, reverse=True)[FILES_PER_LOOP:]:
+        for old in sorted(self._files(), key=_mtime, reverse=True)[FILES_PER_LOOP:]:
             old.unlink(missing_ok=True)
 
     @property
@@ -222,7 +222,7 @@ def target() -> str | None:
 
 
 @cache
-def shipped() -> Path | None:
+def shipped_folder() -> Path | None:
     """Return the folder of shipped loops that this processor can run; None if there is none, or if NUMBA_CPU_NAME is set."""
     name = target() if numba.config.CPU_NAME is None else None
     return SHIPPED / name if name and (SHIPPED / name).is_dir() else None
@@ -237,7 +237,7 @@ def _checksum(packed: bytes) -> bytes:
     return zlib.crc32(packed).to_bytes(SUM_BYTES, "little")
 
 
-def _modified(file: Path) -> float:
+def _mtime(file: Path) -> float:
     try:
         return file.stat().st_mtime
     except FileNotFoundError:

@@ -23,7 +23,7 @@ def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
     The function gets a builder and LLVM values, and returns a value, or None if the result is void."""
 
     def make(write: Callable[..., Any]) -> Any:
-        def typed(*_: Any) -> Any:
+        def define(*_: Any) -> Any:
             def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 value = write(builder, *args)
                 return context.get_dummy_value() if value is None else value
@@ -31,9 +31,9 @@ def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
             return result(*takes), code
 
         names = (f"x{number}" for number in range(1 + len(takes)))
-        typed.__name__, typed.__doc__ = write.__name__, write.__doc__
-        typed.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])  # type: ignore[attr-defined]
-        return intrinsic(typed)
+        define.__name__, define.__doc__ = write.__name__, write.__doc__
+        define.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])  # type: ignore[attr-defined]
+        return intrinsic(define)
 
     return make
 
@@ -77,7 +77,7 @@ def first_lanes(builder: Any, count: Any, kind: ir.VectorType = VECTOR) -> Any:
     return builder.icmp_signed("<", lanes, spread(builder, builder.trunc(count, lane), kind.count))
 
 
-def masked(builder: Any, name: str, result: Any, kind: ir.VectorType, *args: Any) -> Any:
+def call_masked(builder: Any, name: str, result: Any, kind: ir.VectorType, *args: Any) -> Any:
     """Return the result of LLVM's masked `name` (load or store), called for vectors of type `kind`; `result`: the result's type."""
     lanes = f"v{kind.count}{'i8' if kind.element == BYTE else 'f32'}"
     function = ir.FunctionType(result, [arg.type for arg in args])
@@ -87,7 +87,7 @@ def masked(builder: Any, name: str, result: Any, kind: ir.VectorType, *args: Any
 def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VECTOR) -> Any:
     """Return the vector at an address, read only in the lanes of the mask `inside`; the other lanes are zero."""
     place = builder.inttoptr(address, kind.as_pointer())
-    return masked(builder, "load", kind, kind, place, INT32(1 if kind.element == BYTE else 4), inside, constant(0, kind))
+    return call_masked(builder, "load", kind, kind, place, INT32(1 if kind.element == BYTE else 4), inside, constant(0, kind))
 
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:

@@ -98,7 +98,7 @@ def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
             llvm.store(builder, value, address)
         with some:
             place, inside = builder.inttoptr(address, llvm.VECTOR.as_pointer()), llvm.first_lanes(builder, count)
-            llvm.masked(builder, "store", ir.VoidType(), llvm.VECTOR, value, place, llvm.INT32(4), inside)
+            llvm.call_masked(builder, "store", ir.VoidType(), llvm.VECTOR, value, place, llvm.INT32(4), inside)
 
 
 @operation(vector, vector, vector, vector)

@@ -155,7 +155,7 @@ def encode(codes: NDArray[np.uint32], data: NDArray[np.uint8], at: int) -> int:
 
 
 @njit(cache=True, borrows=True)
-def lowered(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
+def lower_codes(codes: NDArray[np.uint32], lower: NDArray[np.uint32]) -> bool:
     """Lower-case code points one by one, in place; return False if `str.lower` may differ (a capital sigma or dotted capital I)."""
     alone = True
     for at in range(len(codes)):

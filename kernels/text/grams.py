@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
-from puna.kernels.text.characters import SYMBOL, code_points, decode, longest, lowered, tables
+from puna.kernels.text.characters import SYMBOL, code_points, decode, longest, lower_codes, tables
 from puna.kernels.text.hash_table import ONE, contains, mix, table_of
 from puna.kernels.text.strings import buffers
 from puna.kernels.text.unspaced import weights
@@ -97,14 +97,14 @@ def _may_hold(
     words, result = np.empty(room, np.uint64), np.empty(texts, np.bool_)
     for n in range(texts):
         many = decode(data, offsets[n], offsets[n + 1], codes)
-        alone = lowered(codes[:many], lower)
-        count = _mixed(codes, flags, start, stop, split_ranges(codes[:many], flags, breaks, start, stop), words)
+        alone = lower_codes(codes[:many], lower)
+        count = _mix_words(codes, flags, start, stop, split_ranges(codes[:many], flags, breaks, start, stop), words)
         result[n] = not alone or _any_held(words, count, grams)
     return result
 
 
 @njit(cache=True, borrows=True)
-def _mixed(
+def _mix_words(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip

@@ -44,7 +44,7 @@ def place(keys: NDArray[np.uint64], key: np.uint64) -> int:
 
 
 @njit(cache=True)
-def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
+def clear_keys(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
     """Return an empty table for `entries` keys: a view of the beginning of `space`, which holds at least `size_for(entries)` keys."""
     keys = space[: size_for(entries)]
     keys[:] = 0
@@ -52,7 +52,7 @@ def cleared(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 
 @njit(cache=True, borrows=True)
-def emptied(slots: NDArray[np.int32], entries: int) -> int:
+def clear_slots(slots: NDArray[np.int32], entries: int) -> int:
     """Clear as many of `slots` as a table of `entries` keys needs, 2^bits; return `bits` for `slot_of`."""
     bits, size = 3, 8
     while size < 4 * entries:

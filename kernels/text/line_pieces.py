@@ -38,7 +38,7 @@ def _white(data: U8, at: int, stop: int) -> int:
 
 
 @njit(cache=True)
-def _stripped(data: U8, start: int, stop: int) -> tuple[int, int]:
+def _strip(data: U8, start: int, stop: int) -> tuple[int, int]:
     """Return the range of data[start:stop], valid UTF-8, without the white space at both ends."""
     first, last = np.uint64(start), np.uint64(stop)  # unsigned: see `hashing`
     while first < last:
@@ -89,7 +89,7 @@ def _piece_end(data: U8, at: int, stop: int, newlines: int) -> int:
 @njit(cache=True)
 def _hash(data: U8, start: int, stop: int) -> np.uint64:
     """Return the hash of the piece data[start:stop] without the white space at both ends; 0 only for a blank piece."""
-    start, stop = _stripped(data, start, stop)
+    start, stop = _strip(data, start, stop)
     if start == stop:
         return np.uint64(0)
     value = xxh64(data, np.uint64(start), np.uint64(stop))
@@ -248,7 +248,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
             else:
                 out[size : size + stop - at] = data[at:stop]
                 size += stop - at
-            first, last = _stripped(out, begin, size)
+            first, last = _strip(out, begin, size)
             empty[d] = first == last
             if empty[d]:
                 size = begin
@@ -257,7 +257,7 @@ def without_pieces(data: U8, offsets: I64, newlines: int, documents: I64, starts
 
 
 @njit(cache=True)
-def gathered(data: U8, starts: I64, stops: I64) -> tuple[U8, I64]:
+def gather(data: U8, starts: I64, stops: I64) -> tuple[U8, I64]:
     """Return the pieces data[starts[i] : stops[i]] one after another: bytes, and the pieces' offsets int64[n + 1]."""
     bounds = np.zeros(len(starts) + 1, np.int64)
     for i in range(len(starts)):

@@ -139,7 +139,7 @@ def _shingle_hashes(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, widt
 
 
 @njit(cache=True, nogil=True)
-def widened(hashes_S: Any, words: Any) -> Any:
+def widen(hashes_S: Any, words: Any) -> Any:
     """Return hashes [S - words] of one text's shingles of 2 * `words` words, from those of `words` words in order; a copy if S <= words."""
     if len(hashes_S) <= words:
         return hashes_S.copy()

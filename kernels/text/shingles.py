@@ -31,7 +31,7 @@ def _part(c: str) -> str:
     return c if c.isalnum() or unicodedata.category(c).startswith("M") else " "
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """Return case-folded words without punctuation or accents (U+0300 to U+036F), separated by single spaces; numbers stay as they are.
 
     Characters are mapped one by one; then scripts without spaces are split into words. Digits stay, because only numbers distinguish pages
@@ -41,7 +41,7 @@ def normalized(text: str) -> str:
 
 
 def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
-    """Return the normalised words (see `normalized`) of documents, given as concatenated UTF-8 bytes."""
+    """Return the normalised words (see `normalize`) of documents, given as concatenated UTF-8 bytes."""
     words = normal_words(data, offsets_D1, table())
     # No letter of a script without spaces has fewer than three bytes.
     places = np.flatnonzero(words.data >= FIRST_OF_THREE)
@@ -49,11 +49,11 @@ def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
         return words
     long = np.zeros(len(words.offsets_D1) - 1, np.bool_)
     long[np.searchsorted(words.offsets_D1, places, side="right") - 1] = True
-    return Words(*_parted(words.data, words.offsets_D1, words.begins, words.words_D1, long, len(places), tables().flags, weights()))
+    return Words(*_split_words(words.data, words.offsets_D1, words.begins, words.words_D1, long, len(places), tables().flags, weights()))
 
 
 @njit(cache=True, nogil=True)
-def _parted(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
+def _split_words(data: Any, offsets_D1: Any, begins: Any, words_D1: Any, long: Any, room: int, flags: Any, breaks: Any) -> Any:
     """Return the fields of `Words` with scripts without spaces split into words. `long`: a mask of documents with characters of three bytes
     or more; `room`: the number of such characters. No text beyond a space decides a boundary, so only words with such letters are split."""
     documents, most = len(offsets_D1) - 1, longest(offsets_D1)

@@ -35,7 +35,7 @@ from puna.kernels.text.characters import (
     cut,
     decode,
     encode,
-    lowered,
+    lower_codes,
     tables,
 )
 from puna.kernels.text.hash_table import ONE, mix
@@ -245,24 +245,24 @@ def split_codes(codes: NDArray[np.uint32]) -> Words:
     return words
 
 
-def spaced(texts: pa.Array | pa.ChunkedArray, characters: int) -> pa.Array:
+def join_words(texts: pa.Array | pa.ChunkedArray, characters: int) -> pa.Array:
     """Return, per text, the words of its first `characters` characters in lower case, joined by spaces."""
     data, offsets = buffers(texts)
-    out, bounds, alone = _spaced(data, offsets, characters, *tables(), weights())
+    out, bounds, alone = _join_words(data, offsets, characters, *tables(), weights())
     lines = strings(out, bounds)
     if alone.all():
         return lines
     others = pa.array(~alone)
     lower = [text[:characters].lower() for text in texts.filter(others).to_pylist()]
-    return pc.replace_with_mask(lines, others, spaced(pa.array(lower, pa.string()), max(map(len, lower))))
+    return pc.replace_with_mask(lines, others, join_words(pa.array(lower, pa.string()), max(map(len, lower))))
 
 
 @njit(cache=True)
-def _spaced(
+def _join_words(
     data: NDArray[np.uint8], offsets: NDArray[np.int64], characters: int, flags: NDArray[np.uint16], lower: NDArray[np.uint32],
     breaks: NDArray[np.int8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Return the texts' words as UTF-8 joined by spaces, the texts' offsets, and a mask of texts for which `lowered` returned True."""
+    """Return the texts' words as UTF-8 joined by spaces, the texts' offsets, and a mask of texts for which `lower_codes` returned True."""
     texts = len(offsets) - 1
     longest = size = 0
     for n in range(texts):
@@ -273,7 +273,7 @@ def _spaced(
     out, bounds, alone = np.empty(size, np.uint8), np.zeros(texts + 1, np.int64), np.empty(texts, np.bool_)
     for n in range(texts):
         many = decode(data, offsets[n], cut(data, offsets[n], offsets[n + 1], characters), codes)
-        alone[n] = lowered(codes[:many], lower)
+        alone[n] = lower_codes(codes[:many], lower)
         at = bounds[n]
         for word in range(split_ranges(codes[:many], flags, breaks, start, stop)):
             if word:

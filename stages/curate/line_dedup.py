@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.kernels.text.code_lines import looks_like_code
-from puna.kernels.text.line_pieces import bounds_of, frequent_of, gathered, piece_hashes, with_blank_lines, without_pieces
+from puna.kernels.text.line_pieces import bounds_of, frequent_of, gather, piece_hashes, with_blank_lines, without_pieces
 from puna.kernels.text.strings import buffers, strings
 from puna.stages.contract import Documents, Figure, StageConfig, StageRun, stage
 from puna.storage import Part
@@ -149,7 +149,7 @@ def _remove(
     survivors = documents.drop_columns("text").filter(left) if empty.any() else documents.drop_columns("text")
     survivors = survivors.add_column(place, documents.schema.field(place), strings(new_data, bounds[np.append(~empty, True)]))
     rule, value = pa.repeat(f"{config.unit}_occurrences", len(row)), occurrences.astype(np.float64)
-    removed = {"id": ids.take(pa.array(row)), "line": number, "text": strings(*gathered(data, begin, end)), "rule": rule, "value": value}
+    removed = {"id": ids.take(pa.array(row)), "line": number, "text": strings(*gather(data, begin, end)), "rule": rule, "value": value}
     counts = np.bincount(row, minlength=len(ids))[empty]
     owner = np.zeros(len(ids), np.int64)
     owner[row] = bucket[gone]

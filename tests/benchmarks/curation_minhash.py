@@ -118,7 +118,7 @@ def stage_seconds(texts: list[str]) -> float:
 def recall() -> dict[str, float]:
     """Share of the pairs with a Jaccard similarity of at least 0.8 of which one is removed, by brute force over Python sets;
     removed documents that are not so similar to their survivor; and removed ones in all."""
-    from puna.kernels.text.shingles import normalized
+    from puna.kernels.text.shingles import normalize
     from puna.stages.curate.minhash.decide import near_duplicates
 
     texts = corpus(SPEED_BYTES)[-RECALL_TEXTS:]
@@ -126,7 +126,7 @@ def recall() -> dict[str, float]:
     texts += [edited(text, generator) for text in texts]
     sets = []
     for text in texts:
-        words = normalized(text).split()
+        words = normalize(text).split()
         sets.append({tuple(words[i : i + 5]) for i in range(max(1, len(words) - 4))} if words else set())
     holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
     shared: Counter[tuple[int, int]] = Counter()

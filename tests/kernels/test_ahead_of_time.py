@@ -135,7 +135,7 @@ def compiled(case: Case, capability: int, tmp_path: Path) -> Usage:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = case.kernel.compiled() if hasattr(case.kernel, "compiled") else case.kernel
+    function = case.kernel.compiled_function() if hasattr(case.kernel, "compiled_function") else case.kernel
     names = [name for name in function.arg_names if name not in case.constants]
     assert len(names) == len(case.arguments), f"{function.__name__}: {names}"
     signature = {name: TYPES.get(kind, kind) for name, kind in zip(names, case.arguments, strict=True)}

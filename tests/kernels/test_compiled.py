@@ -408,7 +408,7 @@ def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(
     monkeypatch.setattr(numba_cache, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.syspath_prepend(tmp_path)
-    numba_cache.shipped.cache_clear()
+    numba_cache.shipped_folder.cache_clear()
     import sums
 
     total, bits = 0.0, 7
@@ -422,10 +422,10 @@ def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(
         assert sums.answer(fastmath=True)[1] == 0  # sums in any order: never one that came compiled
         shutil.rmtree(tmp_path / "own")
         monkeypatch.setattr(numba_cache, "get_host_cpu_features", lambda: {"sse4.2": True})
-        numba_cache.shipped.cache_clear()
+        numba_cache.shipped_folder.cache_clear()
         assert sums.answer() == (right, 0)
     finally:
-        numba_cache.shipped.cache_clear()
+        numba_cache.shipped_folder.cache_clear()
         sys.modules.pop("sums")
 
 

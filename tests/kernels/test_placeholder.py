@@ -25,7 +25,7 @@ def test_no_thread_gets_a_kernel_whose_file_still_has_placeholders():
     first, seen = scope["called"], []
 
     def use():
-        first.compiled()
+        first.compiled_function()
         seen.append([name for name in ("called", "helper", "another") if isinstance(scope[name], Placeholder)])
 
     threads = [threading.Thread(target=use) for _ in range(2)]

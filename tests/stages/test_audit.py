@@ -22,7 +22,7 @@ class HiddenConfig(StageConfig):
 @stage(kind="signals")
 def honest(config: HiddenConfig, run: StageRun) -> None:
     """Names what it calls."""
-    run.write(pa.table({"id": [shingles.normalized("A b")]}))
+    run.write(pa.table({"id": [shingles.normalize("A b")]}))
 
 
 @stage(kind="signals")
@@ -51,7 +51,7 @@ def test_what_is_named_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "found"), [(calls_by_name, "puna.kernels.text.shingles.normalized"), (reads_by_name, f"{sources.ROOT}/stages/curate/data/stop_words.txt")]
+    ("hidden", "found"), [(calls_by_name, "puna.kernels.text.shingles.normalize"), (reads_by_name, f"{sources.ROOT}/stages/curate/data/stop_words.txt")]
 )
 def test_what_is_not_named_is_found(tmp_path: Path, hidden, found: str) -> None:
     with pytest.raises(AssertionError, match=f"stage {hidden.name}: not in its key: .*{found}"):

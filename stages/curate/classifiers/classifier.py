@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
-from puna.kernels.text.words import spaced
+from puna.kernels.text.words import join_words
 from puna.models.classifiers.fasttext import Model, Settings, fit, write
 from puna.stages.contract import Figure, SeededConfig, StageRun
 from puna.stages.draws import folds, uniform
@@ -218,7 +218,7 @@ def _prepare(
     if not file.exists():
         labels = {name: pa.array(results, pa.string()) for name, results in label(table, *args).items()}
         having = functools.reduce(pc.or_, (pc.is_valid(column) for column in labels.values()))
-        ids, lines = table["id"].filter(having).to_pylist(), spaced(table["text"].filter(having), config.max_characters)
+        ids, lines = table["id"].filter(having).to_pylist(), join_words(table["text"].filter(having), config.max_characters)
         columns = {name: results.filter(having) for name, results in labels.items()}
         examples = {
             "id": pa.array(ids, pa.string()),

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from puna.kernels.text.words import spaced
+from puna.kernels.text.words import join_words
 from puna.models.classifiers.fasttext import read
 from puna.stages.curate.classifiers.classifier import FOLD, predict
 from puna.stages.draws import folds
@@ -72,7 +72,7 @@ class Trained:
         """Return each text as one line of words, which is what the models read."""
         most = self.about.max_characters
         if self.about.split:
-            return spaced(texts, most)
+            return join_words(texts, most)
         return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:

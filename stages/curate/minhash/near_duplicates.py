@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.hashing import I64, U64, slice_hashes
-from puna.kernels.text.normal_words import widened
+from puna.kernels.text.normal_words import widen
 
 GROWTH = 1.25
 
@@ -306,7 +306,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
     """
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
-        first, second = widened(first, width), widened(second, width)
+        first, second = widen(first, width), widen(second, width)
         one, two = distinct(first), distinct(second)
         own, other = len(one), len(two)
         similarity = _similarity(common(one, two), own, other, criteria.containment)
@@ -320,4 +320,4 @@ def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
     """True if under `share` of the shingles are distinct, but many more of twice the width are: a few words in varying order."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
-    return len(distinct(widened(sequence, width))) > GROWTH * own
+    return len(distinct(widen(sequence, width))) > GROWTH * own

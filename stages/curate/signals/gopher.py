@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import ALPHANUMERIC, BREAK, SINGLE, SPACE
-from puna.kernels.text.hash_table import ONE, cleared, emptied, mix, place, slot_of
+from puna.kernels.text.hash_table import ONE, clear_keys, clear_slots, mix, place, slot_of
 from puna.kernels.text.words import BASE, DOT, HAS_LETTER, HYPHEN, IS_SYMBOL
 
 U8 = NDArray[np.uint8]
@@ -168,7 +168,7 @@ def _top_gram_characters(room: Any, spaced: U64, length: I64, n: int) -> int:
     """Return the length of the most frequent n-gram (the first in a tie), with spaces, times its count; 0 if none occurs twice."""
     keys, slots, counts = room.keys, room.slots, room.counts
     grams = gram_keys(spaced, length, room.powers, n, n, keys)
-    bits = emptied(slots, grams)
+    bits = clear_slots(slots, grams)
     best, best_first = min(grams, 1), 0
     for i in range(grams):
         where = slot_of(slots, bits, keys, keys[i])
@@ -187,7 +187,7 @@ def _duplicate_gram_characters(room: Any, joined: U64, length: I64, n: int) -> i
     """Return the number of characters in n-grams seen earlier, counted without overlap."""
     keys, slots = room.keys, room.slots
     grams = gram_keys(joined, length, room.powers, n, 0, keys)
-    bits = emptied(slots, grams)
+    bits = clear_slots(slots, grams)
     characters, i = 0, 0
     while i < grams:
         where = slot_of(slots, bits, keys, keys[i])
@@ -220,7 +220,7 @@ def gram_repetition(room: Any, words: int, size: int, one: Any) -> None:
 def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: int, one: Any) -> None:
     """Write Gopher's signals of repeated lines and paragraphs, and FineWeb's of repeated lines, to a document's record."""
     size = max(len(codes), 1)
-    keys = cleared(room.keys, newlines + 1)
+    keys = clear_keys(room.keys, newlines + 1)
     pieces, repeated, characters, inked = duplicate_pieces(codes, flags, hashes, room.powers, 0, len(codes), 1, keys)
     one.duplicate_line_fraction, one.duplicate_line_character_fraction = repeated / pieces, characters / size
     one.repeated_line_character_fraction = inked / max(len(codes) - newlines, 1)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import BREAK, DECIMAL, PUNCTUATION, SPACE, TERMINAL
-from puna.kernels.text.hash_table import bits_of, emptied, mix, perhaps, place, slot_of, table_of
+from puna.kernels.text.hash_table import bits_of, clear_slots, mix, perhaps, place, slot_of, table_of
 from puna.kernels.text.words import BASE, DOT, HAS_LETTER, IS_SYMBOL, split_ranges, words_listed
 from puna.stages.curate.signals.definitions.notices import MIN_LEGAL_PHRASES, MIN_SPOKEN_PHRASES, NOTICE_WORDS, SPEAKERS
 from puna.stages.curate.signals.definitions.views import entries
@@ -267,7 +267,7 @@ def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32,
     leaving, value, lettered, done = np.uint64(1), np.uint64(0), 0, 0
     for _ in range(n):
         leaving *= BASE
-    bits = emptied(slots, count)
+    bits = clear_slots(slots, count)
     for last in range(count):
         words[plain.line[last]] += 1
         value = value * BASE + plain.folded[last]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.characters import decode, tables
-from puna.kernels.text.hash_table import bits_of, cleared, contains, emptied, mix, perhaps, place, size_for, table_of
+from puna.kernels.text.hash_table import bits_of, clear_keys, clear_slots, contains, mix, perhaps, place, size_for, table_of
 from puna.kernels.text.strings import buffers
 from puna.kernels.text.technical import code_lines
 from puna.kernels.text.unspaced import weights
@@ -262,7 +262,7 @@ def _stop_words(about: Vocabulary, hashes: U64) -> tuple[int, int]:
 
 @njit(cache=True)
 def _own_stop_words(own: OwnWords, salt: np.uint64, folded: U64, space: U64) -> tuple[int, int]:
-    seen = cleared(space, len(folded))
+    seen = clear_keys(space, len(folded))
     results, occurrences = 0, 0
     for value in folded:
         if contains(own.keys, value ^ salt):
@@ -280,7 +280,7 @@ def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U
     Return the number of bins, and the number of words of the adult vocabulary.
     """
     slots, results, bad = room.slots, 0, 0
-    mask = (1 << emptied(slots, len(words))) - 1
+    mask = (1 << clear_slots(slots, len(words))) - 1
     for folded in words:
         if perhaps(about.dirty_bits, folded):
             bad += contains(about.dirty_keys, folded)

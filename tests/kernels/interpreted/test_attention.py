@@ -23,7 +23,7 @@ def small_blocks(request, monkeypatch):
         "attention_query_gradient": Configuration(32, 16, 4, 1, descriptors=how),
         "attention_key_gradient": Configuration(16, 32, 4, 1, descriptors=how),
     }
-    monkeypatch.setattr(module, "tuned", lambda kernel, q, V, window: sizes[kernel])
+    monkeypatch.setattr(module, "tile_config", lambda kernel, q, V, window: sizes[kernel])
 
 
 def draw(normal, T, H, G, K, V):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from puna.kernels.text import shingles
-from puna.kernels.text.shingles import normalized
+from puna.kernels.text.shingles import normalize
 from puna.kernels.text.strings import buffers
 from puna.stages.contract import execute
 from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
@@ -55,7 +55,7 @@ def words(generator, number, vocabulary=5000):
 
 
 def runs(text, n=5):
-    parts = normalized(text).split()
+    parts = normalize(text).split()
     return {tuple(parts[i : i + n]) for i in range(max(1, len(parts) - n + 1))} if parts else set()
 
 
@@ -196,12 +196,12 @@ def test_containment(tmp_path):
 @pytest.mark.parametrize("text", ["", "...", "one", "one two three"])
 def test_short_documents(tmp_path, text):
     evidence = run(tmp_path, [text, text, "another one"])
-    assert evidence == ({} if not normalized(text) else {1: (0, 1.0)})
+    assert evidence == ({} if not normalize(text) else {1: (0, 1.0)})
 
 
 def test_scripts_without_spaces_are_compared_word_by_word(tmp_path):
     text = "これは文字コードの検出をテストするための日本語の文章です。川にかかる古い橋を修理するかどうかを決める予定です。"
-    assert 20 < len(normalized(text).split()) < 40
+    assert 20 < len(normalize(text).split()) < 40
     assert len(run(tmp_path, [text, text[:-3] + "。", "全く別の内容の短い文書がここにあります。"])) == 1
 
 
@@ -242,7 +242,7 @@ def test_the_table_of_characters_and_the_words_of_normal_texts():
     generator = np.random.default_rng(0)
     texts = ["", "a", *(" ".join(words(generator, int(n))) for n in generator.integers(0, 9, 20)), "", "これは b", "", "ガx日本2語 é", "ที่ดิน ของเขา",
              "one “two” 日本語が three&more", "नमस्ते दुनिया, ๆที่ดิน"]  # fmt: skip
-    made = shingles.words_of(*buffers(pa.array([normalized(text) for text in texts])))
+    made = shingles.words_of(*buffers(pa.array([normalize(text) for text in texts])))
     expected = shingles.normal(*buffers(pa.array(texts)))
     assert all(np.array_equal(one, other) for one, other in zip(made, expected, strict=True))
 

@@ -72,7 +72,7 @@ def test_widened_shingles_tell_apart_what_the_short_ones_cannot():
     hashes, where = normal_words.shingle_hashes(words, 2)
     first, second = hashes[: where[1]], hashes[where[1] :]
     assert set(first.tolist()) == set(second.tolist())
-    wide, other = normal_words.widened(first, 2), normal_words.widened(second, 2)
+    wide, other = normal_words.widen(first, 2), normal_words.widen(second, 2)
     assert len(wide) == 6
     assert wide[0] == wide[4]  # "a b a c" begins at words 0 and 4
     assert len(set(wide.tolist())) == 4

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.kernels.text.characters import JOINER, SEPARATOR, TERMINAL, code_points, tables
-from puna.kernels.text.words import BASE, HAS_LETTER, IS_SYMBOL, spaced, split, split_codes
+from puna.kernels.text.words import BASE, HAS_LETTER, IS_SYMBOL, join_words, split, split_codes
 
 CASES = {
     "Hello,  world!\n": ["Hello", ",", "world", "!"],
@@ -72,7 +72,7 @@ LOWER = st.text(st.one_of(st.sampled_from("aAΣσİI ÉȺ\u2126.'\n日"), st.cha
 @given(st.lists(LOWER, max_size=5), st.integers(1, 30))
 def test_lines_of_words_in_lower_case(texts, characters):
     expected = [" ".join(split(text[:characters].lower())) for text in texts]
-    assert spaced(pa.array(["cut off", *texts], pa.string())[1:], characters).to_pylist() == expected
+    assert join_words(pa.array(["cut off", *texts], pa.string())[1:], characters).to_pylist() == expected
 
 
 def test_folding_ignores_case_and_digits():
