@@ -20,11 +20,12 @@ from puna.models.training.parallel.layout import AXES, Layout
 TITAN_REACHED, TITAN_FP8 = 0.55, 1.42
 TITAN = GPUS["H100"]._replace(memory=96e9, bandwidth=2.4e12)
 MEGATRON = (
-    (24, 2304, 1, 1, 32, 512, 137), (32, 3072, 2, 1, 64, 512, 138), (32, 4096, 4, 1, 128, 512, 142), (48, 6144, 8, 1, 256, 1024, 135),
-    (64, 8192, 8, 2, 512, 1536, 138), (80, 10240, 8, 4, 1024, 1792, 140), (96, 12288, 8, 8, 1536, 2304, 148),
-    (128, 16384, 8, 16, 1920, 2160, 155), (128, 20480, 8, 35, 2520, 2520, 163), (160, 25600, 8, 64, 3072, 3072, 163),
+    (24, 24, 2304, 1, 1, 32, 512, 137), (30, 32, 3072, 2, 1, 64, 512, 138), (36, 32, 4096, 4, 1, 128, 512, 142),
+    (40, 48, 6144, 8, 1, 256, 1024, 135), (48, 64, 8192, 8, 2, 512, 1536, 138), (60, 80, 10240, 8, 4, 1024, 1792, 140),
+    (80, 96, 12288, 8, 8, 1536, 2304, 148), (96, 128, 16384, 8, 16, 1920, 2160, 155), (105, 128, 20480, 8, 35, 2520, 2520, 163),
+    (128, 160, 25600, 8, 64, 3072, 3072, 163),
 )  # fmt: skip
-"""Layers, width, tensor, pipeline, GPUs, rows a step, TFLOP/s of a GPU."""
+"""Layers, heads, width, tensor, pipeline, GPUs, rows a step, TFLOP/s of a GPU."""
 
 
 def utilisation(one: Estimate) -> float:
@@ -34,7 +35,7 @@ def utilisation(one: Estimate) -> float:
 
 def layout(**sizes: int) -> Layout:
     """Return a layout that Puna need not be able to run."""
-    return Layout.model_construct(**{axis: sizes.get(axis, 1) for axis in AXES})
+    return Layout.model_construct(**{name: sizes.get(name, 1) for name in (*AXES, "virtual_stages")})
 
 
 def llama(width: int, inner: int, layers: int, heads: int) -> ModelConfig:
@@ -51,8 +52,8 @@ def llama_rows() -> list[tuple[str, float, float, bool]]:
     """Return name, estimate, published figure and whether it was fitted: utilisation of the 405B model, 16 stages of 8 parts each."""
     rows = []
     for data, context, length, rows_each, published in ((64, 1, 8192, 32, 0.43), (128, 1, 8192, 16, 0.41), (8, 16, 131_072, 16, 0.38)):
-        work = Work(rows_each * data, length, length, interleaved=8)
-        one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16), GPUS["H100"], whole=False)
+        work = Work(rows_each * data, length, length)
+        one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16, virtual_stages=8), GPUS["H100"], whole=False)
         rows.append((f"llama3 405B, data {data}, context {context}", utilisation(one), published, not rows))
     return rows
 
@@ -60,11 +61,10 @@ def llama_rows() -> list[tuple[str, float, float, bool]]:
 def megatron_rows() -> list[tuple[str, float, float, bool]]:
     """Return the same of GPT models of 1.7 to 1,008 billion parameters, in TFLOP/s with recomputation; micro-batches are guessed."""
     rows = []
-    for layers, width, tensor, pipeline, gpus, batch, published in MEGATRON:
-        size = 128 if width % 128 == 0 else 96
+    for layers, heads, width, tensor, pipeline, gpus, batch, published in MEGATRON:
         config = ModelConfig(
             vocab_size=51_200, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
-            num_attention_heads=width // size, num_key_value_heads=width // size, head_dim=size, tie_word_embeddings=True,
+            num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True,
         )  # fmt: skip
         work = Work(batch, 2048, 2048 * (4 if pipeline == 1 else 1), checkpointing=True)
         own = layout(data=gpus // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
@@ -76,7 +76,7 @@ def megatron_rows() -> list[tuple[str, float, float, bool]]:
 
 def titan(config: ModelConfig, length: int, rows: int, micro: int, factor: float = TITAN_FP8, **more: Any) -> Estimate:
     """Return the estimate of a row of torchtitan's; `rows` and `micro`: rows of a reader in a step, and at once."""
-    sizes = {axis: more.pop(axis) for axis in AXES if axis in more}
+    sizes = {name: more.pop(name) for name in (*AXES, "virtual_stages") if name in more}
     work = Work(rows * sizes.get("shard", 1), length, micro * length, checkpointing=True, matrix_factor=factor)
     one = estimate(config, replace(work, **more), layout(**sizes), TITAN, TITAN_REACHED, whole=False)
     return replace(one, transfers=0.0) if config is LARGE else one  # its AsyncTP hides them
@@ -92,7 +92,7 @@ def titan_rows() -> list[tuple[str, float, float, bool]]:
         ("8B, shard 128", titan(SMALL, 8192, 2, 2, shard=128, **plain), 8380, False),
         ("70B, shard 32, tensor 8", titan(MIDDLE, 8192, 16, 16, shard=32, tensor=8), 829, False),
         ("405B, 1F1B", titan(LARGE, 8192, 32, 4, shard=8, tensor=8, pipeline=8), 100, False),
-        ("405B, interleaved", titan(LARGE, 8192, 32, 4, shard=8, tensor=8, pipeline=8, interleaved=2), 128, False),
+        ("405B, interleaved", titan(LARGE, 8192, 32, 4, shard=8, tensor=8, pipeline=8, virtual_stages=2), 128, False),
     ]
     for context, small, large in ((1, 3890, 76), (2, 2540, 47), (4, 1071, 31), (8, 548, 16)):
         own = {"shard": 8 // context, "context": context}

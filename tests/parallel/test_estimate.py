@@ -12,6 +12,7 @@ from puna.models.machine import GPUS, Machine
 from puna.models.parameters import parameters
 from puna.models.training.parallel.estimate import NODE, REACHED, Work, best_layouts, estimate, layouts
 from puna.models.training.parallel.layout import AXES, PROVED, Layout
+from puna.models.training.parallel.schedule import schedule
 
 SHEET, MACHINE = GPUS["H100"], Machine.gpu("H100")
 CONFIG = ModelConfig(
@@ -58,6 +59,47 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     """Of S stages each is idle for S - 1 parts of a micro-batch, of which a step has 16."""
     one = estimate(CONFIG, WORK, Layout(pipeline=4), SHEET)
     assert one.compute == pytest.approx(16 * computing(4) / 4) and one.bubble == pytest.approx(3 / 16 * one.compute)
+
+
+def seconds_of_schedule(ranks: int, groups: int, micro: int) -> float:
+    """Return the time of a step whose passes through a rank's layers take 1 forward and 2 backward, by running its schedule."""
+    plans = [schedule(rank, ranks, ranks * groups, micro) for rank in range(ranks)]
+    ends: dict[tuple[int, int, bool], float] = {}
+    clocks = [0.0] * ranks
+    while any(plans):
+        for rank, plan in enumerate(plans):
+            for number, stage, backward in plan[:1]:
+                needs = [(number, stage, False), (number, stage + 1, True)] if backward else [(number, stage - 1, False)]
+                needs = [one for one in needs if 0 <= one[1] < ranks * groups]
+                if all(one in ends for one in needs):
+                    clocks[rank] = max([clocks[rank], *(ends[one] for one in needs)]) + (2 if backward else 1) / groups
+                    ends[number, stage, backward] = clocks[rank]
+                    plan.pop(0)
+    return max(clocks)
+
+
+@pytest.mark.parametrize("ranks, groups, micro", [(2, 1, 5), (4, 1, 2), (4, 2, 8), (4, 4, 16), (4, 2, 2), (4, 2, 7), (8, 2, 32), (8, 2, 64)])
+def test_the_bubble_is_that_of_the_schedule(ranks: int, groups: int, micro: int) -> None:
+    """A model of 16 layers, with which all stages have as many."""
+    work = Work(rows=micro, length=4096, micro_tokens=4096)
+    one = estimate(CONFIG, work, Layout(pipeline=ranks, virtual_stages=groups), SHEET)
+    passes = one.compute / micro
+    assert one.compute + one.bubble == pytest.approx(seconds_of_schedule(ranks, groups, micro) / 3 * passes)
+
+
+def test_the_rank_with_the_most_layers_sets_the_pace() -> None:
+    """Of 16 layers in 3 stages of a rank each one has 6; in 3 x 4 stages, of which four have two layers, a rank has 8 at most."""
+    one, three, twelve = (
+        estimate(CONFIG, WORK, layout, SHEET).compute for layout in (Layout(), Layout(pipeline=3), Layout(pipeline=3, virtual_stages=4))
+    )
+    assert three == pytest.approx(one * 6 / 16) and twelve == pytest.approx(one * 8 / 16)
+
+
+def test_the_search_gives_a_pipeline_the_stages_that_shorten_its_bubble() -> None:
+    found = {one.layout.axes: one for one in best_layouts(CONFIG, Work(rows=8, length=4096, micro_tokens=4096), 8, SHEET, most=100)}
+    pipeline = found[frozenset(["pipeline"])]
+    assert pipeline.layout == Layout(pipeline=8, virtual_stages=2)  # 16 layers: a stage each
+    assert pipeline.bubble < estimate(CONFIG, pipeline.work, Layout(pipeline=8), SHEET).bubble
 
 
 def test_a_layer_that_is_computed_twice_takes_a_third_more() -> None:

@@ -17,7 +17,7 @@ from puna.models.machine import DataSheet, Machine
 from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, PROVED, Layout
 
-REACHED = 0.7
+REACHED = 0.71
 """Factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100."""
 HIDDEN = 0.9
 """Share of the computing time (0 to 1) that can overlap with the gathering of sharded weights."""
@@ -26,6 +26,8 @@ FULL = 0.9
 NODE = 8
 """Number of devices in a machine; fast links connect them."""
 BYTES = {"fp32": 4, "bf16": 2}
+VIRTUAL_STAGES = (1, 2, 4, 8)
+"""Numbers of stages per rank that the search tries."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Work:
     """A training step: `rows` sequences of `length` tokens. `micro_tokens`: tokens of a data-parallel rank's micro-batch.
 
     checkpointing: True if the backward pass computes each layer again. moments: bytes of optimizer state per parameter.
-    interleaved: pipeline stages per rank. matrix_factor: speed of matrix products relative to bf16 (1; more with 8 bits).
+    matrix_factor: speed of matrix products relative to bf16 (1; more with 8 bits).
     """
 
     rows: int
@@ -42,7 +44,6 @@ class Work:
     precision: Precision = "bf16"
     checkpointing: bool = False
     moments: int = 8
-    interleaved: int = 1
     matrix_factor: float = 1.0
 
 
@@ -92,8 +93,9 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     stages, cuts = layout.pipeline, layout.tensor * layout.context
     one = step_time(config, [work.length] * rows_at_once, machine, work.precision, update=False)
     again = 4 / 3 if work.checkpointing else 1.0
-    compute = again * (one.matrices / work.matrix_factor + one.attention + one.memory) / (cuts * stages * reached)
-    transfers = _transfers(config, work, layout, sheet, tokens) / stages
+    share = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages) / config.num_hidden_layers  # layers of the fullest rank
+    compute = again * (one.matrices / work.matrix_factor + one.attention + one.memory) * share / (cuts * reached)
+    transfers = _transfers(config, work, layout, sheet, tokens) * share
     counts = parameters(config)
     held = (counts.total - counts.experts * (1 - 1 / layout.expert)) / (layout.tensor * stages)
     # A pipeline's stages keep their weights gathered for a step; else each micro-batch gathers twice and scatters its gradients.
@@ -104,7 +106,8 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
         shared = (counts.total - counts.experts) / layout.shard
         summed += 2 * (1 - 1 / layout.expert) * 4 * shared / _speed(layout, "expert", sheet)
     update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank updates only its own boxes
-    bubble = (stages - 1) / work.interleaved * (compute + transfers)
+    absent = -micro % stages * (1 if micro < stages else 2 / 3)  # of the last group that passes a rank's stages, both ways or backward
+    bubble = (stages - 1 + absent * (layout.virtual_stages - 1)) / layout.virtual_stages * (compute + transfers)
     needed = _bytes(config, work, layout, tokens, micro, whole)
     transfers = micro * transfers + exposed + summed
     return Estimate(layout, work, micro * compute, transfers, bubble, update, needed, needed <= FULL * sheet.memory)
@@ -141,16 +144,13 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
     Between steps the device has no gradients or activations, but with `whole` the whole weights in fp32, for validation and saving.
     """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
-    layers = -(-config.num_hidden_layers // stages)
+    layers = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
     body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
     held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
     state = state_bytes(config, work.precision, work.moments) / counts.total
     activations = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
-    if work.checkpointing:
-        first = element * tokens * config.hidden_size * layers
-        rows = first * min(micro, stages) + activations
-    else:
-        rows = activations * layers * min(micro, stages)
+    kept = element * tokens * config.hidden_size if work.checkpointing else activations  # of a layer, of each micro-batch under way
+    rows = kept * layers * min(micro, stages) + activations * work.checkpointing
     needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
     if layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
@@ -161,14 +161,14 @@ def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: 
 
 
 def layouts(devices: int) -> Iterator[Layout]:
-    """Yield all layouts of `devices` devices whose set of axes is in `PROVED`, that is, covered by a test."""
+    """Yield all layouts of `devices` devices whose set of axes is in `PROVED`, that is, covered by a test. `VIRTUAL_STAGES` are varied."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     for axes in sorted(PROVED, key=sorted):
         names = sorted(axes)
-        for sizes in product(divisors[1:], repeat=len(names)):
+        for *sizes, stages in product(*[divisors[1:]] * len(names), VIRTUAL_STAGES if "pipeline" in axes else (1,)):
             if math.prod(sizes) == devices:
                 try:
-                    yield Layout(**dict(zip(names, sizes, strict=True)))
+                    yield Layout(**dict(zip(names, sizes, strict=True)), virtual_stages=stages)
                 except ValueError:  # beyond the bounds of an axis
                     continue
 
