@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPException
 from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
@@ -77,7 +78,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Return an iterator over the answer's pieces; a later error is the last. PunaError if the model is missing or does not answer."""
+        """Return an iterator over the answer's pieces; a later error of the server is the last. Raise PunaError if no answer begins."""
         artifact = self._store.check(self._store.resolve(model))
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is not a model")
@@ -135,16 +136,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _pieces(answer: Any) -> Iterator[str]:
-    with answer:
-        for line in answer:
-            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                yield f"\n[{chunk['error'].get('message', 'it failed')}]"
-                return
-            for choice in chunk.get("choices", []):
-                yield choice.get("delta", {}).get("content") or ""
+    try:
+        with answer:
+            for line in answer:
+                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise ValueError(chunk["error"].get("message"))
+                yield from (choice.get("delta", {}).get("content") or "" for choice in chunk.get("choices", []))
+    except (OSError, HTTPException, ValueError) as error:  # the process has ended, or gave way to another model
+        yield f"\n[stopped answering: {str(error) or type(error).__name__}]"
 
 
 _chat = lru_cache(1)(Chat)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import sys
+import threading
+import urllib.request
 from datetime import UTC, datetime
 from html import unescape
 from pathlib import Path
@@ -17,7 +20,7 @@ from typer.testing import CliRunner
 from puna.flows import web
 from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
-from puna.flows.web import annotate, application, bounded, frame, start
+from puna.flows.web import annotate, application, bounded, chat, frame, start
 from puna.flows.web import runs as runs_pages
 from puna.stages.contract import execute
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
@@ -316,3 +319,31 @@ def test_a_desk_of_the_site_shows_pairs_takes_judgements_and_says_what_is_wrong(
     nameless = client.post("/judge/abc/judge", json={**said, "by": ""})
     assert nameless.status_code == 422 and nameless.json()["error"].startswith("body.by: ")
     assert client.post("/judge/abc/save").json() == {"error": "nothing was judged yet"}
+
+
+def chunk(data: bytes) -> bytes:
+    """Return a chunk of an HTTP answer."""
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+@pytest.mark.parametrize("end, last", [
+    (b"10\r\ndata: {", "IncompleteRead"), (b"5\r\nda", "IncompleteRead"), (chunk(b"data: {\n"), "property name"),
+    (chunk(b'data: {"error": {"message": "the weights are damaged"}}\n'), "the weights are damaged"),
+])  # fmt: skip
+def test_an_answer_that_breaks_off_says_so_last(end: bytes, last: str) -> None:
+    first = b'data: {"choices": [{"delta": {"content": "one "}}]}\n'
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+                connection.sendall(head + chunk(first) + end)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=60) as response:
+            pieces = list(chat._pieces(response))
+        thread.join()
+    assert len(pieces) == 2 and pieces[0] == "one " and pieces[1].startswith("\n[stopped answering: ") and last in pieces[1]
