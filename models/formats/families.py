@@ -207,6 +207,8 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         names = [[f"{there}.{e}.{part}.weight" for e in range(config.moe.num_experts)] for part in (gate, up, down)]
         if lacking := [name for part in names for name in part if name not in tensors]:
             raise ValueError(f"{lacking[0]} is missing")
+        if odd := [name for some in (names[0] + names[1], names[2]) for name in some if tensors[name].shape != tensors[some[0]].shape]:
+            raise ValueError(f"{odd[0]} {list(tensors[odd[0]].shape)} has another shape than those of the other experts")
         gates, ups, downs = (torch.stack([tensors[name] for name in part]) for part in names)
         state |= {f"{here}.gate_up_proj": torch.cat([gates, ups], 1), f"{here}.down_proj": downs}
     return state
@@ -239,8 +241,8 @@ def spelled_out(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[s
         if lacking := [part for part in AWQ_PARTS if f"{base}{part}" not in tensors]:
             raise ValueError(f"{base}{lacking[0]} is missing")
         q, zeros, scales = (tensors.pop(f"{base}{part}") for part in AWQ_PARTS)
-        groups, N = scales.shape
-        packed = q.dtype == zeros.dtype == torch.int32 and tuple(zeros.shape) == (groups, q.shape[1])
+        groups, N = scales.shape if scales.dim() == q.dim() == 2 and len(scales) else (1, 0)
+        packed = q.dtype == zeros.dtype == torch.int32 and N and tuple(zeros.shape) == (groups, q.shape[1])
         if not packed or 8 * q.shape[1] != N or len(q) % groups:
             raise ValueError(f"{name} {list(q.shape)} {q.dtype}, zeros {list(zeros.shape)} and scales {list(scales.shape)} do not fit")
         steps = (unpack(q).view(groups, -1, N) - unpack(zeros)[:, None]).float() * scales.float()[:, None]

@@ -1,6 +1,7 @@
 """AWQ checkpoints: packed as AutoAWQ packs, read back to the number."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -89,6 +90,10 @@ def test_parts_that_lack_or_do_not_fit_are_named(tmp_path):
     save_file({**state, f"{place}qzeros": state[f"{place}qzeros"][:1].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"down_proj.qweight \[48, 4\] torch.int32, zeros \[1, 4\] and scales \[3, 32\] do not fit"):
         load(tmp_path)
+    for part, shape in (("scales", (0, 32)), ("scales", (32,)), ("qweight", (48,))):
+        save_file({**state, f"{place}{part}": state[f"{place}{part}"].flatten()[: math.prod(shape)].view(shape)}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"down_proj.qweight \[.* do not fit"):
+            load(tmp_path)
     del state[f"{place}scales"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="down_proj.scales is missing"):

@@ -1,15 +1,16 @@
 """Every layout against transformers' own model of it: logits, gradients, files and generation."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from puna.models.config import Mla, ModelConfig, Moe, RopeScaling
 from puna.models.forest import Forest
-from puna.models.formats.checkpoint import load, save
+from puna.models.formats.checkpoint import CheckpointError, load, save
 from puna.models.formats.families import parse_config
 from puna.models.transformer import Transformer
 
@@ -59,6 +60,16 @@ def theirs(folder, dtype=torch.float32):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     assert model.__class__.__module__.startswith("transformers.models.")
     return model
+
+
+@pytest.mark.parametrize(("name", "part"), [("mixtral", "w1"), ("mixtral", "w2"), ("qwen3_moe", "up_proj")])
+def test_an_expert_of_another_shape_is_named(tmp_path, name, part):
+    save(build(name), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    odd = next(key for key in state if f"experts.1.{part}" in key)
+    save_file({**state, odd: state[odd][1:].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(odd)} \[.*\] has another shape than those of the other experts"):
+        load(tmp_path)
 
 
 @pytest.fixture
