@@ -37,6 +37,7 @@ STRETCH = 2048
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings for which null means the model's own value."""
 Progress = Callable[[int, int], None]
+_slug = partial(re.compile(r"\W+").sub, "_")
 
 
 class SampleConfig(BadRowsConfig, SeededConfig):
@@ -85,13 +86,13 @@ def sample(
 
     Rows name a model by its data digest, which also seeds its sampling. So answers depend on a model's content, not on how it was made or
     on its place among `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies, and prompts
-    that an endpoint refuses are in `dropped` (`refused`).
+    that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no one can answer, no prompt is usable, or a model repeats.
     """
     models = models or []
     if not models and not config.endpoints:
         raise PunaError("sample: give models to answer, or endpoints to ask")
-    if len({endpoint.name for endpoint in config.endpoints}) < len(config.endpoints):
-        raise PunaError("sample: the same endpoint is given twice; preferences need answers of different models")
+    if len({_slug(endpoint.name) for endpoint in config.endpoints}) < len(config.endpoints):
+        raise PunaError("sample: two endpoints have names with the same letters and digits; preferences need answers of different models")
     if config.endpoints and ranks.count() > 1:
         raise PunaError("sample: one process asks endpoints: leave them out, or run in one process")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
@@ -175,10 +176,10 @@ def _answer(
 
 
 def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> int:
-    """Write the answers of an endpoint's model. Return how many of them were scored."""
+    """Write the answers of an endpoint's model. Return how many were scored. Raise PunaError if it fails, or refuses every prompt."""
     from puna.models.generation import Completion
 
-    name, slug = endpoint.config.name, re.sub(r"\W+", "_", endpoint.config.name)
+    name, slug = endpoint.config.name, _slug(endpoint.config.name)
     options = {key: getattr(config, key) for key in SAMPLING}
     answered = replies_of(endpoint, rows, bad, config.answers, {**options, "max_tokens": config.max_tokens}, run.seed("sample", name))
     bad.check_left(len(answered), f"{len(rows)} prompts")

@@ -128,6 +128,12 @@ def test_answers_come_through_failures_and_are_asked_for_once(tmp_path: Path, re
     assert not any(KEY.encode() in file.read_bytes() for file in (tmp_path / "store").rglob("*") if file.is_file())
 
 
+def test_endpoints_whose_answers_would_have_one_name_are_refused(tmp_path: Path, remote: Remote) -> None:
+    store = Store.open(tmp_path / "store")
+    with pytest.raises(PunaError, match="two endpoints have names with the same letters and digits"):
+        sampled(store, prompts_of(store, "say #1"), remote.endpoint(model="big-1.5"), remote.endpoint(model="big-1-5"))
+
+
 def test_a_run_that_failed_asks_only_for_the_rest_and_hides_the_key(tmp_path: Path, remote: Remote) -> None:
     store = Store.open(tmp_path / "store")
     prompts = prompts_of(store, "a #1", "b #1", "c #1", "d #3")

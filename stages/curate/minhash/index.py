@@ -131,13 +131,13 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 
 def signature_table(documents: Artifact) -> pa.Table:
-    """Return ids and signatures of documents that have words; the schema's metadata holds bands, rows, seed and datasketch's scheme."""
+    """Return ids and signatures of documents with words, and bands, rows, seed and scheme as metadata. Raise PunaError without an index."""
     index, config = Index.of(documents), configuration(documents)
     facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
     filled = np.flatnonzero(index.facts["shingles"])
     signatures = index.signatures[filled]
     columns = {
-        "id": pa.array([identity.decode() for identity in index.ids()[filled]]),
+        "id": pa.array([identity.decode() for identity in index.ids()[filled]], pa.string()),
         "signature": pa.FixedSizeListArray.from_arrays(pa.array(signatures.ravel()), signatures.shape[1]),
     }
     return pa.table(columns).replace_schema_metadata(facts)

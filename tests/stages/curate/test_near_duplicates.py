@@ -147,6 +147,22 @@ def test_the_stage_on_datasketch_decides_and_indexes_alike(tmp_path):
     assert "5empty" not in index.keys
 
 
+def test_without_words_the_table_of_signatures_has_its_types(tmp_path):
+    from puna.stages.contract import execute
+    from puna.stages.curate.minhash.index import signature_table
+    from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
+    from puna.storage import Store
+
+    from .test_minhash_update import corpus, documents
+
+    store = Store.open(tmp_path)
+    some, none = (
+        signature_table(execute(minhash_dedup, MinhashDedupConfig(keep_index=True), {"documents": documents(store, texts)}, store))
+        for texts in (corpus(5), corpus(5)[-1:])
+    )
+    assert len(none) == 0 < len(some) and none.schema == some.schema
+
+
 def word_runs(text, n):
     words = text.split()
     return [" ".join(words[i : i + n]).encode() for i in range(len(words) - n + 1)]
