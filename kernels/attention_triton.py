@@ -121,7 +121,7 @@ def _query_steps(  # type: ignore[no-untyped-def]
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Return dq of M queries with the contributions of key blocks start .. stop - 1 of the order."""
+    """Return `dq` of M queries, not yet scaled, plus the contributions of the key blocks order[start:stop]."""
     for i in range(start, stop):
         first_k = tl.load(order + i) * N
         k_NK = _rows(k, group, first_k, k_token, k_head, T, N, K, BLOCK_K, DESCRIPTORS)

@@ -202,7 +202,7 @@ def _visits(kinds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_cuts(segments: tuple[tuple[int, int, int], ...]) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of tiles of at most TILE_ROWS rows. A tile that is at least half full may end where a segment ends."""
+    """Yield (start, stop) of tiles of at most TILE_ROWS rows and TILE_PAIRS pairs. A half-full tile may end where a segment ends."""
     first = root = tree_end = 0
     for start, stop, end in segments:
         if start >= tree_end:

@@ -239,8 +239,8 @@ differentiable(
 
 
 def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), the first two differentiable and at least fp32. `chosen`: indices
-    of the k likeliest experts, likeliest first. `weights`: these experts' probabilities, with `normalize` divided by their sum."""
+    """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), the first two differentiable and at least fp32. `chosen`: the k
+    likeliest experts, best first. `weights`: their probabilities, over their sum if `normalize`. Raise ValueError unless 1 <= k <= E."""
     if not 1 <= k <= logits_TE.shape[1]:
         raise ValueError(f"k is {k}, of {logits_TE.shape[1]} experts")
     return _top_k_routing(logits_TE, k, normalize)  # type: ignore[no-any-return]

@@ -63,7 +63,7 @@ def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int
     """Return the bytes of weights, gradients and the optimiser's moments, which take `moments` bytes per parameter (AdamW: 8).
 
     Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: weights and gradients that the model computes with (2 + 2), and
-    the summed gradients and the weights in fp32 (4 each).
+    the summed gradients and the weights in fp32 (4 each). Raise ValueError for another precision.
     """
     if precision not in ELEMENT_BYTES:
         raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")

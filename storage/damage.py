@@ -67,7 +67,7 @@ def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | 
 
 
 def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str:
-    """Move a key's folder to `quarantine/`; return the new address. Note the artifact as suspect, if it is, and as damaged if `damaged`."""
+    """Move a key's folder to `quarantine/`; return its new address. First log it as suspect if it is, and as damaged if `damaged`."""
     target = f"quarantine/{kind}-{key[:12]}-{uuid.uuid4().hex}"
     if key in suspects(files):
         note(files, kind, key, "suspect")

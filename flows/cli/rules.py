@@ -255,14 +255,12 @@ def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
         return int(getattr(tally[group], field)) / max(1, int(getattr(whole[group], field)))
 
     names = [group for group in whole if group.startswith(f"{by}=")]
-    rows: list[dict[str, Any]] = []
-    for row in result.rows:
-        rows.append({
-            "rule": row.rule, "drops": row.condition, "pages": row.alone[ALL].pages, "good_lost": share(row.alone, "good"),
-            "bad_caught": share(row.alone, "bad"), "first_pages": row.first[ALL].pages, "first_good_lost": share(row.first, "good"),
-            "first_bad_caught": share(row.first, "bad"),
-            **{name.partition("=")[2]: share(row.alone, "good", name) for name in names},
-        })  # fmt: skip
+    rows: list[dict[str, Any]] = [{
+        "rule": row.rule, "drops": row.condition, "pages": row.alone[ALL].pages, "good_lost": share(row.alone, "good"),
+        "bad_caught": share(row.alone, "bad"), "first_pages": row.first[ALL].pages, "first_good_lost": share(row.first, "good"),
+        "first_bad_caught": share(row.first, "bad"),
+        **{name.partition("=")[2]: share(row.alone, "good", name) for name in names},
+    } for row in result.rows]  # fmt: skip
     dropped, caught = (sum(getattr(row.first[ALL], field) for row in result.rows) for field in ("pages", "bad"))
     total = {"rule": "all rules", "drops": "", "pages": dropped, "good_lost": result.loss(), "bad_caught": caught / max(1, whole[ALL].bad)}
     total |= {name.partition("=")[2]: result.loss(name) for name in names}

@@ -332,7 +332,7 @@ class Walk(ABC):
         return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """Return the output of a step that the recipe adds; inputs come from `extra.inputs`, else by kind from `output`, then `near`."""
+        """Return an added step's output. Inputs not in `extra.inputs` (PunaError if no earlier step) come by kind, if required or many."""
         stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}

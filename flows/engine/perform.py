@@ -42,7 +42,7 @@ class Performer(Walk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, name: str, output: Output) -> None:
-        """Point the alias at the artifact, unless the output holds several. If it must stay where it is, report the alias set instead."""
+        """Set the alias to the output's artifact if it has exactly one. If an earlier one keeps the alias, report the alias set instead."""
         artifact = output.items[0] if len(output.items) == 1 else None
         if isinstance(artifact, Artifact) and (alias := current().store.set_alias(name, artifact)) != name:
             self.tell(f"{name} stands for an earlier artifact; this one is {alias}")

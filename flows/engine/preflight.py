@@ -142,7 +142,7 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of random pages, read for `seconds`, and the share of all pages read. `share`: `pages` as a share of all pages."""
+    """Return rough texts of as many random pages as fit in `seconds`, and their share of all pages, of which `pages` make up `share`."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):

@@ -262,7 +262,7 @@ def _tell_saved(session: Session, in_server: bool) -> None:
 
 
 def _report(session: Session) -> str:
-    """Return the path of the run's page: an earlier run's with the same artifacts, else a new page, written by a worker after new work."""
+    """Return the path of the run's page. Reuse an earlier run's with the same artifacts; else write one, on a worker after new work."""
     from puna.flows.report import write, written_before
 
     store, run = session.store, session.run
@@ -298,7 +298,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of Puna, Python, the system, and the libraries that affect a stage's output."""
+    """Return the versions of Puna (if installed), Python, the system, and the libraries that affect a stage's output."""
     try:
         own = {"puna": importlib.metadata.version("puna")}
     except importlib.metadata.PackageNotFoundError:  # run from a checkout without an install
@@ -307,7 +307,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
-    """Return, in words, the saved work of each unfinished step (label → key of its artifact), and how to resume."""
+    """Return a message: each unfinished step's saved work, from `keys` (label → artifact's key), or that all are finished; then `go_on`."""
     steps = [f"{label}: {saved_work(store, key)}" for label, key in keys.items()]
     return f"Stopped. {'; '.join(steps) or 'Every step that was begun is finished'}. {go_on}"
 

@@ -68,7 +68,7 @@ class Tracer(Walk):
         return Output(step.stage.kind, (label,))
 
     def configs(self, step: Step) -> list[StageConfig | None]:
-        """Return [None] in a trace of all possible steps, else the recipe's configurations. Record a complaint for a wrong field."""
+        """Return the recipe's configurations; [None] in a trace of all possible steps. For a wrong field, record a complaint; return []."""
         if self._everything:
             return [None]
         try:

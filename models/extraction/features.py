@@ -75,7 +75,7 @@ def text_scores(page: Scan, weights: NDArray[np.float32], total: NDArray[np.floa
 
 @njit(cache=True)
 def text_keys(page: Scan) -> NDArray[np.uint64]:
-    """Return a hash of each block's sequence of words [blocks]."""
+    """Return a hash [blocks] of each block's sequence of words."""
     keys = np.empty(len(page.blocks), np.uint64)
     start = 0
     for b in range(len(keys)):

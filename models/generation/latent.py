@@ -105,7 +105,7 @@ class LatentPages(OverLatents):
 
 
 def _matrix(layer: LatentAttention) -> Tensor | None:
-    """Return the matrix [H (C + V), L] that projects latents to keys and values; None if an adapter wraps it."""
+    """Return the matrix [H (C + V), L] that projects latents to keys and values; None for any layer but a plain or an 8-bit one."""
     grow = layer.kv_b_proj
     if isinstance(grow, QuantisedLinear):
         return grow.q.to(grow.scale.dtype) * grow.scale[:, None]

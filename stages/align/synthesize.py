@@ -186,7 +186,7 @@ class Writer:
     def _sample(
         self, network: Transformer, tokenizer: Tokenizer, rows: Sequence[Row], bad: BadRows, count: int, seed: int, purpose: str
     ) -> dict[str, list[Text]]:
-        """Return row id → texts sampled from the store's model."""
+        """Return row id → texts sampled from `network`. Rows that are refused or too long go to `bad` and have no entry."""
         from puna.models.generation import Engine, SamplingParams
 
         config, within = self._config, context_limit(network, self._config.max_tokens)

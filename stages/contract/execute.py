@@ -149,7 +149,7 @@ def _on_worker(
     stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, submit: Callable[..., Future[tuple[str, str, bool]]],
     run: str, part_rows: int | None,
 ) -> tuple[Artifact, bool]:  # fmt: skip
-    """Run the stage on a worker, which opens the store at the same URI; return the artifact, and whether it was reused."""
+    """Run the stage on a worker; return its artifact and whether it was reused. Raise PunaError if `__main__` holds it or stores differ."""
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")

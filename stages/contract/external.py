@@ -17,7 +17,7 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """A file of an external input. `name`: relative to the URI. `state`: the file system's version mark when the digest was taken.
+    """A file of an external input. `name`: relative to the URI. `state`: size, time, ETag and the like when the digest was taken.
 
     `address` may hold a signature or a password: only `location` is shown or recorded.
     """

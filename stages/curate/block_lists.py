@@ -120,7 +120,7 @@ def _word(text: str) -> Parsed:
 
 
 def _place(entry: str) -> Parsed:
-    """Return (kind, entry) or None, and the fault. An entry is a domain or a URL without scheme, in the form that `url_filter` looks up."""
+    """Return (kind, entry) or None, and the fault (empty for a host without a dot). An entry is a domain or a URL without its scheme."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
     if SIMPLE.fullmatch(entry):

@@ -31,7 +31,7 @@ UNLEARNED = ("judges", "reward_model")
 
 
 class ContaminationConfig(DecontaminateConfig):
-    """Settings of the search for prompts in training data, those of `decontaminate`."""
+    """Settings of the search for prompts in training data: the same as those of `decontaminate`."""
 
 
 class Source(NamedTuple):

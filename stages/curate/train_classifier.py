@@ -79,10 +79,8 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
 def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifierConfig) -> Labels:
     if labels is None:
         return {NAME: [GOOD if source in config.positive_sources else OTHER for source in documents["source"].to_pylist()]}
-    results: list[str | None] = []
-    for value in signals_of(labels, documents["id"], [config.label])[config.label].to_pylist():
-        results.append(value if value is None or isinstance(value, str) else GOOD if value >= config.min_label else OTHER)
-    return {NAME: results}
+    values = signals_of(labels, documents["id"], [config.label])[config.label].to_pylist()
+    return {NAME: [v if v is None or isinstance(v, str) else GOOD if v >= config.min_label else OTHER for v in values]}
 
 
 class ImportClassifierConfig(StageConfig):

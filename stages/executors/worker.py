@@ -93,7 +93,7 @@ def compute(payload: bytes) -> Answer:
 
 
 def _refusal(driver: Fingerprint, modules: dict[str, str]) -> str:
-    """Add the driver's `modules`. Return why this worker must not compute for the driver; empty if both have the same versions."""
+    """Import the driver's `modules`. Return why this worker must not compute for the driver, or "". Raise PunaError if an import fails."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
         if name not in plugins.added_modules():

@@ -102,7 +102,7 @@ def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> l
 
 
 def _sample(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
-    """Return a part's sampled documents: those with (hash, id) up to `last`, the last (hash, id) of the sample."""
+    """Return a part's sampled documents: those with text and with (hash, id) up to `last`, the last (hash, id) of the sample."""
     return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
 
 

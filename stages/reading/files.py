@@ -99,7 +99,7 @@ def slices(data: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def decompress(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:
-    """Return a reader of a file's bytes, decompressed if the name has a suffix of `COMPRESSED`. `unpacking` counts decompressed bytes."""
+    """Return a reader of a file's bytes, decompressed if its suffix is in `COMPRESSED`. Reading raises PunaError at `unpacking`'s limit."""
     ending = PurePosixPath(name.lower()).suffix
     raw: Any = handle
     unpacking = unpacking or Unpacking(name, handle)

@@ -126,7 +126,7 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian process over the square roots of the shares, which put mixtures on a sphere: mean, kernel, fitted weights.
+    """A Gaussian process over the square roots of the shares, which lie on a sphere: its mean, kernel length, data points and weights.
 
     The kernel is variance * exp(-|x - y|^2 / (2 length^2)), plus noise.
     """

@@ -171,7 +171,7 @@ def bradley_terry(differences: Tensor, weight: Tensor, penalty: float, state: Pa
     """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
     differences [M, D] float64: better minus worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
-    state: folder in which the fit is saved.
+    state: folder in which the fit is saved, and from which it is resumed; raise ValueError if that holds another fit.
     """
     import torch
 

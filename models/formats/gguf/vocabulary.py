@@ -82,9 +82,8 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
     merges = []
     for id_ in sorted(normal, key=lambda id_: (-scores[id_], id_)):
         token = tokens[id_]
-        for cut in range(1, len(token)):
-            if token[:cut] in vocabulary and token[cut:] in vocabulary:
-                merges.append((token[:cut], token[cut:]))
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
     unknown = fields.get("tokenizer.ggml.unknown_token_id")
     backend = tokenizers.Tokenizer(
         BPE(vocabulary, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)

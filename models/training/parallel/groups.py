@@ -114,7 +114,7 @@ class Groups:
         yield order
 
     def give(self, text: str = "") -> None:
-        """Send the sampling ranks' answers to the training ranks; without a text, tell these that a wave of answers is done."""
+        """Send the answers `text` from the sampling ranks to the training ranks; if empty, only report that a wave of answers is done."""
         if dist.get_rank() == self._sampling[0]:
             meshes.store().set(f"{self._name}-answers-{self._taken}", "all" if text else "wave")
         if text:

@@ -246,6 +246,6 @@ def cut(size: int, parts: int) -> int:
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Return the start and stop of part number `part` of `size` rows in `parts` parts."""
+    """Return the start and stop of part number `part` when `size` rows are cut into `parts` parts."""
     step = cut(size, parts)
     return min(part * step, size), min((part + 1) * step, size)
