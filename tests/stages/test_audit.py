@@ -28,7 +28,7 @@ def honest(config: HiddenConfig, run: StageRun) -> None:
 @stage(kind="signals")
 def calls_by_name(config: HiddenConfig, run: StageRun) -> None:
     """Finds a function by a name that is put together."""
-    function = getattr(importlib.import_module("puna.kernels." + "text.shin" + "gles"), "normal" + "ized")
+    function = getattr(importlib.import_module("puna.kernels." + "text.shin" + "gles"), "normal" + "ize")
     run.write(pa.table({"id": [function("A b")]}))
 
 
