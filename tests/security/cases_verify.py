@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from puna.stages.verifiers import sandbox
 
 LIMIT_MB = 96
@@ -130,6 +132,26 @@ import ctypes
 assert ctypes.CDLL(None).syscall(444, ctypes.byref((ctypes.c_uint64 * 2)(1, 0)), ctypes.c_long(8), 0) >= 0
 """
 """A set of rules takes the kernel's memory, rule by rule, for each of 65,536 ports."""
+FILTERS = """
+import ctypes, struct
+libc = ctypes.CDLL(None)
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7fff0000))
+rules = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 1, ctypes.addressof(code)))
+assert not libc.prctl(22, 2, ctypes.c_ulong(ctypes.addressof(rules)), 0, 0) or not libc.syscall(CALL, 1, 0, ctypes.byref(rules))
+"""
+"""Each filter of system calls takes pages of the kernel; thousands fit."""
+EVENTS = """
+import ctypes
+assert ctypes.CDLL(None).syscall(CALL, 0x200, 0) >= 0
+"""
+"""A queue of file events takes the kernel's memory for each event that nobody reads."""
+UNKNOWN = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+assert any(libc.syscall(number, 0, 0, 0, 0) >= 0 or ctypes.get_errno() != 38 for number in range(453, 600))
+"""
+"""Calls of later kernels, of which nobody knows what they hold."""
+CALLS = {"x86_64": (317, 300), "aarch64": (277, 262)}[os.uname().machine]  # seccomp, fanotify_init
 AREAS = """
 import ctypes, os, time
 libc = ctypes.CDLL(None)
@@ -146,7 +168,8 @@ ATTACKS = {
     "large pipes": PIPES, "pages in pipes": PAGES_IN_PIPES, "timers": TIMERS, "network": NETWORK,
     "memfd": MEMFD, "shared mapping": SHARED_MAPPING, "shared /dev/zero": SHARED_ZERO, "shared segment": SEGMENT,
     "message queue": QUEUE, "file system of its own": OWN_FILES, "files": FILES,
-    "socket buffers": SOCKETS, "rules": LANDLOCK,
+    "socket buffers": SOCKETS, "rules": LANDLOCK, "calls of later kernels": UNKNOWN,
+    "filters": FILTERS.replace("CALL", str(CALLS[0])), "file events": EVENTS.replace("CALL", str(CALLS[1])),
 }  # fmt: skip
 
 
