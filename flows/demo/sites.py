@@ -103,9 +103,7 @@ def _address_of_name(name: str) -> str:
     """Return the URL in a file name: https://heise.de/lithium for heise.de.lithium.html. A name without a host gets a reserved host."""
     stem = name.removesuffix(".html")
     match = re.match(r"((?:[\w-]+\.)+(?:com|org|net|info|blog|me|co\.uk|gv\.at|[a-z]{2}))(?:\.(.+))?$", stem)
-    if match is None:
-        return f"https://news.example.org/{stem}.html"
-    return f"https://{match[1]}/{match[2] or ''}"
+    return f"https://news.example.org/{stem}.html" if match is None else f"https://{match[1]}/{match[2] or ''}"
 
 
 def _normal(url: str) -> str:

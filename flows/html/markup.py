@@ -35,9 +35,7 @@ def join(content: Content) -> Html:
         return content
     if isinstance(content, int):
         return text(number(content))
-    if isinstance(content, str):
-        return text(content)
-    return Html("".join(map(join, content)))
+    return text(content) if isinstance(content, str) else Html("".join(map(join, content)))
 
 
 def tag(name: str, /, *content: Content, **attributes: object) -> Html:

@@ -38,9 +38,7 @@ OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna
 
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
     """Return name → hash of all code that affects a stage's output (or its `version`). `named`: further symbols, from the configuration."""
-    if stage.version:
-        return reach(*named) | {"version": stage.version}
-    return reach(*_roots(stage), *named)
+    return reach(*named) | {"version": stage.version} if stage.version else reach(*_roots(stage), *named)
 
 
 def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:

@@ -118,9 +118,7 @@ def address(source: str, name: str) -> str:
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
     """Return a row's URL: `given` if it is absolute; else the file's URL followed by `given`, or by the number `row` if `given` is ""."""
-    if "://" in given:
-        return given
-    return f"{address(source, name)}/{quote(given, errors='replace') or row}"
+    return given if "://" in given else f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
 def field_at(row: Any, path: str) -> Any:

@@ -22,9 +22,7 @@ def final_answer(text: str) -> str | None:
         return inside.strip()
     if hashes := HASHES.findall(text):
         return str(hashes[-1]).strip()
-    if answers := SAID.findall(text):
-        return _bare(str(answers[-1]))
-    return None
+    return _bare(str(answers[-1])) if (answers := SAID.findall(text)) else None
 
 
 def boxed_text(text: str) -> str | None:

@@ -32,9 +32,7 @@ def _gather(x: Tensor, rows: int, group: Any) -> Tensor:
 
 def _pad(x: Tensor, p: int) -> Tensor:
     rows = p * cut(len(x), p)
-    if rows == len(x):
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+    return x.contiguous() if rows == len(x) else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def _scatter(x: Tensor, group: Any) -> Tensor:

@@ -196,9 +196,7 @@ class Mesh:
 
 def layout_of(layout: Layout) -> Layout:
     """Return `layout`, or the layout `data` over all processes if `layout` is for one process and all train together."""
-    if together and layout.processes == 1:
-        return Layout(data=dist.get_world_size())
-    return layout
+    return Layout(data=dist.get_world_size()) if together and layout.processes == 1 else layout
 
 
 def broadcast_text(text: str, source: int, group: Any) -> str:
