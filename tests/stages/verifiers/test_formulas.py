@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reasoning_gym.factory import DATASETS
 
 from puna.stages.verifiers import reasoning_gym as module
 from puna.stages.verifiers.base import Question, Verifier
@@ -28,6 +27,8 @@ def drawn(name: str, index: int = 0) -> tuple[Verifier, dict[str, Any]]:
 
 def evaluating() -> set[str]:
     """Generators whose `score_answer`, or a function of its module that it reaches, calls what evaluates text."""
+    from reasoning_gym.factory import DATASETS  # takes seconds, in each process that collects tests
+
     found = set()
     for name, (kind, _) in DATASETS.items():
         tree = ast.parse(inspect.getsource(inspect.getmodule(kind)))  # type: ignore[arg-type]
