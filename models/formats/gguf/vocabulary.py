@@ -21,6 +21,7 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 """Special tokens whose ids a GGUF file holds (it writes "seperator") → their names in Hugging Face's tokenizers."""
 LONGEST = 1024  # maximum characters of a token: `_sentence_piece` tries every cut of it
+MERGES = 1 << 20  # maximum merges of a SentencePiece vocabulary: tokens such as aaabbb have merges by the thousand (Gemma: 0.6 million)
 LLAMA3 = WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((GPT2,), False), "smollm": ((r"\p{N}", GPT2), False), "qwen2": ((WORDS,), False), "llama-bpe": ((LLAMA3,), True),
@@ -75,7 +76,8 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """Return a SentencePiece BPE tokenizer, which first merges the neighbours whose concatenation has the highest score."""
+    """Return a SentencePiece BPE tokenizer, which first merges the neighbours whose concatenation has the highest score. Raise ValueError
+    if the tokens have more than `MERGES` merges."""
     scores: list[float] = fields["tokenizer.ggml.scores"]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     normal = [id_ for id_, type_ in enumerate(types) if type_ in (NORMAL, USER, UNUSED)]
@@ -84,6 +86,8 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
         token = tokens[id_]
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        if len(merges) > MERGES:
+            raise ValueError(f"tokenizer.ggml.tokens has more than {MERGES:,} merges, the most that are read")
     unknown = fields.get("tokenizer.ggml.unknown_token_id")
     backend = tokenizers.Tokenizer(
         BPE(vocabulary, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)
