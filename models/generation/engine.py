@@ -33,7 +33,7 @@ from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.sinks import kept_tokens
 from puna.models.generation.step import Stretch, run
 from puna.models.machine import generation_room
-from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.models.transformer import Transformer
 
 Prompt = Sequence[int] | str
@@ -320,11 +320,12 @@ class Engine:
         return Completion(answer.own, answer.logprobs, finished)
 
     def _stops(self, answer: Answer) -> bool:
-        """True if the text of the answer's last tokens contains a stop text."""
-        texts = answer.request.stop_texts
+        """True if the answer's text contains a stop text. Each call decodes the last token."""
         assert self.tokenizer is not None
-        last = answer.own[-max(len(text.encode()) for text in texts) - 4 :]  # a token is at least a byte, a character at most four
-        return any(text in self.tokenizer.decode(last, skip_special_tokens=True) for text in texts)
+        stream = answer.stream = answer.stream or TextStream(self.tokenizer)
+        text = answer.tail + stream.add(answer.tokens[-1])
+        answer.tail = text[-max(map(len, answer.request.stop_texts)) :]
+        return any(stop in text + stream.rest for stop in answer.request.stop_texts)
 
     @property
     def models(self) -> tuple[Transformer, ...]:

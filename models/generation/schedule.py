@@ -22,6 +22,7 @@ from puna.kernels.paged_attention import PAGE
 from puna.models.generation.pages import OutOfPages, PagePool
 from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.sinks import Kept
+from puna.models.tokens.tokenizer import TextStream
 
 UNIFORMS = 256  # random numbers that are drawn together
 SIZES = (3, 2)  # lengths of the n-grams that a lookup searches for, the longest first
@@ -95,6 +96,8 @@ class Answer:
     pace: Pace | None = None  # the number of guesses
     drafted: int = 1 << 62  # number of computed tokens that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
+    stream: TextStream | None = None  # the decoder of the answer, if it has stop texts
+    tail: str = ""  # the end of its text, in which a stop text may begin
     _uniforms: list[float] = field(default_factory=list)
 
     @property

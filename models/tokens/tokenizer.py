@@ -22,12 +22,8 @@ from puna.models.tokens.tokenizer_trial import WORDS
 
 __all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
 
-BOS = "<|begin_of_text|>"
-EOS = "<|end_of_text|>"
-START_HEADER = "<|start_header_id|>"
-END_HEADER = "<|end_header_id|>"
-EOT = "<|eot_id|>"
-PAD = "<|finetune_right_pad_id|>"
+BOS, EOS, EOT, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>"
+START_HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
@@ -91,16 +87,12 @@ class Tokenizer(ChatFormat):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **self.named,
-            "clean_up_tokenization_spaces": False,
+            "tokenizer_class": "PreTrainedTokenizerFast", **self.named, "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
-        }
+        }  # fmt: skip
         if self.template is not None:
             source = self.template.source
-            config["chat_template"] = (
-                source if isinstance(source, str) else [{"name": name, "template": text} for name, text in source.items()]
-            )
+            config["chat_template"] = source if isinstance(source, str) else [{"name": name, "template": source[name]} for name in source]
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -141,14 +133,18 @@ class Tokenizer(ChatFormat):
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
 
 
+BROKEN = 32  # number of tokens without a whole character at their end after which `TextStream` waits for none: bytes that are no text
+
+
 class TextStream:
-    """A decoder of a stream of tokens. It returns text once the text is final: whole characters that cannot belong to a stop string."""
+    """A decoder of a stream of tokens. It returns text once the text is final: whole characters that cannot belong to a stop string.
+    `rest`: the text that is not final yet."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._tokens: list[int] = []
         self._read = 0  # leading tokens that serve as context: a token decoded alone may lose its leading space
-        self._held, self._given = "", 0  # decoded text not yet returned; number of returned characters of the current text
+        self.rest, self._held, self._given = "", "", 0  # decoded text not yet returned; number of returned characters of the current text
 
     def add(self, token: int, last: bool = False) -> str:
         """Return the text that is final once `token` is added. `last`: return all remaining text, up to a stop string."""
@@ -164,9 +160,9 @@ class TextStream:
             whole = len(text.rstrip("\ufffd"))
             end = whole - max((_stop_overlap(text[:whole], stop) for stop in self._stop), default=0)
         end = max(end, self._given)
-        new_text, self._given = text[self._given : end], end
-        if not now.endswith("\ufffd"):
-            self._tokens, self._held, self._given = self._tokens[self._read :], text[end:], 0
+        new_text, self._given, self.rest = text[self._given : end], end, text[end:]
+        if not now.endswith("\ufffd") or len(self._tokens) - self._read >= BROKEN:
+            self._tokens, self._held, self._given = self._tokens[self._read :], self.rest, 0
             self._read = len(self._tokens)
         return new_text
 

@@ -1,6 +1,7 @@
 """One request never ends the answers of others."""
 
 import asyncio
+import random
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.draft import DraftedEngine
 from puna.models.generation.sampling import RowError
+from puna.models.generation.schedule import Answer, Request
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.models.transformer import Transformer
 
@@ -142,3 +144,48 @@ def test_a_stream_decodes_each_token_a_few_times():
     text = "".join(stream.add(n % 2) for n in range(1000))
     assert text == "ab" * 500 and counting.decoded <= 3000
     assert [stream.add(2), stream.add(0), stream.add(2, last=True)] == ["", "", "cac"]
+
+
+@pytest.mark.parametrize("stops", [("ab" * 700 + "c",), ("\ufffdc", "cab", *("ab" * n + "c" for n in range(500, 530)))])
+def test_the_engine_decodes_each_token_a_few_times(stops):
+    """Each step decoded as many tokens as the longest stop text has bytes, once for each stop text."""
+    counting, model = Counting(), Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
+    engine = Engine(model, counting)
+    request = Request([1], SamplingParams(stop=stops), frozenset(), stops, ())
+    answer = Answer(request, 0, [1])
+    for n in range(1500):
+        answer.tokens.append(n % 2)
+        assert not engine._stops(answer)
+    assert counting.decoded <= 4500
+    answer.tokens.append(2)
+    assert engine._stops(answer)
+
+
+def test_stop_texts_are_found_as_in_the_whole_text():
+    """Tokens are single bytes, also of broken characters; the stop texts lie in the middle of words, characters and special tokens."""
+    tokenizer = Tokenizer.train(["to be or not to be"], 262)
+    engine = Engine(Transformer(ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": 270})), tokenizer)
+    rng = random.Random(0)
+    letters = [*tokenizer.encode("ab é字 to be"), *tokenizer.stop_ids]
+    for _ in range(300):
+        stops = tuple("".join(rng.choices("ab é字\ufffd", k=rng.randint(1, 3))) for _ in range(2))
+        answer = Answer(Request([1], SamplingParams(stop=stops), frozenset(), stops, ()), 0, [1])
+        for _ in range(60):
+            answer.tokens.append(rng.choice(letters))
+            text = tokenizer.decode(answer.own, skip_special_tokens=True)
+            assert engine._stops(answer) == any(stop in text for stop in stops), (text, stops)
+            if any(stop in text for stop in stops):
+                break
+
+
+def test_a_stream_of_broken_bytes_is_decoded_in_linear_time():
+    """A token that is half a character, again and again: each step decoded all of them."""
+    class Broken(Counting):
+        def decode(self, ids, skip_special_tokens):
+            self.decoded += len(ids)
+            return "\ufffd" * len(ids)
+
+    broken = Broken()
+    stream = TextStream(broken)
+    text = "".join(stream.add(0, last=n == 1999) for n in range(2000))
+    assert text == "\ufffd" * 2000 and broken.decoded <= 2000 * 150
