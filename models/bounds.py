@@ -1,4 +1,4 @@
-"""Checks of the sizes and patterns that a model's files declare, before anything of such a size is allocated or iterated."""
+"""Checks of the sizes and patterns that a model's files declare, and of schemas in requests, before they take memory and time."""
 
 from __future__ import annotations
 
@@ -92,13 +92,37 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
         raise ValueError(f"its patterns of modules: {answer['error']}")
 
 
+def check_grammar(grammar: str) -> None:
+    """Raise ValueError if llguidance cannot compile and enforce the grammar of a JSON schema within 1 CPU second and 256 MB."""
+    try:
+        answer = _process.ask(grammar, b"", None)
+    except LimitError as error:
+        raise ValueError(f"the JSON schema is too costly: {error}") from error
+    if "error" in answer:
+        raise ValueError(f"the JSON schema cannot be kept to: {answer['error']}")
+
+
+def _compile(grammar: str) -> dict[str, Any]:
+    """Return an error if a grammar does not compile. The vocabulary is of bytes: a larger one adds little to the cost."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokens := LLTokenizer("byte"))
+    if wrong or messages:
+        return {"error": " ".join(messages)}
+    matcher = LLMatcher(tokens, grammar)
+    matcher.compute_bitmask()
+    return {"error": matcher.get_error()} if matcher.is_error() else {}
+
+
 _process = Process(__name__)
 
 
 def serve() -> None:
-    """Serve `check_adapter`: match patterns against module names as PEFT does, within limits; answer with the first error, if any."""
+    """Match patterns against module names as PEFT does, or compile a grammar, within limits; answer with the first error, if any."""
 
     def answer(key: bytes, context: Any, request: Any) -> dict[str, Any]:
+        if isinstance(request, str):
+            return _compile(request)
         patterns, modules = request
         try:
             for pattern in patterns:

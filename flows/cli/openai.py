@@ -10,6 +10,7 @@ import hmac
 import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,7 @@ class Answerer:
     def __init__(self, worker: Worker, tokenizer: Tokenizer, name: str, limits: Limits, speculate: int) -> None:
         self.worker, self.tokenizer, self.name, self.seconds, self.most = worker, tokenizer, name, limits.seconds, limits.queue
         self.speculate = speculate
+        self._compiler = ThreadPoolExecutor(1, "schemas")  # other requests need the default threads
         self.config = worker.engine.model.config
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
@@ -182,10 +184,7 @@ class Answerer:
         """Return the sampling parameters of a request; the model's own settings fill its missing fields."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         options = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
-        try:
-            mask = await asyncio.to_thread(self._mask, body.response_format)
-        except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+        mask = await self._mask(body.response_format)
         try:
             return SamplingParams(
                 **{**self.tokenizer.sampling, **options}, max_tokens=longest, seed=seed, stop=(*self.tokenizer.stop_ids, *texts), mask=mask,
@@ -198,10 +197,17 @@ class Answerer:
     def _grammar(self) -> Grammar:
         return Grammar(self.tokenizer, self.config.vocab_size)
 
-    def _mask(self, format: ResponseFormat | None) -> Mask | None:
+    async def _mask(self, format: ResponseFormat | None) -> Mask | None:
+        """Return the mask of a format. Raise ApiError if its schema cannot be used, or waits too long for those of other requests."""
         if format is None or format.type == "text":
             return None
-        return self._grammar.schema(None if format.json_schema is None else format.json_schema.schema_)
+        schema, loop = None if format.json_schema is None else format.json_schema.schema_, asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._compiler, lambda: self._grammar.schema(schema)), self.seconds)
+        except TimeoutError:
+            raise ApiError(408, "timeout_error", f"the schema was not compiled in {self.seconds:g} seconds") from None
+        except ValueError as error:
+            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
 
 
 def _refusal(field: str, message: str) -> ApiError:

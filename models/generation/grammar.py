@@ -13,16 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from puna.models.bounds import check_grammar
 from puna.models.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-STATES = 1024
-"""The maximum number of token sequences whose parser state is kept; other states are recomputed from the first token."""
-
+STATES = 1024  # maximum token sequences whose parser state is kept; other states are recomputed from the first token
+# The layout of json.dumps: if white space were free, a weak model might write nothing else.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The layout of json.dumps: if white space were free, a weak model might write nothing else."""
 
 
 class Grammar:
@@ -43,9 +42,7 @@ class Grammar:
         if schema is not None and not isinstance(schema, Mapping):
             raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
         grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "object"} if schema is None else schema), defaults=LAYOUT)
-        wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
-        if wrong or messages:
-            raise ValueError(f"the JSON schema cannot be kept to: {' '.join(messages)}")
+        check_grammar(grammar)
         mask = Mask(LLMatcher(self.tokens, grammar), self.size)
         mask(())  # the first call may take seconds, too long for an engine's step
         return mask

@@ -1,7 +1,9 @@
 """One request never ends the answers of others."""
 
 import asyncio
+import os
 import random
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -11,10 +13,11 @@ import torch
 from fastapi.testclient import TestClient
 
 from puna.flows.cli import openai
-from puna.flows.cli.openai import application
+from puna.flows.cli.openai import Limits, application
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.draft import DraftedEngine
+from puna.models.generation.grammar import Grammar
 from puna.models.generation.sampling import RowError
 from puna.models.generation.schedule import Answer, Request
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
@@ -189,3 +192,47 @@ def test_a_stream_of_broken_bytes_is_decoded_in_linear_time():
     stream = TextStream(broken)
     text = "".join(stream.add(0, last=n == 1999) for n in range(2000))
     assert text == "\ufffd" * 2000 and broken.decoded <= 2000 * 150
+
+
+COSTLY = {
+    "multipleOf": {"type": "integer", "multipleOf": 50000017},
+    "allOf": {"allOf": [{"type": "string", "pattern": f"a{{{n}}}|b"} for n in range(200, 260)]},
+    "nested": {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 50000017}}, "required": ["a"]}},
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_schema_that_is_costly_to_compile_is_refused(name):
+    """A schema of 40 bytes took minutes and gigabytes; several together stopped all requests."""
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    with TestClient(application(Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer), "tiny")) as client:
+        ask = lambda schema: client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}})  # noqa: E731
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        answer = ask(COSTLY[name])
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format"
+        assert "the JSON schema " in answer.json()["error"]["message"]
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 1
+        assert ask({"type": "integer", "multipleOf": 7}).status_code == 200
+
+
+def test_requests_go_on_while_schemas_wait(monkeypatch):
+    """Compiling took place in the threads that every request needs."""
+    begun, end, statuses = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(Grammar, "schema", lambda self, schema: begun.set() or (end.wait(60) and None))
+    tokenizer = Tokenizer.train(["to be or not to be"], 270)
+    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    with TestClient(application(Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer), "tiny", Limits(seconds=20))) as client:
+        ask = lambda **more: statuses.append(client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2, **more}).status_code)  # noqa: E731
+        threads = [threading.Thread(target=ask, kwargs={"response_format": {"type": "json_object"}}) for _ in range((os.cpu_count() or 1) + 6)]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(60)
+        plain = threading.Thread(target=ask)
+        plain.start()
+        plain.join(10)
+        alone = list(statuses)
+        end.set()
+        for thread in [*threads, plain]:
+            thread.join()
+    assert alone == [200]
