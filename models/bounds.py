@@ -23,6 +23,7 @@ ADAPTER_BYTES = 1 << 20  # maximum bytes of an adapter's configuration
 ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # adapter types whose parameters are all in their file
 STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations of LoRA that do not change the model's own weights
 PATTERNS = 1 << 11  # maximum patterns by which an adapter chooses modules
+_process = Process(__name__)
 
 
 def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
@@ -111,10 +112,7 @@ def _compile(grammar: str) -> dict[str, Any]:
         return {"error": " ".join(messages)}
     matcher = LLMatcher(tokens, grammar)
     matcher.compute_bitmask()
-    return {"error": matcher.get_error()} if matcher.is_error() else {}
-
-
-_process = Process(__name__)
+    return {"error": matcher.get_error().partition("\n")[0]} if matcher.is_error() else {}
 
 
 def serve() -> None:

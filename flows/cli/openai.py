@@ -30,10 +30,8 @@ from puna.models.generation.grammar import Grammar, Mask
 from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 
-PROMPT_TOKENS = 1 << 16
-"""Maximum total prompt tokens of a request with several prompts, unless the model's context is longer."""
-STOP_TEXTS = 64
-"""Maximum number of stop texts of a request. After every token, the server searches for all of them."""
+PROMPT_TOKENS = 1 << 16  # maximum total prompt tokens of a request with several prompts, unless the model's context is longer
+STOP_TEXTS = 64  # maximum stop texts of a request: after every token, the server searches for all of them
 CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody receives the response
 
 
@@ -150,8 +148,7 @@ class Answerer:
                 reply.add(event)
 
     async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
-        """Score the answers to get each token's `top` alternatives. Replace the tokens' own log-probs, too: the new ones differ only by
-        rounding."""
+        """Score the answers to get each token's `top` alternatives and, equal up to rounding, its own log-prob."""
         answers = [(reply, number) for reply in replies for number in reply.drawn]
         sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
         for (reply, number), scores in zip(answers, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
@@ -275,12 +272,10 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
         await asyncio.to_thread(worker.stop)
 
     app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
-
     _tell_errors(app)
     app.add_middleware(
         Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(status, "invalid_request_error", words))
     )
-
     _check_requests(app, worker, limits, key)
     _tell_state(app, worker)
 
@@ -334,9 +329,7 @@ def _tell_state(app: FastAPI, worker: Worker) -> None:
     async def metrics() -> PlainTextResponse:
         pool = worker.engine.scheduler.pool
         values = {
-            **{f"puna_{count}_total": value for count, value in worker.counts.items()},
-            "puna_active_requests": worker.active,
-            "puna_pages": len(pool.references),
-            "puna_pages_in_use": len(pool.references) - pool.available,
-        }
+            **{f"puna_{count}_total": value for count, value in worker.counts.items()}, "puna_active_requests": worker.active,
+            "puna_pages": len(pool.references), "puna_pages_in_use": len(pool.references) - pool.available,
+        }  # fmt: skip
         return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))

@@ -170,10 +170,8 @@ class Engine:
         yield from self._events([self._request(prompt, params)])
 
     def _events(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
-        """Yield the tokens drawn for these requests, step by step, until all their answers have ended.
-
-        Closing the iterator cancels the requests. Raise RowError if one of them failed, which cancels the others.
-        """
+        """Yield the tokens drawn for these requests until all their answers have ended. Closing the iterator cancels the requests. Raise
+        RowError if one of them failed, which cancels the others."""
         left, own = sum(request.params.n for request in requests), set(requests)
         try:
             for request in requests:

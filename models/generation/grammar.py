@@ -1,7 +1,4 @@
-"""Structured output: llguidance turns a JSON schema into a mask of the tokens that may come next.
-
-A schema with a keyword that llguidance does not support raises ValueError.
-"""
+"""Structured output: llguidance turns a JSON schema into a mask of the tokens that may come next."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ BOS, EOS, EOT, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|fi
 START_HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-
+BROKEN = 32  # number of tokens without a whole character at their end after which `TextStream` waits for none: bytes that are no text
 TEMPLATES = OWN  # chat templates by name, for models that come without one
 
 
@@ -75,11 +75,9 @@ class Tokenizer(ChatFormat):
 
     @staticmethod
     def load(folder: Path | str) -> Tokenizer:
-        """Return the tokenizer of a folder in Hugging Face's layout, with its chat template and stop tokens.
-
-        `tokenizer.json` is the vocabulary; `tokenizer_config.json`, `special_tokens_map.json`, chat templates, `generation_config.json` and
-        `config.json` complete it if they exist. Raise FileNotFoundError without `tokenizer.json`, TokenizerError for an invalid file.
-        """
+        """Return the tokenizer of a folder in Hugging Face's layout: `tokenizer.json` is the vocabulary; `tokenizer_config.json`,
+        `special_tokens_map.json`, chat templates, `generation_config.json` and `config.json` complete it if they exist. Raise
+        FileNotFoundError without `tokenizer.json`, TokenizerError for an invalid file."""
         return Tokenizer(*read_files(Path(folder)))
 
     def save(self, folder: Path | str) -> None:
@@ -131,9 +129,6 @@ class Tokenizer(ChatFormat):
     def sampling(self) -> dict[str, Any]:
         """Return the model's defaults for `SamplingParams` (temperature, …); empty unless generation_config.json sets `do_sample`."""
         return {name: self.generation[name] for name in SAMPLING if name in self.generation} if self.generation.get("do_sample") else {}
-
-
-BROKEN = 32  # number of tokens without a whole character at their end after which `TextStream` waits for none: bytes that are no text
 
 
 class TextStream:

@@ -76,8 +76,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    """Return a SentencePiece BPE tokenizer, which first merges the neighbours whose concatenation has the highest score. Raise ValueError
-    if the tokens have more than `MERGES` merges."""
+    """Return a SentencePiece BPE tokenizer: the highest score merges first. Raise ValueError if there are more than `MERGES` merges."""
     scores: list[float] = fields["tokenizer.ggml.scores"]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     normal = [id_ for id_, type_ in enumerate(types) if type_ in (NORMAL, USER, UNUSED)]
@@ -88,10 +87,9 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
         merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         if len(merges) > MERGES:
             raise ValueError(f"tokenizer.ggml.tokens has more than {MERGES:,} merges, the most that are read")
-    unknown = fields.get("tokenizer.ggml.unknown_token_id")
-    backend = tokenizers.Tokenizer(
-        BPE(vocabulary, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)
-    )
+    unknown_id = fields.get("tokenizer.ggml.unknown_token_id")
+    unknown = None if unknown_id is None else tokens[unknown_id]
+    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -150,10 +148,8 @@ def _splitter(raw: Mapping[str, Any]) -> str:
     name = next((name for name, splitter in PRE.items() if splitter == own), None)
     normal = (raw.get("normalizer") or {}).get("type")
     if name is None or normal not in (None, "NFC"):
-        raise ValueError(
-            "llama.cpp has no name for this tokenizer's splitter "
-            f"({' then '.join(patterns)}, ignore_merges {own[1]}, normaliser {normal}), and another one would give other tokens"
-        )
+        splitter = f"{' then '.join(patterns)}, ignore_merges {own[1]}, normaliser {normal}"
+        raise ValueError(f"llama.cpp has no name for this tokenizer's splitter ({splitter}), and another one would give other tokens")
     return name
 
 
