@@ -40,6 +40,8 @@ class JsonSchema(Verifier):
     def _schema_is_one(self) -> JsonSchema:
         from jsonschema.exceptions import SchemaError
 
+        if isinstance(self.json_schema, dict) and not isinstance(self.json_schema.get("$schema", ""), str):
+            raise ValueError("json_schema.$schema: is not text; name a draft by its address, or leave the field out")
         try:
             self.validator.check_schema(self.json_schema)
         except SchemaError as error:

@@ -171,6 +171,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("instructions", b'{"messages": "\xff"}', "invalid_utf8", "messages", "no Unicode text"),
     ("prompts", {"prompt": 3}, "wrong_type", "prompt", "holds a number, not text"),
     ("prompts", {"prompt": "a", "verifier": "x"}, "wrong_type", "verifier", "neither JSON"),
+    ("prompts", {"prompt": "b", "verifier": {"name": "json_schema", "json_schema": {"$schema": []}}}, "no_verifier", "verifier", "$schema: is not"),
     ("preferences", {"prompt": "a", "chosen": None, "rejected": None}, "missing", "chosen", "is missing or null"),
     ("preferences", {"prompt": "a", "chosen": "b"}, "missing", "rejected", "is missing or null"),
     ("preferences", {"prompt": "a", "chosen": "b", "rejected": "b"}, "identical", "rejected", "is the same as chosen"),

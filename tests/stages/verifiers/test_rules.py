@@ -109,6 +109,8 @@ def test_json_schema_agrees_with_jsonschema() -> None:
         ('{"name": "json_schema", "json_schema": {"format": "colour"}}', "the format 'colour' cannot be checked"),
         ('{"name": "json_schema", "json_schema": {"items": {"$ref": "http://example.com/x.json"}}}', "leads nowhere"),
         ('{"name": "json_schema", "json_schema": {"$ref": "#/$defs/b", "$defs": {"a": {}}}}', "leads nowhere"),
+        ('{"name": "json_schema", "json_schema": {"$schema": []}}', r"json_schema\.\$schema: is not text"),
+        ('{"name": "product", "of": [{"name": "json_schema", "json_schema": {"$schema": 5}}]}', r"json_schema\.\$schema: is not text"),
         ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "holds no number"),
         ('{"name": "python", "function": "puna.stages.draws:nothing"}', "is Puna's; a prompt may name Puna's verifiers by their names"), ('{"name": "weighted", "of": [{"name": "exact"}], "weights": []}', "0 weights for 1"),
         ('{"name": "constraints", "instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}', "did you mean punctuation:no_comma"),
