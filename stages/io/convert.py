@@ -11,7 +11,7 @@ from typing import Any
 from puna.stages.conversations import LEVELS, Message, dump
 from puna.stages.io import turns
 from puna.stages.io.benchmarks import BENCHMARKS
-from puna.stages.io.layouts import SCORES, Plan
+from puna.stages.io.layouts import EMPTY, IGNORE, SCORES, Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.dates import moment
 
@@ -102,23 +102,33 @@ def split_of(plan: Plan, row: Fields) -> str | None:
 
 
 def _context(plan: Plan, row: Fields) -> list[Message]:
-    if "prompt" in plan.columns:
-        value, field = plan.get(row, "prompt"), plan.name("prompt")
-        if isinstance(value, str) and turns.is_dialogue(value):
-            # A prompt of HH-RLHF may end in the header of the answer.
-            return turns.dialogue(value.rstrip().removesuffix("\n\nAssistant:"), field)
-        if isinstance(value, list | dict):
-            return turns.messages(value, field)
-        return [{"role": "user", "content": turns.text(value, field)}]
-    if "instruction" in plan.columns:
-        question = turns.text(plan.get(row, "instruction"), plan.name("instruction"))
-        context = plan.get(row, "input")
-        if context is not None and not isinstance(context, str):
-            raise Refused(plan.name("input"), "wrong_type", f"holds {turns.kind_of(context)}, not text")
-        return [{"role": "user", "content": f"{question}\n\n{context}" if context and context.strip() else question}]
-    if "messages" in plan.columns:
-        return turns.messages(plan.get(row, "messages"), plan.name("messages"))
-    return []
+    """Return the turns before the answer: the first of prompt, instruction and messages, joined with the row's other texts."""
+    main = next((name for name in ("prompt", "instruction", "messages") if name in plan.columns), "")
+    value, field = plan.get(row, main), plan.name(main)
+    if main == "prompt" and turns.is_dialogue(value):
+        # A prompt of HH-RLHF may end in the header of the answer.
+        context = turns.dialogue(value.rstrip().removesuffix("\n\nAssistant:"), field)
+    elif main == "messages" or (main == "prompt" and isinstance(value, list | dict)):
+        context = turns.messages(value, field)
+    else:
+        context = [{"role": "user", "content": turns.text(value, field)}] if main else []
+    for name in ("instruction", "input"):
+        text = None if name == main else plan.get(row, name)
+        if text is None or (isinstance(text, str) and not text.strip()):
+            continue
+        text, content = turns.text(text, plan.name(name)), context[0]["content"] if context else ""
+        if [message["role"] for message in context] != ["user"]:
+            raise Refused(plan.name(name), "two_contexts", f"is to be joined to one turn of the user, but the context has {len(context)}")
+        if main == "instruction" or f"\n{text.strip()}\n" not in f"\n{content}\n":  # a prompt made by a template repeats the texts
+            context = [{**context[0], "content": f"{text}\n\n{content}" if name == "instruction" else f"{content}\n\n{text}"}]
+    other = None if main == "messages" else plan.get(row, "messages")
+    whole = [] if other in EMPTY else turns.messages(other, plan.name("messages"))
+    if whole[-len(context) :] == context:
+        return whole
+    if whole and (whole[: len(context)] != context or [message["role"] for message in whole[len(context) :]] != ["assistant"]):
+        reason = f"holds turns that {field} lacks; put the whole context into one column, or leave this one out"
+        raise Refused(plan.name("messages"), "two_contexts", f"{reason}: {IGNORE.format(plan.name('messages'))}")
+    return context
 
 
 def _answer(value: Any, field: str) -> list[Message]:

@@ -24,7 +24,7 @@ from puna.stages.contract import External, ExternalFile, SeededConfig, StageRun
 from puna.stages.conversations import dump
 from puna.stages.draws import fraction, identifier
 from puna.stages.io import convert, layouts
-from puna.stages.io.layouts import Plan
+from puna.stages.io.layouts import EMPTY, IGNORE, Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.files import Job, address_of, jobs_of, suffix
 from puna.stages.reading.pages import repetitions
@@ -48,8 +48,6 @@ SHOWN = 4000  # maximum characters of an example in the table `examples`
 CHUNK_BYTES = 32 << 20
 PACKED = 4  # approximate bytes of rows in memory per byte of a file
 HUB_BYTES = 1 << 30
-EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values without content: an unused column that holds only these is not reported."""
 HELDOUT_SHARE = "Share of prompts held out, by a hash of prompt and seed, among rows that name no split"
 
 
@@ -57,6 +55,7 @@ class ImportConfig(SeededConfig):
     """Settings that all imports of rows share."""
 
     columns: dict[str, str] = Field(default_factory=dict, description="Field → column, for columns with unusual names; a.b.0: nested value")
+    ignored_columns: tuple[str, ...] = Field((), description="Columns to leave out, as if the files did not have them")
     bad_rows: Literal["drop", "refuse"] = Field("drop", description="Bad or repeated rows go to `dropped` (drop), or stop the run (refuse)")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of all files (json: lines or an array); auto: each file's format by name, else by first bytes"
@@ -202,7 +201,8 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
     for job in jobs:
         for row in islice(_rows(job, config), max(1, SNIFFED_ROWS // len(jobs))):
             if isinstance(row, Row):
-                sample.append(row.fields)
+                fields = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
+                sample.append({column: value for column, value in fields.items() if column not in config.ignored_columns})
             else:
                 fault = fault or row
         if len(sample) >= SNIFFED_ROWS:
@@ -283,6 +283,10 @@ def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
 def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
     fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
     try:
+        for column, meaning in plan.unread.items():
+            if fields.get(column) not in EMPTY and column not in config.ignored_columns:
+                reason = f"holds {meaning}, which layout {plan.layout} does not read; leave it out: {IGNORE.format(column)}"
+                raise Refused(column, "unread_column", reason)
         values = convert.CONVERT[kind](plan, fields)
         own = plan.get(fields, "id")
         if own is not None and not isinstance(own, str | int):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from puna.stages.io import benchmarks, turns
@@ -65,7 +65,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
                ("prompt", "instruction", "input", "messages", "edited", "others", "level", "margin", "chosen_score", "rejected_score",
                 *ASIDE),
                "a better and a worse answer"),
-        Layout("kto", (("messages", "prompt"), ("label",)), ("completion", *ASIDE), "single answers labelled good or bad"),
+        Layout("kto", (("messages", "prompt"), ("label",)), ("completion", "input", *ASIDE), "single answers labelled good or bad"),
         Layout("ranked", (("prompt", "messages", "instruction"), ("answers",)), ("input", "scores", "edited", *ASIDE),
                "several answers with scores or ranks"),
         Layout("compared", (("history",), ("first",), ("second",), ("preference",)), ASIDE,
@@ -85,27 +85,38 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }  # fmt: skip
 
 
-PASSAGES = ("passage", "article", "context")
-OPTIONS = ("A", "option1", "answerA", "answer0", "ending0", "sol1", "distractor1", "Incorrect Answer 1")
-UNSUPPORTED: dict[str, dict[str, str]] = {
-    "prompts": {
-        **dict.fromkeys(("choices", "options", "endings", "mc1_targets", "mc2_targets", *OPTIONS), "the answers to choose from"),
-        **dict.fromkeys(PASSAGES, "a text that the question is about"),
-        "instruction_id_list": "instructions that a checker tests",
-        **dict.fromkeys(("test", "tests", "test_list", "test_cases"), "tests of a program"),
-    }
+EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
+"""Values without content: an unused column that holds only these is neither refused nor reported."""
+IGNORE = "--set 'ignored_columns=[\"{}\"]'"
+OTHERS = {
+    **dict.fromkeys(("image", "images", "image_path", "image_url", "image_1", "video", "videos", "audio", "audios"), "pictures or sounds"),
+    **dict.fromkeys(("system", "system_prompt"), "a system message"),
+    "tools": "the tools of a conversation",
 }
-"""Table kind → column → what this column holds in known data sets. A row read without the column would be another question."""
+TEXTS = ("input", "context", "contexts", "passage", "passages", "article", "document", "documents", "paragraph", "paragraphs", "haystack")
+PASSAGES = dict.fromkeys((*TEXTS, "history", "starter_code"), "a text that belongs to the question")
+FIRST = ("A", "choice_a", "choice_A", "choiceA", "choice1", "option_a", "option_A", "option1", "opa", "answerA", "answer0", "ending0")
+LISTS = ("choices", "options", "endings", "mc1_targets", "mc2_targets", "sol1", "distractor1", "Incorrect Answer 1")
+OPTIONS = dict.fromkeys((*LISTS, *FIRST), "the answers to choose from")
+CHECKS = {
+    **dict.fromkeys(("test", "tests", "test_list", "test_cases", "input_output"), "tests of a program"),
+    "instruction_id_list": "instructions that a checker tests",
+}
+"""Column → what this column holds in known data sets. A row read without the column would be another question, or (`CHECKS`) unchecked."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0."""
+    """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0.
+
+    `unread`: column → meaning of the columns that the layout does not read and that must be empty in every row.
+    """
 
     layout: str
     columns: dict[str, str]
     why: str
     declared: bool
+    unread: Mapping[str, str]
 
     def get(self, row: Fields, field: str) -> Any:
         """Return a field's value in a row; None if the field has no column or the row lacks the column."""
@@ -120,7 +131,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     """Return the plan to read an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear or missing.
 
     `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a verifier
-    for rows without one (skip `_check_meaning`). With "auto", benchmarks come before prompt layouts unless rows have verifiers.
+    for rows without one (allow `CHECKS`). With "auto", benchmarks come before prompt layouts unless rows have verifiers.
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.required_fields, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
@@ -136,7 +147,8 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     if recognised is not None:
         benchmark, columns = recognised
         why = f"benchmark {benchmark.name}: the rows have {' and '.join(columns[field] for field in benchmark.needs)}"
-        return Plan(benchmark.name, columns, why if layout == "auto" else "declared", layout != "auto")
+        plan_ = Plan(benchmark.name, columns, why if layout == "auto" else "declared", layout != "auto", {})
+        return _checked(kind, plan_, rows, where, verified)
     if layout in benchmarks.BENCHMARKS or (surplus := sorted(set(given) - usual)):
         raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else surplus))
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
@@ -149,11 +161,9 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     columns = _columns(one, rows, where, given)
     needed = [columns[field] for field in one.required_fields if field in columns]
     why = f"{one.why}: the rows have {' and '.join(needed)}" + (f"; mapped: {', '.join(sorted(given))}" if given else "")
-    plan_ = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto")
+    plan_ = Plan(one.name, columns, why if layout == "auto" else "declared", layout != "auto", {})
     _check_values(plan_, rows, where)
-    if not verified:
-        _check_meaning(kind, plan_, rows, where)
-    return plan_
+    return _checked(kind, plan_, rows, where, verified)
 
 
 def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterable[str]) -> str:
@@ -166,20 +176,26 @@ def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterab
     return f"{where}: its columns ({there}) are not those of {layout}, which needs {needs_text}; {remedy}"
 
 
-def _check_meaning(kind: str, plan: Plan, rows: Sequence[Fields], where: str) -> None:
-    """Raise PunaError if a plan without a verifier leaves a filled column of `UNSUPPORTED` unread (`PASSAGES`: only with a prompt)."""
-    if "verifier" in plan.columns:
-        return
-    used_columns = set(plan.columns.values())
-    for column, meaning in UNSUPPORTED.get(kind, {}).items():
-        if column in PASSAGES and "prompt" not in plan.columns:
-            continue
-        if column not in used_columns and any(row.get(column) not in (None, "") for row in rows):
-            raise PunaError(
-                f"{where}: column {column!r} holds {meaning}, and no known benchmark has these columns; without them its rows would be "
-                "other questions. Map it to a benchmark's fields (--set layout=mmlu --columns choices=…) or join it to the question "
-                "(--columns instruction=QUESTION,input=COLUMN), give each row a column verifier, or name one for all: --verifier exact"
-            )
+def _checked(kind: str, plan: Plan, rows: Sequence[Fields], where: str, verified: bool) -> Plan:
+    """Return the plan with its `unread` columns. Raise PunaError if a row of the sample fills one of them."""
+    known = plan.layout in benchmarks.BENCHMARKS
+    meanings = {} if kind == "documents" else OTHERS | ({} if plan.layout == "messages" else PASSAGES) | ({} if known else OPTIONS)
+    if kind == "prompts" and not (known or verified or "verifier" in plan.columns):
+        meanings |= CHECKS
+    used = {path.partition(".")[0] for path in plan.columns.values()}
+    unread = {column: meaning for column, meaning in meanings.items() if column not in used}
+    column = next((column for column in unread if any(row.get(column) not in EMPTY for row in rows)), None)
+    if column is None:
+        return replace(plan, unread=unread)
+    question = "prompt" if kind == "preferences" else "instruction"
+    remedies = [
+        *[f"join it to the question (--columns {question}=QUESTION,input=COLUMN)"] * (column in PASSAGES or column in OPTIONS),
+        *["map it to a benchmark's fields (--set layout=mmlu --columns choices=…)"] * (kind == "prompts" and column in OPTIONS),
+        *["give each row a column verifier, or name one for all (--verifier exact)"] * (column in CHECKS),
+        f"leave it out ({IGNORE.format(column)})",
+    ]
+    why = "no known benchmark has these columns" if kind == "prompts" and not known else f"layout {plan.layout} does not read it"
+    raise PunaError(f"{where}: column {column!r} holds {unread[column]}, and {why}. Without it rows lose meaning: {'; or '.join(remedies)}")
 
 
 def _present(field: str, rows: Sequence[Fields], given: Mapping[str, str]) -> list[str]:
@@ -222,8 +238,7 @@ def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str
             columns[field] = names[0]
     context = [columns[field] for field in ("prompt", "messages", "instruction") if field in columns]
     if one.name in ("kto", "ranked") and len(context) > 1:
-        remedy = f"say which, for example --columns prompt={context[0]}"
-        raise PunaError(f"{where}: the context may be {' or '.join(context)}; {remedy}")
+        raise PunaError(f"{where}: the context may be {' or '.join(context)}; leave one out: {IGNORE.format(context[1])}")
     return columns
 
 

@@ -157,6 +157,89 @@ def test_what_is_not_clear_stops_with_the_candidates(tmp_path: Path, kind: str, 
         made(tmp_path, kind, written(tmp_path / "in", [row], "jsonl"))
 
 
+HISTORY = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes?"}]
+PAIR, RANKING = {"chosen": "good", "rejected": "bad"}, {"answers": [{"text": "good", "score": 2}, {"text": "bad", "score": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("context", "contents"),
+    [
+        ({"prompt": "Sum up.", "context": "A text"} | PAIR, ["Sum up.\n\nA text"]),
+        ({"prompt": "Sum up.", "input": "A text"} | PAIR, ["Sum up.\n\nA text"]),
+        ({"prompt": "Sum up.", "input": " "} | PAIR, ["Sum up."]),
+        ({"prompt": "Sum up.", "input": "A text"} | RANKING, ["Sum up.\n\nA text"]),
+        ({"prompt": "Sum up.", "input": "A text", "completion": "good", "label": True}, ["Sum up.\n\nA text"]),
+        ({"instruction": "Translate.", "question": "hallo"} | PAIR, ["Translate.\n\nhallo"]),
+        ({"instruction": "Add.", "input": "1, 2", "prompt": "Task:\nAdd.\nInput:\n1, 2\nAnswer:"} | PAIR, ["Task:\nAdd.\nInput:\n1, 2\nAnswer:"]),
+        ({"prompt": [{"role": "user", "content": "Sum up."}], "context": "A text"} | PAIR, ["Sum up.\n\nA text"]),
+        ({"prompt": "1 + 1?", "messages": [*HISTORY, USER]} | PAIR, ["Hello", "Yes?", "1 + 1?"]),
+        ({"prompt": "1 + 1?", "messages": [USER, ASSISTANT]} | PAIR, ["1 + 1?"]),  # HuggingFaceH4's UltraFeedback
+    ],
+)  # fmt: skip
+def test_every_part_of_a_preferences_context_is_taken(tmp_path: Path, context: dict[str, Any], contents: list[str]) -> None:
+    (row,) = made(tmp_path, "preferences", written(tmp_path / "in", [context], "jsonl")).read().to_pylist()
+    assert [turn["content"] for turn in messages_of(row)] == contents
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": "1 + 1?", "messages": HISTORY} | PAIR, "messages"),
+        ({"prompt": "1 + 1?", "messages": [USER, *HISTORY]} | PAIR, "messages"),
+        ({"messages": [*HISTORY, USER], "context": "A text"} | PAIR, "context"),
+        ({"chosen": HH.format("2"), "rejected": HH.format("3"), "context": "A text"}, "context"),
+    ],
+)
+def test_a_context_that_cannot_be_joined_is_refused(tmp_path: Path, row: dict[str, Any], field: str) -> None:
+    file = written(tmp_path / "in", [row], "jsonl")
+    with pytest.raises(PunaError, match=rf"1 two_contexts. The first: .*row 1, field {field}: "):
+        made(tmp_path, "preferences", file)
+    assert made(tmp_path, "preferences", file, ignored_columns=[field]).rows() == 1
+
+
+UNREAD: list[tuple[str, dict[str, Any], str]] = [
+    ("instructions", {"question": "Who?", "context": "A text", "answer": "She"}, "context"),
+    ("instructions", {"question": "Which?", "choices": ["a", "b"], "answer": "a"}, "choices"),
+    ("instructions", {"prompt": "Describe it", "image": "a.png", "completion": "A cat"}, "image"),
+    ("instructions", {"instruction": "And now?", "history": [["Hello", "Yes?"]], "output": "No"}, "history"),
+    ("instructions", {"messages": [USER, ASSISTANT], "images": ["a.png"]}, "images"),
+    ("instructions", {"instruction": "Sum up.", "input": "One", "context": "Two", "output": "x"}, "context"),
+    ("prompts", {"instruction": "Who is it?", "passage": "A text", "answer": "She"}, "passage"),
+    ("prompts", {"question": "Who?", "image": "x.png", "answer": "She"}, "image"),
+    ("prompts", {"question": "Who?", "document": "A text", "answer": "She"}, "document"),
+    ("prompts", {"question": "Which?", "choice_a": "x", "choice_b": "y", "answer": "A"}, "choice_a"),
+    ("prompts", {"question": "Write it", "starter_code": "def f(", "answer": "x"}, "starter_code"),
+    ("prompts", {"question": "Write it", "input_output": "{1}", "answer": "x"}, "input_output"),
+    ("prompts", {"question": "Who?", "context": "A text", "verifier": {"name": "exact", "answer": "x"}}, "context"),
+    ("prompts", {"question": "How many?", "answer": "#### 5", "context": "A text"}, "context"),
+    ("preferences", {"prompt": "Which?", "choices": ["a", "b"], "chosen": "a", "rejected": "b"}, "choices"),
+    ("preferences", {"prompt": "What is it?", "image": "x.png", "chosen": "a", "rejected": "b"}, "image"),
+]
+METADATA = {"source": "web", "category": "a", "difficulty": 3, "url": "https://a.example", "language": "en", "images": [], "history": "[]"}
+
+
+@pytest.mark.parametrize(("kind", "row", "column"), UNREAD)
+def test_a_column_with_a_meaning_is_refused_in_the_first_rows_and_dropped_later(tmp_path: Path, kind: str, row: dict[str, Any], column: str) -> None:
+    with pytest.raises(PunaError, match=rf"column '{column}' holds .*leave it out \(--set 'ignored_columns=\[\"{column}\"\]'\)"):
+        made(tmp_path, kind, written(tmp_path / "first", [row], "jsonl"))
+    good = {name: value for name, value in row.items() if name not in (column, "choice_b")} | METADATA
+    rows: list[dict[str, Any]] = [good | {"id": number} for number in range(200)] + [good | {column: row[column]}]
+    file = written(tmp_path / "late", rows, "jsonl")
+    artifact = made(tmp_path, kind, file, columns={"id": "id"})
+    (dropped,) = artifact.read("dropped").to_pylist()
+    assert dropped["rule"] == "unread_column" and f"row 201, field {column}: holds " in dropped["detail"] and artifact.rows() == 200
+    artifact = made(tmp_path, kind, file, columns={"id": "id"}, ignored_columns=[column])
+    assert artifact.rows() == 201 and column in artifact.manifest.metrics["columns_not_taken_data"]
+
+
+def test_a_picture_without_content_is_no_picture(tmp_path: Path) -> None:
+    """Parquet fills a structure that a row lacks with nulls."""
+    rows = [{"prompt": "a", "completion": "b", "image": {"bytes": None, "path": None}}, {"prompt": "a", "completion": "c", "image": None}]
+    table = pa.Table.from_pylist(rows, pa.schema({"prompt": pa.string(), "completion": pa.string(), "image": pa.struct({"bytes": pa.string(), "path": pa.string()})}))
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert made(tmp_path, "instructions", tmp_path / "rows.parquet").rows() == 2
+
+
 def test_a_declared_layout_is_taken_as_declared(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "c", "label": 0}]
     found = made(tmp_path, "preferences", written(tmp_path / "in", rows, "csv"), layout="kto").read().to_pylist()
