@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from puna.stages.conversations import LEVELS, Message, dump
@@ -173,12 +174,10 @@ def _pair(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     if context:
         answers = [_behind(context, side, field) for side, field in zip((chosen, rejected), fields, strict=True)]
     else:
-        common = 0
-        while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-            common += 1
-        if common == len(chosen) == len(rejected):
+        if chosen == rejected:
             raise Refused(fields[1], "identical", f"is the same as {fields[0]}")
-        context, answers = chosen[:common], [chosen[common:], rejected[common:]]
+        context = [turn for turn, other in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
+        answers = [chosen[len(context) :], rejected[len(context) :]]
     better, worse = (_one_answer(messages, field) for messages, field in zip(answers, fields, strict=True))
     if better == worse:
         raise Refused(fields[1], "identical", f"is the same as {fields[0]}")
@@ -284,14 +283,13 @@ def _compared_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 
 
 def _candidate(answer: Any, field: str) -> Message:
-    if isinstance(answer, dict) and not {"role", "from"} & set(answer):
-        name = next((n for n in ("text", "content", "answer", "completion", "response") if answer.get(n) is not None), None)
-        if name is None:
-            raise Refused(field, "missing", f"has no text; it has {', '.join(answer) or 'nothing'}")
-        return {"role": "assistant", "content": turns.text(answer[name], f"{field}.{name}")}
-    if isinstance(answer, dict):
-        return {"role": "assistant", "content": turns.text(answer.get("content", answer.get("value", answer.get("text"))), field)}
-    return _one_answer(_answer(answer, field), field)
+    if not isinstance(answer, dict):
+        return _one_answer(_answer(answer, field), field)
+    usual = ("content", "value", "text") if {"role", "from"} & set(answer) else ("text", "content", "answer", "completion", "response")
+    name = next((name for name in usual if answer.get(name) is not None), None)
+    if name is None:
+        raise Refused(field, "missing", f"has no text; it has {', '.join(answer) or 'nothing'}")
+    return {"role": "assistant", "content": turns.text(answer[name], f"{field}.{name}")}
 
 
 def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:

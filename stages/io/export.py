@@ -113,9 +113,8 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     if damage := artifact.damage():
         raise DamagedArtifact.of(artifact.id, damage)
     if json.loads((artifact.path() / "config.json").read_text(encoding="utf-8")).get("reward_pooling", "last") != "last":
-        raise PunaError(
-            f"export: {artifact.id}: its reward is a mean over the answer's tokens, which {format} cannot say; train it with pooling=last"
-        )
+        reward = f"its reward is a mean over the answer's tokens, which {format} cannot say"
+        raise PunaError(f"export: {artifact.id}: {reward}; train it with pooling=last")
     target = Path(folder)
     with new_folder(target) as part:
         if format in ("gguf", "awq"):
@@ -132,9 +131,8 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
 def _copy_adapter(artifact: Artifact, part: Path) -> None:
     names = [name for name in artifact.manifest.files if name.startswith("adapter/")]
     if not names:
-        raise PunaError(
-            f"export: {artifact.id}, made by {artifact.manifest.stage}, has no adapters: train it with method=lora and lora.keep=true"
-        )
+        maker = f"{artifact.id}, made by {artifact.manifest.stage},"
+        raise PunaError(f"export: {maker} has no adapters: train it with method=lora and lora.keep=true")
     for name in names:
         shutil.copyfile(artifact.path(name), part / Path(name).name)
 

@@ -57,9 +57,7 @@ class ImportModelConfig(StageConfig):
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
         "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantised blocks"
     )
-    chat_template: str | None = Field(
-        None, description="Chat template instead of the checkpoint's: a name (llama3, chatml), a Jinja file, or its text"
-    )
+    chat_template: str | None = Field(None, description="Name (llama3, chatml), Jinja file or text of a template; else the checkpoint's")
 
     @field_validator("chat_template")
     @classmethod
@@ -110,19 +108,16 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
     rows = network.config.vocab_size
     if tokenizer.vocab_size > rows:
-        raise PunaError(
-            f"import_model: {uri}: the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: "
-            f"token {rows} ({tokenizer.token(rows)!r}) has none; take the tokenizer that the model was trained with"
-        )
+        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: {tokenizer.token(rows)!r} has none"
+        raise PunaError(f"import_model: {uri}: {sizes}; take the tokenizer that the model was trained with")
     if tokenizer.template is None:
         return
     try:
         tokenizer.chat(PROBE[:1])
         tokenizer.render(PROBE[:2])
     except ChatError as error:
-        raise PunaError(
-            f"import_model: {uri}: the chat template does not fit the tokenizer: {error}; give another chat_template"
-        ) from error
+        message = f"the chat template does not fit the tokenizer: {error}; give another chat_template"
+        raise PunaError(f"import_model: {uri}: {message}") from error
 
 
 def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict[str, float | int | str]:

@@ -88,20 +88,15 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 """Values without content: an unused column that holds only these is neither refused nor reported."""
 IGNORE = "--set 'ignored_columns=[\"{}\"]'"
-OTHERS = {
-    **dict.fromkeys(("image", "images", "image_path", "image_url", "image_1", "video", "videos", "audio", "audios"), "pictures or sounds"),
-    **dict.fromkeys(("system", "system_prompt"), "a system message"),
-    "tools": "the tools of a conversation",
-}
+MEDIA = ("image", "images", "image_path", "image_url", "image_1", "video", "videos", "audio", "audios")
+OTHERS = dict.fromkeys(MEDIA, "pictures or sounds") | dict.fromkeys(("system", "system_prompt"), "a system message") | {"tools": "tools"}
 TEXTS = ("input", "context", "contexts", "passage", "passages", "article", "document", "documents", "paragraph", "paragraphs", "haystack")
 PASSAGES = dict.fromkeys((*TEXTS, "history", "starter_code"), "a text that belongs to the question")
 FIRST = ("A", "choice_a", "choice_A", "choiceA", "choice1", "option_a", "option_A", "option1", "opa", "answerA", "answer0", "ending0")
 LISTS = ("choices", "options", "endings", "mc1_targets", "mc2_targets", "sol1", "distractor1", "Incorrect Answer 1")
 OPTIONS = dict.fromkeys((*LISTS, *FIRST), "the answers to choose from")
-CHECKS = {
-    **dict.fromkeys(("test", "tests", "test_list", "test_cases", "input_output"), "tests of a program"),
-    "instruction_id_list": "instructions that a checker tests",
-}
+TESTS = dict.fromkeys(("test", "tests", "test_list", "test_cases", "input_output"), "tests of a program")
+CHECKS = TESTS | {"instruction_id_list": "instructions that a checker tests"}
 """Column → what this column holds in known data sets. A row read without the column would be another question, or (`CHECKS`) unchecked."""
 
 
@@ -170,10 +165,9 @@ def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterab
     there = ", ".join(dict.fromkeys(name for row in rows for name in row))
     if layout not in benchmarks.BENCHMARKS:
         return f"{where}: its columns ({there}) with {', '.join(given)} mapped fit no benchmark; declare one: --set layout=mmlu"
-    needs = benchmarks.BENCHMARKS[layout].needs
-    needs_text = ", ".join(f"{field} ({' or '.join(usual)})" for field, usual in needs.items())
-    remedy = f"map them with --columns {next(iter(needs))}=COLUMN"
-    return f"{where}: its columns ({there}) are not those of {layout}, which needs {needs_text}; {remedy}"
+    needs = [f"{field} ({' or '.join(usual)})" for field, usual in benchmarks.BENCHMARKS[layout].needs.items()]
+    remedy = f"map them with --columns {needs[0].partition(' ')[0]}=COLUMN"
+    return f"{where}: its columns ({there}) are not those of {layout}, which needs {', '.join(needs)}; {remedy}"
 
 
 def _checked(kind: str, plan: Plan, rows: Sequence[Fields], where: str, verified: bool) -> Plan:
@@ -247,28 +241,22 @@ def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
         labels = [found.get(row, "label") for row in rows]
         if not any(isinstance(label, bool) or str(label).strip().lower() in ("true", "false") for label in labels):
             values_text = ", ".join(sorted({str(label)[:20] for label in labels if label is not None})[:5])
-            raise PunaError(
-                f"{where}: {found.name('label')} holds {values_text}, not true or false: it may be a label, a class or a score. "
-                "Where 1 means good and 0 bad, declare it: --set layout=kto"
-            )
+            problem = f"{found.name('label')} holds {values_text}, not true or false: it may be a label, a class or a score"
+            raise PunaError(f"{where}: {problem}. Where 1 means good and 0 bad, declare it: --set layout=kto")
     if found.layout == "pairs" and not {"prompt", "instruction", "messages"} & set(found.columns):
         sides = [found.get(row, "chosen") for row in rows]
         if all(isinstance(side, str) and not turns.is_dialogue(side) and not side.lstrip().startswith(("[", "{")) for side in sides):
-            raise PunaError(
-                f"{where}: {found.name('chosen')} and {found.name('rejected')} are plain text and no column is the prompt: "
-                "name it, for example --columns prompt=COLUMN"
-            )
+            problem = f"{found.name('chosen')} and {found.name('rejected')} are plain text and no column is the prompt"
+            raise PunaError(f"{where}: {problem}: name it, for example --columns prompt=COLUMN")
 
 
 def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: Sequence[Layout]) -> str:
     there = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
     if fits:
-        candidates = "; ".join(f"{one.name} ({one.why})" for one in fits)
-        example = f"--set layout={fits[0].name}"
-        return f"{where}: its columns ({there}) fit several layouts of {kind}: {candidates}. Declare one, for example {example}"
-    needs = "; ".join(
-        f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}" for one in LAYOUTS[kind] if layout in ("auto", one.name)
-    )
-    first = {"preferences": "chosen", "instructions": "prompt", "prompts": "prompt", "documents": "text"}[kind]
+        choices = f"{'; '.join(f'{one.name} ({one.why})' for one in fits)}. Declare one, for example --set layout={fits[0].name}"
+        return f"{where}: its columns ({there}) fit several layouts of {kind}: {choices}"
+    candidates = [one for one in LAYOUTS[kind] if layout in ("auto", one.name)]
+    needs = "; ".join(f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}" for one in candidates)
+    first = {"preferences": "chosen", "documents": "text"}.get(kind, "prompt")
     hint = f"Say which column holds what, for example --columns {first}=COLUMN"
     return f"{where}: its columns ({there}) fit no layout of {kind}. {needs}. {hint}"

@@ -82,9 +82,8 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     others = (name for name in texts if mean[name] >= least[name] and not all("://" in _head(text)[:12] for text in texts[name]))
     candidates += sorted(others, key=lambda name: -mean[name])
     if not candidates:
-        raise PunaError(
-            f"{where}: no field holds text; it has {', '.join(names) or 'none'}. Name it with --columns text=FIELD or html=FIELD"
-        )
+        there = ", ".join(names) or "none"
+        raise PunaError(f"{where}: no field holds text; it has {there}. Name it with --columns text=FIELD or html=FIELD")
     url = next((name for usual in URL for name in names if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
     date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)
     return Found(candidates[0], candidates[0] in html, url, date, tuple(names))

@@ -73,10 +73,8 @@ class Scorer:
         self.failures: tuple[int, str] = 0, ""
         bare = [row["id"] for row in prompts if row["verifier"] is None]
         if needed and bare:
-            raise PunaError(
-                f"{needed}: {len(bare)} of {len(prompts)} prompts have no verifier, for example {bare[0]}; give each one, "
-                "or import them with --verifier"
-            )
+            problem = f"{len(bare)} of {len(prompts)} prompts have no verifier, for example {bare[0]}"
+            raise PunaError(f"{needed}: {problem}; give each one, or import them with --verifier")
         verifiers = [_verifier(row) for row in prompts if row["verifier"] is not None]
         kinds: dict[type[Verifier], list[Verifier]] = {}
         for verifier in verifiers:
