@@ -173,9 +173,7 @@ def rounds_of(store: Store, policy: Artifact) -> list[Round]:
 def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
     """Return the last round if its verdict has not been carried out yet, else None."""
     last = next(reversed(list(rounds)), None)
-    if last is None or store.aliases().get(last.mark) == last.deciding.key:
-        return None
-    return last
+    return None if last is None or store.aliases().get(last.mark) == last.deciding.key else last
 
 
 def settle(store: Store, done: Round) -> str:

@@ -24,8 +24,7 @@ def import_preferences(inputs: list[External], config: ImportPreferencesConfig, 
     """Import preferences: chosen and rejected answers, labelled (KTO), scored or ranked answers, or pairs with a preference from -3 to 3.
 
     Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, their common first messages are
-    the context. Instruction, prompt and input are joined in this order. A ranking is one row: a best answer is chosen, a worst one
-    rejected, and `others` holds the rest with their ranks.
+    the context. Instruction, prompt and input are joined. Of a ranking the best answer is chosen, the worst rejected, the rest in `others`.
 
     `examples` shows how each input was read; `dropped` lists each invalid or repeated row with field and reason. Rows without an id get
     one from their content. Of rows that name no split, a tenth of the prompts is held out by default.
