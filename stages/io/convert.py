@@ -119,7 +119,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
             continue
         text, content = turns.text(text, plan.name(name)), context[0]["content"] if context else ""
         if [message["role"] for message in context] != ["user"]:
-            raise Refused(plan.name(name), "two_contexts", f"is to be joined to one turn of the user, but the context has {len(context)}")
+            raise Refused(plan.name(name), "two_contexts", f"is joined only to a user's turn; leave it out: {IGNORE.format(plan.name(name))}")
         if main == "instruction" or f"\n{text.strip()}\n" not in f"\n{content}\n":  # a prompt made by a template repeats the texts
             context = [{**context[0], "content": f"{text}\n\n{content}" if name == "instruction" else f"{content}\n\n{text}"}]
     other = None if main == "messages" else plan.get(row, "messages")
@@ -127,8 +127,8 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
     if whole[-len(context) :] == context:
         return whole
     if whole and (whole[: len(context)] != context or [message["role"] for message in whole[len(context) :]] != ["assistant"]):
-        reason = f"holds turns that {field} lacks; put the whole context into one column, or leave this one out"
-        raise Refused(plan.name("messages"), "two_contexts", f"{reason}: {IGNORE.format(plan.name('messages'))}")
+        problem = f"holds turns that {field} lacks; put the whole context into one column, or leave this one out"
+        raise Refused(plan.name("messages"), "two_contexts", f"{problem}: {IGNORE.format(plan.name('messages'))}")
     return context
 
 

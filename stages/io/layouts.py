@@ -102,10 +102,8 @@ CHECKS = TESTS | {"instruction_id_list": "instructions that a checker tests"}
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0.
-
-    `unread`: column → meaning of the columns that the layout does not read and that must be empty in every row.
-    """
+    """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0;
+    `unread`: column → meaning of the columns that the layout does not read and that must be empty in every row."""
 
     layout: str
     columns: dict[str, str]

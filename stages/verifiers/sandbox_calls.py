@@ -21,8 +21,7 @@ REFUSED_CALLS = {
     "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323, 101, 310, 311, 275, 276, 278, 317, 300, 249, 253, 294),
     "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282, 117, 270, 271, 76, 77, 75, 277, 262, 218, 26),
 }
-# From FIRST_NEW on, calls have one number on all machines, and are absent, known or not, but for these: pidfd_send_signal, pidfd_open,
-# close_range, openat2, faccessat2, epoll_pwait2, futex_waitv, fchmodat2.
+# From FIRST_NEW on, only pidfd_send_signal, pidfd_open, close_range, openat2, faccessat2, epoll_pwait2, futex_waitv, fchmodat2 are there.
 FIRST_NEW, NEW_CALLS = 424, (424, 434, 436, 437, 439, 441, 449, 452)
 
 libc = ctypes.CDLL(None, use_errno=True)
