@@ -29,13 +29,12 @@ from puna.stages.contract.declaration import (
 )
 from puna.stages.contract.execute import Outcome, execute, identify, perform, reusable
 from puna.stages.contract.external import External, ExternalFile
-from puna.stages.contract.run import Figure, Listener, StageRun
+from puna.stages.contract.run import MACHINE_ERRORS, Figure, Listener, StageRun
 from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signal, signal
 
 __all__ = [
-    "FAILURE", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile", "Facts", "Figure",
-    "InputFacts", "Instructions",
-    "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages", "Preferences", "Prompts", "Reads",
-    "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens", "Value",
-    "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "stage",
+    "FAILURE", "MACHINE_ERRORS", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile",
+    "Facts", "Figure", "InputFacts", "Instructions", "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages",
+    "Preferences", "Prompts", "Reads", "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens",
+    "Value", "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "stage",
 ]  # fmt: skip

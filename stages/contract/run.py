@@ -24,6 +24,8 @@ from puna.storage.schemas import table_schema
 if TYPE_CHECKING:
     import numpy as np
 
+MACHINE_ERRORS = (PunaError, ImportError, OSError)  # of the machine or of another input: no row is dropped for these
+
 
 @dataclass(frozen=True)
 class Figure:

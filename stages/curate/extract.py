@@ -15,7 +15,7 @@ from puna.models.extraction.model import content, load
 from puna.models.extraction.parse import FAILURES, Parsed, ParseError, parse
 from puna.models.extraction.scan import read_pages
 from puna.models.extraction.write import texts_of
-from puna.stages.contract import Pages, StageConfig, StageRun, stage
+from puna.stages.contract import MACHINE_ERRORS, Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
@@ -83,6 +83,8 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
         if isinstance(results, Unreadable):
             why = {"rule": results.rule, "value": results.value, "threshold": results.threshold, "detail": f"{url}: {results.detail}"}
             dropped.append({"id": identity, **why})
+        elif isinstance(results, MACHINE_ERRORS):  # no process for the parser, no weights
+            raise results
         elif isinstance(results, Exception):
             dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(results).__name__}: {results}"})
         else:
@@ -113,8 +115,6 @@ def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: Extrac
     for number, (body, media, charset) in enumerate(rows):
         try:
             tables = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
-        except OSError:  # of this machine: no process for the parser
-            raise
         except Exception as error:  # noqa: BLE001 - the error is the page's result
             results[number] = error
             continue

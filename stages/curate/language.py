@@ -18,10 +18,10 @@ from puna.models.languages.prose import WINDOWS, Prose, prose
 from puna.models.languages.registry import LanguageRow, Names, as_table, read_rows, row_of, shipped_names, with_rows
 from puna.models.languages.scripts import script
 from puna.models.languages.vote import NO_LANGUAGE, NO_SCRIPT, TOGETHER, Found, group_numbers, vote, voters, votes
-from puna.stages.contract import Classifier, Documents, StageConfig, StageRun, declare_signal, stage
+from puna.stages.contract import MACHINE_ERRORS, Classifier, Documents, StageConfig, StageRun, declare_signal, stage
 from puna.stages.curate.classifiers.fold_models import load_classifier
 from puna.stages.curate.signals.user_signals import Failures
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
 declare_signal("language_score", float, "probability", "probability of that language or one that is confused with it")
@@ -99,7 +99,7 @@ def _identify(
         rows = todo.pop()
         try:
             results += languages_of(rows)
-        except (PunaError, ImportError):  # errors of the machine or the classifier, not of a document
+        except MACHINE_ERRORS:
             raise
         except Exception as error:  # noqa: BLE001 - any error fails only its own document
             if len(rows) > 1:

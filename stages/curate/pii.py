@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from puna.kernels.text.number_hints import hints
 from puna.kernels.text.personal import find, mask, needed_hints
 from puna.kernels.text.strings import buffers
-from puna.stages.contract import Documents, StageConfig, StageRun, stage
+from puna.stages.contract import MACHINE_ERRORS, Documents, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 
 Entity = Literal["email", "iban", "card", "ssn", "ip_address", "address", "phone"]
@@ -63,6 +63,8 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
         try:
             text = texts[row].as_py()
             spans = find(text, searched_in_code if in_code[row] else searched, int(seen[row]))
+        except MACHINE_ERRORS:
+            raise
         except Exception as error:  # noqa: BLE001 - any error drops only its own document
             keep[row] = False
             dropped.append({"id": identity, "rule": "pii_failed", "detail": f"{type(error).__name__}: {error}"})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 
 import ftfy.fixes
 import numpy as np
@@ -218,10 +220,18 @@ def test_a_page_that_is_parsed_apart_has_the_same_tree():
         assert parse._parse_apart(html.encode(), True) == parse._parse(html.encode(), True)
 
 
-def test_without_a_process_for_the_parser_no_page_is_dropped(monkeypatch):
-    monkeypatch.setattr(parse, "_process", Process("string"))
-    with pytest.raises(OSError, match="the process of string did not start"):
-        extract_module._extract_pages([(b"<p>" + b"<b x><table>" * 2000, "text/html", None)], CONFIG)
+@pytest.mark.parametrize(("problem", "message"), [
+    (lambda patch: patch.setattr(parse, "_process", Process("string")), "the process of string did not start"),
+    (lambda patch: patch.setattr(extract_module, "load", lambda: Path("/no/weights").read_bytes()), "No such file.*weights"),
+    (lambda patch: patch.setitem(sys.modules, "resiliparse.parse.html", None), "resiliparse.parse.html"),
+], ids=["no process", "no weights", "no parser"])  # fmt: skip
+def test_no_page_is_dropped_for_a_fault_of_the_machine(problem, message, monkeypatch):
+    """A page of which the parser's process is asked, beside a sound one."""
+    problem(monkeypatch)
+    bodies = [b"<p>" + b"<b x><table>" * 2000, PARAGRAPH.encode()]
+    columns = {"id": ["0", "1"], "url": ["a", "b"], "fetched_at": [None, None], "source": ["web", "web"], "content_type": ["text/html"] * 2}
+    with pytest.raises((OSError, ImportError), match=message):
+        extract_module._extract(pa.table({**columns, "charset": ["utf-8"] * 2, "body": bodies}), CONFIG)
 
 
 def test_ordinary_faults_of_pages_are_no_attack():

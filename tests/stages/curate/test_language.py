@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -70,6 +71,14 @@ def test_a_document_that_breaks_an_identifier_is_undetermined_and_the_others_go_
     }  # fmt: skip
     assert made.manifest.metrics["failed_language"] == 1
     assert made.manifest.metrics["first_failure_language"] == "document de: ValueError: no such text"
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError])
+def test_no_document_is_undetermined_for_a_fault_of_the_machine(tmp_path, make_documents, monkeypatch, error):
+    monkeypatch.setattr(module, "votes", Mock(side_effect=error("no such file")))
+    store = Store.open(tmp_path)
+    with pytest.raises(Exception, match="no such file"):
+        execute(language, LanguageConfig(), {"documents": make_documents(store, [("en", "web", SENTENCES["en"])])}, store)
 
 
 def test_line_ends_and_capitals_do_not_matter():

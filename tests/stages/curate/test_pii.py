@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -261,6 +262,14 @@ def test_a_document_that_cannot_be_searched_is_dropped_by_name(tmp_path, make_do
     made = execute(pii, PiiConfig(), {"documents": make_documents(store, [("a", "web", "a"), ("b", "web", "b@c.com")])}, store)
     assert made.read()["id"].to_pylist() == ["a"]
     assert [(r["id"], r["rule"], r["detail"]) for r in made.read("dropped").to_pylist()] == [("b", "pii_failed", "RecursionError: too deep")]
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError])
+def test_no_document_is_dropped_for_a_fault_of_the_machine(tmp_path, make_documents, monkeypatch, error):
+    monkeypatch.setattr(module, "find", Mock(side_effect=error("no such file")))
+    store = Store.open(tmp_path)
+    with pytest.raises(Exception, match="no such file"):
+        execute(pii, PiiConfig(), {"documents": make_documents(store, [("b", "web", "b@c.com")])}, store)
 
 
 def test_bytes_that_are_no_text_are_dropped_by_name_and_the_others_are_searched():
