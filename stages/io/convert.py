@@ -119,7 +119,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
             continue
         text, content = turns.text(text, plan.name(name)), context[0]["content"] if context else ""
         if [message["role"] for message in context] != ["user"]:
-            raise Refused(plan.name(name), "two_contexts", f"is joined only to a user's turn; leave it out: {IGNORE.format(plan.name(name))}")
+            raise Refused(plan.name(name), "two_contexts", f"joins only a user's turn; leave it out: {IGNORE.format(plan.name(name))}")
         if main == "instruction" or f"\n{text.strip()}\n" not in f"\n{content}\n":  # a prompt made by a template repeats the texts
             context = [{**context[0], "content": f"{text}\n\n{content}" if name == "instruction" else f"{content}\n\n{text}"}]
     other = None if main == "messages" else plan.get(row, "messages")
