@@ -104,9 +104,6 @@ def stacked_bar(pieces: Iterable[tuple[str, float]], class_: str = "bar") -> Htm
     return tag("span", segments, class_=class_, aria_hidden="true")
 
 
-# --- numbers for people ------------------------------------------------------------------------------
-
-
 def number(value: float | int | None, digits: int = 4) -> str:
     """Return a number as text (None: a dash): whole and large numbers with thousands separators, others to `digits` significant digits."""
     if value is None:
@@ -171,9 +168,6 @@ def excerpt(value: str, characters: int = 420) -> str:
     whole = value.strip()
     squeezed = re.sub(r"\n\s*\n+", "\n\n", whole[: characters * 4])
     return squeezed if len(squeezed) <= characters and len(whole) <= characters * 4 else squeezed[:characters].rstrip() + " …"
-
-
-# --- artifacts for people ----------------------------------------------------------------------------
 
 
 def counted_rows(artifact: Artifact, table: str = "") -> str:

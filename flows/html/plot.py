@@ -109,9 +109,6 @@ def _clip(words: str, letters: int) -> str:
     return words if len(words) <= letters else words[: max(1, letters - 1)] + "…"
 
 
-# --- lines, points and upright bars -------------------------------------------------------------------
-
-
 def _field(plot: Plot) -> Html:
     """Return lines, points or upright bars as SVG, with an x axis below and a y axis on the left."""
     values = [y for points in plot.series.values() for _, y in points] + list(plot.lines.values())
@@ -269,9 +266,6 @@ def _levels(plot: Plot, y: Axis) -> Html:
         caption = _clip(f"{name} {number(value, 3)}", 52)
         parts += [_line(LEFT, at, WIDTH - RIGHT, at, "named"), _text(LEFT + 6, before, caption, "levelname", "start")]
     return join(parts)
-
-
-# --- horizontal bars ---------------------------------------------------------------------------------------
 
 
 def _rows(plot: Plot) -> Html:

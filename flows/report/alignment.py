@@ -97,9 +97,6 @@ def measurements(run: Run) -> dict[tuple[str, str], list[Measured]]:
     return dict(by_metric)
 
 
-# --- plots --------------------------------------------------------------------------------------------
-
-
 def accuracy_view(run: Run) -> Html:
     """Show accuracy after each step with its interval, overall and by task, then other metrics; a series needs two evaluations."""
     series = measurements(run)
@@ -198,9 +195,6 @@ def _gain(gain: Interval) -> Content:
     return [f"{gain.value:+.3f}", tag("small", f"{gain.low:+.3f} to {gain.high:+.3f}")]
 
 
-# --- reward -------------------------------------------------------------------------------------------
-
-
 def reward_view(run: Run) -> Html:
     """Show reward models by round, and the scores of each model's answers."""
     models = [s for s in run.steps if s.stage == "reward_model"]
@@ -244,9 +238,6 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
             points[name].append((step.label, estimate.value))
             spans[name].append((step.label, estimate.low, estimate.high))
     return Plot(title, "step", f"mean {column}", points, intervals=spans)
-
-
-# --- answers before and after -------------------------------------------------------------------------
 
 
 def answers_view(run: Run) -> Html:

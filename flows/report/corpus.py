@@ -64,9 +64,6 @@ def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str 
     counts.update(dict(zip(sums[group].to_pylist(), sums[f"{value or group}_{how}"].to_pylist(), strict=True)))
 
 
-# --- mixture ------------------------------------------------------------------------------------------
-
-
 def mixture_view(run: Run) -> Html:
     """Show each knowledge type's natural share, share of training, weight, largest repeat count, and held-out documents."""
     step = next((s for s in reversed(run.kind("mixture")) if s.has("mixture")), None)
@@ -108,9 +105,6 @@ def _mixture_row(name: str, group: Mapping[str, float], natural: float, read: fl
 
 def _share(value: float, whole: float) -> float:
     return value / whole if whole else 0.0
-
-
-# --- kept documents -----------------------------------------------------------------------------------
 
 
 def kept_view(run: Run) -> Html:

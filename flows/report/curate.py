@@ -144,9 +144,6 @@ def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
     return tag("article", tag("h4", title, dir="auto"), url, tag("p", about), prompt, body, class_="card")
 
 
-# --- evidence of duplicates ---------------------------------------------------------------------------
-
-
 def duplicates_view(run: Run, step: Step) -> Html:
     """Show examples of removed documents beside their kept duplicates, with differences marked, and count all documents and clusters."""
     every, near = Among(), Among()
@@ -191,9 +188,6 @@ def mark_differences(first: str, second: str) -> tuple[Html, Html]:
         for side, words in ((sides[0], "".join(a[i:j])), (sides[1], "".join(b[k:m]))):
             side.append(words if kind == "equal" else tag("mark", words) if words else None)
     return join(sides[0]), join(sides[1])
-
-
-# --- removed lines ------------------------------------------------------------------------------------
 
 
 def lines_view(step: Step) -> Html:

@@ -153,9 +153,6 @@ def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dic
     return places, {ends: [(x[lane] - edge, lane[1]) for lane in route] for ends, route in routes.items()}
 
 
-# --- times --------------------------------------------------------------------------------------------
-
-
 def times_view(run: Run) -> Html:
     """Show time, peak memory and stored bytes of every step; for reused artifacts, hatched, the cost of making them."""
     if not run.steps:

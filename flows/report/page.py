@@ -89,9 +89,6 @@ def _notices(run: Run) -> Content:
     return [tag("p", words, class_="alarm") for words in notices]
 
 
-# --- key figures --------------------------------------------------------------------------------------
-
-
 def tile(name: str, value: Content, note: Content = None, class_: str = "tile") -> Html:
     return tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="note") if note else None, class_=class_)
 
@@ -153,9 +150,6 @@ def _claim_tiles(run: Run) -> list[Html]:
             claims = tag("ul", lines, class_="chain plain")
             tiles.append(tile(f"Round {arms_of_round.number} over its strongest control", claims, "points, paired", "tile claim"))
     return tiles
-
-
-# --- sections -----------------------------------------------------------------------------------------
 
 
 def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:

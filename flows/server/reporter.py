@@ -86,8 +86,6 @@ class Reporter:
         self._written: object = None
         threading.Thread(target=self._work, name="reporter", daemon=True).start()
 
-    # --- calls by the run; they return at once --------------------------------------------------------
-
     def start_step(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
         """Record a step that begins; return the record. `inputs`: input name → artifacts; `task`: id of its Prefect task, if any."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
@@ -129,8 +127,6 @@ class Reporter:
         if self.server is not None:
             self._done.wait(LAST_SECONDS if self._reached else GONE_SECONDS)
         self._file.unlink(missing_ok=True)
-
-    # --- the thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
         pause = SOON_SECONDS

@@ -155,9 +155,6 @@ def evaluate(
         _answers(prompts, judges or (), engine, tokenizer, config, run)
 
 
-# --- pages ----------------------------------------------------------------------------------------------
-
-
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
     """Yield (task name, indices): all pages first, then each category if there are several."""
     yield "pages", list(range(len(pages)))
@@ -243,9 +240,6 @@ def _continuations(pages: Sequence[Chosen], engine: AnswerEngine, tokenizer: Tok
         detail = json.dumps({"category": page.category, "page": page.text[len(text) :][:300]}, ensure_ascii=False)
         output = answer_text(completion.tokens, tokenizer)
         run.write_rows([{"id": f"page-{page.id}", "kind": "continuation", "prompt": text, "text": output, "detail": detail}], "examples")
-
-
-# --- prompts --------------------------------------------------------------------------------------------
 
 
 def _answers(

@@ -117,4 +117,3 @@ def likeliest(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
     """Return the index of the likeliest option, the first of equals. `normalised`: compare likelihoods per byte."""
     values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))
-

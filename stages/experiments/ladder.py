@@ -117,9 +117,6 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     _report(points, tuned, config.optimizer, run)
 
 
-# --- tuning ---------------------------------------------------------------------------------------------
-
-
 class Tuned(NamedTuple):
     """Tuned batch sizes (rows) and learning rates at two model sizes (parameters), and the tuning runs' losses by name."""
 
@@ -168,9 +165,6 @@ def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
     around = slice(best - 1, best + 2)
     a, b, _ = np.polyfit(np.log(values[around]), losses[around], 2)
     return float(np.exp(-b / (2 * a)))
-
-
-# --- runs -----------------------------------------------------------------------------------------------
 
 
 def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: slice = slice(None)) -> Rung:
@@ -252,8 +246,6 @@ def _train(
     return train_proxy(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments).flops
 
 
-# --- questions ------------------------------------------------------------------------------------------
-
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
     """Return `wanted` questions: does a held-out text continue unchanged, or with two parts swapped? Raise PunaError if there are fewer."""
     generator, questions = np.random.default_rng(0), list[Question]()
@@ -293,8 +285,6 @@ def _answer(model: Transformer, questions: Sequence[Question], micro_batch_token
         right += int((sums.argmax(1) == 0).sum())
     return nats / (OPTION_TOKENS * len(questions)), right / len(questions)
 
-
-# --- results --------------------------------------------------------------------------------------------
 
 COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps")
 

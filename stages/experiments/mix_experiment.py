@@ -144,9 +144,6 @@ def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Flo
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
-# --- trials ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Trial:
     """One proxy run: its mixture, each category's held-out loss in nats per token, and the cost of the run."""
@@ -185,9 +182,6 @@ def _trial(
     losses = [mean_loss(proxy.model, pieces, size) for pieces in texts.heldout]
     costs = {"tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds}
     return {"number": number, "name": name, "shares": shares, "losses": losses, **costs}
-
-
-# --- results --------------------------------------------------------------------------------------------
 
 
 def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws.Floats, used: Trial, run: StageRun) -> None:
@@ -253,4 +247,3 @@ def _report(
     note = "Held-out loss of each category, nats per token; each point is predicted by the surrogates through all others."
     title = "Mixing laws on mixtures they were not fitted to"
     run.figure("law", Figure(title=title, x="measured loss", y="predicted loss", kind="scatter", series=points, note=note))
-

@@ -81,9 +81,6 @@ def _join_texts(values: list[ast.expr]) -> list[ast.expr]:
     return pieces
 
 
-# --- canonical statements --------------------------------------------------------------------------
-
-
 def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
     """Return the canonical statement, and the annotations of its variables outside functions (such as classes' fields).
 

@@ -127,9 +127,6 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
     return {"mixture": pa.table(columns)}
 
 
-# --- which side -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sides:
     """The rule that holds out a URL by its chance (hash): below `fraction` and not in `spared`, or in `chosen`. Both arrays are sorted."""

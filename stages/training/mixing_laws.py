@@ -121,9 +121,6 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
     return np.asarray(mixtures[:points], dtype=np.float64)
 
 
-# --- the two surrogates ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Gaussian:
     """A Gaussian process over the square roots of the shares, which lie on a sphere: its mean, kernel length, data points and weights.

@@ -23,9 +23,6 @@ FEWEST, SHAPES = 6, 3
 """Minimum number of points to fit a surface's five parameters, and of shapes among them. Further seeds of a point do not count."""
 
 
-# --- the surface ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Surfaces:
     """M laws L(N, D) = E + ((A / N^alpha)^(1/joint) + (B / D^beta)^(1/joint))^joint, nats per token; each field is [M].
@@ -127,9 +124,6 @@ def _model(theta: Floats, joint: float, n: Floats, d: Floats, y: Floats) -> tupl
 def _huber(residual: Floats) -> Floats:
     size = np.abs(residual) / HUBER
     return np.asarray(np.where(size < 1, size**2 / 2, size - 0.5).sum(1))
-
-
-# --- forecasts ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,9 +256,6 @@ def _backtest(points: Points, budgets: npt.NDArray[np.int64], budget: int) -> Ba
     return Backtest(means[0], float(below.flops.max()), means[1], means[2])
 
 
-# --- IsoFLOP parabolas ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Power:
     """The power law factor * x ** exponent."""
@@ -319,9 +310,6 @@ def parabolas(points: Points) -> list[Parabola]:
             losses = np.exp([np.interp(math.log(level), x[order], y[order]) for x, y, order in lines_of])
             lines.append(Parabola(float(level), sizes, losses, np.polyfit(np.log(sizes), losses, 2)))
     return lines[::-1]
-
-
-# --- accuracy -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
