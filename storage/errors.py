@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class PunaError(Exception):
@@ -20,3 +21,12 @@ class DamagedArtifact(PunaError):
             f"artifact {name} is damaged: {'; '.join(damage)}.{where} "
             "Run again: the stage that made it makes it anew. What was imported must be imported again; `puna verify` checks the rest"
         )
+
+
+@contextlib.contextmanager
+def errors_at(where: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise an error of these classes within the context as a PunaError that begins with `where`."""
+    try:
+        yield
+    except kinds as error:
+        raise PunaError(f"{where}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from puna.storage.errors import PunaError
+from puna.storage.errors import PunaError, errors_at
 
 KINDS = (
     "pages", "documents", "signals", "classifier", "mixture", "tokenizer", "tokens", "model",
@@ -58,10 +58,8 @@ class TableSchema:
                 raise PunaError(f"table {self.name}: column {field.name!r} must not be null")
         if table.schema.equals(schema, check_metadata=True):
             return table  # a cast that changes nothing takes a millisecond
-        try:
+        with errors_at(f"table {self.name}", pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError):
             return table.cast(schema)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
-            raise PunaError(f"table {self.name}: {error}") from error
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
         """Return the Arrow schema for columns `given`. Further ones become float64, int64 or string if `open`; else raise PunaError."""

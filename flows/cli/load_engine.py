@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from puna.models.memory.workload import Work
 from puna.models.serving import ServingSettings, Weights, engine_of, offloaded_model
 from puna.models.settings import problems
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, errors_at
 from puna.storage.errors import DamagedArtifact
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def load_engine(
     """
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
-    try:
+    with errors_at(model, ValueError, FileNotFoundError):
         smaller = None if draft is None else _load_model(draft, store)
         if serving.offload == "none":
             memory = None if serving.memory is None else int(serving.memory * 1e9)
@@ -42,8 +42,6 @@ def load_engine(
             engine_limits = {"memory": memory, **serving.window_arguments, **limits}
             return engine_of(network, tokenizer, serving.weights, smaller, draft_weights=draft_weights, **engine_limits)
         return _engine_in_part(model, store, serving, smaller, work, limits.get("step_tokens"), draft_weights)
-    except (ValueError, FileNotFoundError) as error:
-        raise PunaError(f"{model}: {error}") from error
 
 
 def _engine_in_part(
@@ -97,10 +95,8 @@ def _load_model(model: str, store: Callable[[], Store]) -> tuple[Transformer, To
 
     if not Path(model).exists():
         return load_model(_artifact(model, store), "lm", frozen=True)
-    try:
+    with errors_at(model, CheckpointError):
         return load_with_tokenizer(model, "lm", frozen_dtype(), device())
-    except CheckpointError as error:
-        raise PunaError(f"{model}: {error}") from error
 
 
 def _artifact(model: str, store: Callable[[], Store]) -> Artifact:

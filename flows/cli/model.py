@@ -24,7 +24,7 @@ from puna.stages.search import SearchConfig, Values
 from puna.stages.search import search as searched
 from puna.stages.verifiers.base import BoundedVerifier, Item, Question, attempt
 from puna.stages.verifiers.registry import from_json, from_text
-from puna.storage import PunaError, Store
+from puna.storage import PunaError, Store, errors_at
 
 if TYPE_CHECKING:
     from puna.models.generation import Completion, Engine, SamplingParams
@@ -221,10 +221,8 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
         return None
     if temperature == 0:
         raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
-    try:
+    with errors_at("--verifier is not JSON", ValueError):
         spec = None if verifier is None else json.loads(verifier)
-    except ValueError as error:
-        raise PunaError(f"--verifier is not JSON: {error}") from error
     if spec is not None and not isinstance(from_json(spec), BoundedVerifier):
         raise PunaError(f"--verifier {spec['name']} needs a model or a process of its own: evaluate takes it (answers.search)")
     return parse(SearchConfig, {"method": method, "n": n, "verifier": spec}, "--search")
@@ -262,18 +260,14 @@ def _mask(engine: Engine, file: Path) -> Mask:
     from puna.models.generation.grammar import Grammar
 
     assert engine.tokenizer is not None
-    try:
+    with errors_at(str(file), ValueError, OSError):
         return Grammar(engine.tokenizer, engine.model.config.vocab_size).schema(read_object(file))
-    except (ValueError, OSError) as error:
-        raise PunaError(f"{file}: {error}") from error
 
 
 def _parse_prompt(number: int, line: bytes) -> Any:
     """Return the prompt in a line of standard input: a text, or a list of messages. Raise PunaError for any other line."""
-    try:
+    with errors_at(f"standard input, line {number} is not JSON", ValueError):
         prompt = json.loads(line)
-    except ValueError as error:
-        raise PunaError(f"standard input, line {number} is not JSON: {error}") from error
     _unicode(json.dumps(prompt, ensure_ascii=False), f"standard input, line {number}")
     if isinstance(prompt, dict):
         prompt = prompt.get("messages", prompt.get("prompt"))
@@ -284,10 +278,8 @@ def _parse_prompt(number: int, line: bytes) -> Any:
 
 def _unicode(text: str, where: str) -> str:
     """Return the text; raise PunaError if it holds lone surrogates, from bytes that are not UTF-8 or from JSON escapes."""
-    try:
+    with errors_at(f"{where} is no Unicode text", UnicodeEncodeError):
         text.encode()
-    except UnicodeEncodeError as error:
-        raise PunaError(f"{where} is no Unicode text: {error}") from error
     return text
 
 

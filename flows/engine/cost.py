@@ -15,7 +15,7 @@ from puna.flows.engine.recipe import Recipe
 from puna.flows.html.markup import duration, size
 from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.conversations import prompt_ids
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, errors_at
 
 if TYPE_CHECKING:
     from puna.models.accounting import Precision
@@ -208,10 +208,8 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
     from puna.models.memory.probe import measure
 
     if gpu is not None:
-        try:
+        with errors_at(f"--gpu {gpu}", ValueError):
             return Machine.gpu(gpu)
-        except ValueError as error:
-            raise PunaError(f"--gpu {gpu}: {error}") from error
     return measure(config, context)
 
 

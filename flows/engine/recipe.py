@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, StrictInt, model_validator
 
 from puna.stages.contract import SeededConfig, Stage, StageConfig, parse
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 C = TypeVar("C", bound=StageConfig)
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -225,10 +225,8 @@ def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
 def _read(file: Path) -> dict[str, Any]:
     if file.stat().st_size > MAX_BYTES:
         raise PunaError(f"recipe {file}: is {file.stat().st_size:,} bytes; a recipe has at most {MAX_BYTES:,}")
-    try:
+    with errors_at(f"recipe {file}", yaml.YAMLError, UnicodeDecodeError, RecursionError):
         values = _parse(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise PunaError(f"recipe {file}: {error}") from error
     if not isinstance(values, dict):
         raise PunaError(f"recipe {file}: is not a mapping of steps")
     return unshare(values, f"recipe {file}")
@@ -299,10 +297,8 @@ def overridden(values: dict[str, Any], change: str) -> None:
         if not isinstance(inner, dict | list):
             raise PunaError(f"--set {change}: {group} is not a group of fields")
         inside = inner
-    try:
+    with errors_at(f"--set {change}", yaml.YAMLError):
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise PunaError(f"--set {change}: {error}") from error
     where: Any = _place(inside, last, change) if isinstance(inside, list) else last
     before = inside[where] if isinstance(inside, list) else inside.get(where)
     inside[where] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value

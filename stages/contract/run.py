@@ -16,7 +16,7 @@ from puna.stages.contract.config import StageConfig
 from puna.stages.contract.shardwork import Job, Produce, Scattering, produce_tables, scatter_rows, transform_shard
 from puna.stages.contract.signals import with_meanings
 from puna.stages.executors import map_in_order, ranks
-from puna.storage import Artifact, Part, PunaError, Work
+from puna.storage import Artifact, Part, PunaError, Work, errors_at
 from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gather, level
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
@@ -280,10 +280,8 @@ def _table(rows: list[dict[str, Any]], name: str) -> pa.Table:
         raise PunaError(f"table {name}: column {missing[0]!r} is missing")
     # Nullability is checked when the part is written, with a message that names the column.
     loose = pa.schema([f.with_nullable(True) for f in schema])
-    try:
+    with errors_at(f"table {name}", pa.ArrowInvalid, pa.ArrowTypeError):
         return pa.Table.from_pylist(rows, schema=loose)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise PunaError(f"table {name}: {error}") from error
 
 
 def _of_shard(value: Any, number: int, around: tuple[str, str | None] | None) -> Any:

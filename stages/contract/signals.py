@@ -14,7 +14,7 @@ from typing import TypeVar, get_args, get_type_hints
 import pyarrow as pa
 
 from puna.stages import plugins
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 Value = float | int | str | None
 Definition = Callable[..., Value]
@@ -108,10 +108,8 @@ def with_meanings(name_of_table: str, table: pa.Table) -> pa.Table:
         if name not in SIGNALS:
             raise PunaError(f"signal {name!r} is not declared; declare it with `signal` or `declare_signal` of puna.stages.contract")
         field = SIGNALS[name].field
-        try:
+        with errors_at(f"signal {name} is declared as {field.type}", pa.ArrowInvalid, pa.ArrowNotImplementedError):
             table = table.set_column(at, field, table.column(at).cast(field.type))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise PunaError(f"signal {name} is declared as {field.type}: {error}") from error
     return table
 
 

@@ -18,7 +18,7 @@ from puna.stages.curate.select import signals_of
 from puna.stages.draws import uniform
 from puna.stages.endpoint import Endpoint, EndpointConfig, grade_of
 from puna.stages.grading import mean_grades, tokens_apart
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 from puna.storage.work import write_array
 
 if TYPE_CHECKING:
@@ -143,10 +143,8 @@ def _frame(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
 def grader(place: Place, question: Question, max_tokens: int, device: str) -> Grader:
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
 
-    try:
+    with errors_at(f"judge: the model in {place.path} cannot be read", CheckpointError, ValueError, OSError):
         model, tokenizer = load_with_tokenizer(place.path, "lm")
-    except (CheckpointError, ValueError, OSError) as error:
-        raise PunaError(f"judge: the model in {place.path} cannot be read: {error}") from error
     return Grader(model.eval().to(device), tokenizer, question, max_tokens)
 
 

@@ -14,7 +14,7 @@ from puna.stages.curate.classifiers.classifier import FOLD, ClassifierConfig, La
 from puna.stages.curate.classifiers.fold_models import About, load_classifier
 from puna.stages.curate.quality import GOOD, OTHER
 from puna.stages.curate.select import signals_of
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 Purpose = Literal["quality", "language", "classify"]
 NAME = "class"
@@ -100,10 +100,8 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
         raise PunaError(f"import_classifier: {model.uri} is no local file; give a fastText model, .bin or .ftz")
     import fasttext
 
-    try:
+    with errors_at(f"import_classifier: {file} is no fastText model", ValueError):
         labels = fasttext.load_model(str(file)).labels
-    except ValueError as error:
-        raise PunaError(f"import_classifier: {file} is no fastText model: {error}") from error
     if not labels or not all(label.startswith("__label__") for label in labels):
         raise PunaError(f"import_classifier: {file} has no classes; give a supervised fastText model")
     shutil.copyfile(file, run.folder / FOLD.format(0))

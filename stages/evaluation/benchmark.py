@@ -31,7 +31,7 @@ from puna.stages.training.train import heldout_prompts
 from puna.stages.verifiers.base import ScoringConfig, score_ending
 from puna.stages.verifiers.registry import kind_of
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine, Completion
@@ -168,10 +168,8 @@ def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: Scorin
     scorers = {}
     for task in tasks:
         if task.file.verifier is not None:
-            try:
+            with errors_at(task.where, PunaError):
                 scorers[task.name] = Scorer(task.prompt_rows(), config, run, judges, needed="verifier")
-            except PunaError as error:
-                raise PunaError(f"{task.where}: {error}") from error
     return scorers
 
 
@@ -189,10 +187,8 @@ class Bench:
     @staticmethod
     def of(model: Artifact, scorers: Mapping[str, Scorer], config: BenchmarkConfig, run: StageRun) -> Bench:
         network, tokenizer, limits = load_served(model, config.serving, Work(), run, config.micro_batch_tokens)
-        try:
+        with errors_at(f"{run.stage}: {model.id}", ValueError):
             quantise_for(network, config.serving.weights)
-        except ValueError as error:
-            raise PunaError(f"{run.stage}: {model.id}: {error}") from error
         engine = DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout)
         return Bench(network, engine, Encoder(tokenizer), scorers, config, run)
 
@@ -231,7 +227,7 @@ class Bench:
         return Result.of(task, name, format_of(task, self.config.prompts, options), columns, examples, start_time, tokens)
 
     def _likelihoods(self, requests: Sequence[Request], task: Task) -> list[Likelihood]:
-        try:
+        with errors_at(task.where, PunaError):
             tracker = functools.partial(self.run.progress, note=task.name)
 
             def score(own: list[Request]) -> list[Likelihood]:
@@ -239,8 +235,6 @@ class Bench:
 
             dealt = ranks.dealt(requests, score, self.config.serving.layout, lambda request: tuple(request.context))
             return [Likelihood(*one) for one in dealt]
-        except PunaError as error:
-            raise PunaError(f"{task.where}: {error}") from error
 
     def _texts(self, task: Task) -> Result:
         start_time = time.process_time()

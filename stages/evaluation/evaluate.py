@@ -30,7 +30,7 @@ from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_e
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_json
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine
@@ -132,10 +132,8 @@ def evaluate(
     longest = read_config(model.path()).max_position_embeddings
     work = Work(min(512, longest), config.answers.max_tokens, longest=min(longest, config.micro_batch_tokens))
     network, tokenizer, limits = load_served(model, config.serving, work, run, config.micro_batch_tokens)
-    try:
+    with errors_at(f"evaluate: {model.id}", ValueError):
         quantise_for(network, config.serving.weights)
-    except ValueError as error:
-        raise PunaError(f"evaluate: {model.id}: {error}") from error
     if documents is not None:
         pages = heldout_pages(documents, mixture, config.pages.max_page_bytes, config.pages.max_bytes, run)
         context = config.context or min(network.config.max_position_embeddings, config.micro_batch_tokens)

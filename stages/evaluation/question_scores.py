@@ -19,7 +19,7 @@ from puna.stages.evaluation.task_programs import matching, run_filter
 from puna.stages.training.intervals import Interval, mean, ratio, wilson
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.lists import LETTERS
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.generation import Completion
@@ -130,10 +130,8 @@ class Asker:
         messages, mark = tokenizer.guard([{"role": role, "content": text} for role, text in (*turns, ("user", question))])
         if tokenizer.template is None:
             raise PunaError("the model has no chat template: ask in plain text (prompts=plain), or import it with one")
-        try:
+        with errors_at(f"{task.where}: the chat template refuses a question", ValueError):
             return tokenizer.template.render(messages, add_generation_prompt=True), mark
-        except ValueError as error:
-            raise PunaError(f"{task.where}: the chat template refuses a question: {error}") from error
 
     def prompt(self, task: Task, document: Document) -> list[int]:
         """Return the prompt ids of a question that the model answers by generating text."""

@@ -23,7 +23,7 @@ from puna.stages.evaluation.task_programs import FILTER_SETTINGS, FILTERS, MATCH
 from puna.stages.reading.rows import Fault, read_rows
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import question_of
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 Output = Literal["multiple_choice", "generate_until", "loglikelihood_rolling"]
 METRICS: dict[str, tuple[str, ...]] = {
@@ -303,10 +303,8 @@ def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int
     for one in spec.filters if spec.output_type == "generate_until" else ():
         run_filter([[""]], one.filter, f"{where}: filter {one.name}")
     for number, row in enumerate(task.prompt_rows() if spec.verifier is not None else (), 1):
-        try:
+        with errors_at(f"{where}: verifier, row {number}", PunaError):
             from_text(row["verifier"]).check(question_of(row))
-        except PunaError as error:
-            raise PunaError(f"{where}: verifier, row {number}: {error}") from error
     return task
 
 
@@ -371,11 +369,9 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
         target = values.get("doc_to_target", spec.doc_to_target)
         document = Document(own, row, text, target, tuple(choices), str(values.get("description", "")))
         if spec.output_type == "multiple_choice":
-            try:
+            with errors_at(f"{where}: doc_to_target, row {number}", ValueError):
                 if len(document.choices) < 2 or not document.right:
                     raise ValueError(f"no right one among {len(document.choices)} options")
-            except ValueError as error:
-                raise PunaError(f"{where}: doc_to_target, row {number}: {error}") from error
         documents.append(_permute(document) if spec.permuted else document)
     return documents
 

@@ -20,7 +20,7 @@ import jinja2.sandbox
 
 from puna.models import bounded_process
 from puna.models.bounded_process import LimitError, Process
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 Row = Mapping[str, Any]
 ROWS = 32  # rows of one request
@@ -71,10 +71,8 @@ def _ask(work: str, rows: list[Any], where: str, *settings: Any) -> list[Any]:
     """Return the process's value for each row, `ROWS` rows per request. Raise a PunaError that begins with `where` if a row fails."""
     values: list[Any] = []
     for start in range(0, len(rows), ROWS):
-        try:
+        with errors_at(f"{where}: its templates or patterns are stopped", LimitError):
             answer = _process.ask((work, rows[start : start + ROWS], start, *settings), b"", None, SECONDS)
-        except LimitError as error:
-            raise PunaError(f"{where}: its templates or patterns are stopped: {error}") from error
         if (message := answer.get("error")) is not None:
             raise PunaError(f"{where}: {message}")
         values += answer["values"]

@@ -20,7 +20,7 @@ from puna.stages.training.intervals import Interval, evaluation_row
 from puna.stages.training.phase import Phase
 from puna.stages.training.proxy_runs import resize
 from puna.stages.training.scaling_laws import fit_power
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 WIDEST, MULTIPLE = 32_768, 8
 """Maximum width tried, and the number of which all widths are multiples."""
@@ -163,10 +163,8 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
 
     if gpu is None:
         return accounting.training_flops(shape, [row]) / row / matrix_rate()
-    try:
+    with errors_at(f"choose_size: gpu {gpu}", ValueError):
         machine = Machine.gpu(gpu)
-    except ValueError as error:
-        raise PunaError(f"choose_size: gpu {gpu}: {error}") from error
     return accounting.step_time(shape, [row], machine, "bf16", update=False).total / row
 
 

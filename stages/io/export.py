@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from puna.stages.conversations import message_of, messages_of, others_of, tools_of
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 from puna.storage.errors import DamagedArtifact
 
 Row = dict[str, Any]
@@ -143,11 +143,9 @@ def _convert(artifact: Artifact, part: Path, name: str, text: Path | None) -> No
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer
     from puna.models.formats.gguf import files as gguf
 
-    try:
+    with errors_at(f"export: {text} cannot be read as text", OSError, UnicodeDecodeError):
         content = text.read_text(encoding="utf-8") if text is not None else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PunaError(f"export: {text} cannot be read as text: {error}") from error
-    try:
+    with errors_at(f"export: {artifact.id}", CheckpointError, ValueError):
         if content is not None:
             model, tokenizer = load_with_tokenizer(artifact.path())
             awq_search.write(model, tokenizer, awq_search.stretches(tokenizer.encode(content)), part)
@@ -156,5 +154,3 @@ def _convert(artifact: Artifact, part: Path, name: str, text: Path | None) -> No
         if model.head != "lm":
             raise ValueError("it is a reward model; llama.cpp runs language models")
         gguf.write(part / name, model.config, model.state_dict(), tokenizer)
-    except (CheckpointError, ValueError) as error:
-        raise PunaError(f"export: {artifact.id}: {error}") from error

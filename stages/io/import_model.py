@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, field_validator
 
 from puna.stages.contract import External, StageConfig, StageRun, stage
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
@@ -88,15 +88,11 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     from puna.models.tokens.tokenizer import TemplateError
 
     path = _local(model, run.scratch)
-    try:
+    with errors_at(f"import_model: {model.uri}", CheckpointError):
         network, tokenizer = load_with_tokenizer(path, dtype=None if config.dtype == "stored" else getattr(torch, config.dtype))
-    except CheckpointError as error:
-        raise PunaError(f"import_model: {model.uri}: {error}") from error
     if config.chat_template is not None:
-        try:
+        with errors_at("import_model.chat_template", TemplateError):
             tokenizer = tokenizer.with_template(config.chat_template)
-        except TemplateError as error:
-            raise PunaError(f"import_model.chat_template: {error}") from error
     _check(network, tokenizer, model.uri)
     for name, value in _description(network, tokenizer, path).items():
         run.metric(name, value)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from puna.stages.contract import External, Model, StageConfig, StageRun, stage
 from puna.stages.io.import_model import local_folder, snapshot
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
@@ -26,10 +26,8 @@ def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
     folder = _folder(adapter, run)
-    try:
+    with errors_at(f"{model.id} cannot be read", CheckpointError):
         network, tokenizer = load_with_tokenizer(model.path(), dtype=None)
-    except CheckpointError as error:
-        raise PunaError(f"{model.id} cannot be read: {error}") from error
     merged, parameters = _merge(network, folder, model, adapter.uri)
     run.metric("adapter_parameters", parameters)
     save(merged, run.folder, tokenizer)

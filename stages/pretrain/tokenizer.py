@@ -12,7 +12,7 @@ from puna.models.training.state import Stop, cached_json, interruptible
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, stage
 from puna.stages.training.corpus import Chosen, Ranked, candidates, check_mixture, chosen_of, rank, smallest
 from puna.stages.training.vocabulary import FILES, load
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, Part, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
@@ -63,10 +63,8 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
         _learn(lambda: Tokenizer.train(texts, config.vocab_size), config.vocab_size, size, run)
     elif config.new_tokens:
         own = load(str(model.path()))
-        try:
+        with errors_at(f"tokenizer.new_tokens: {model.id}", TokenizerError):
             _learn(lambda: grown_tokenizer(own, texts, config.new_tokens), own.vocab_size + config.new_tokens, size, run)
-        except TokenizerError as error:
-            raise PunaError(f"tokenizer.new_tokens: {model.id}: {error}") from error
     else:
         for name in model.manifest.files:
             if name in FILES or name.endswith(".jinja"):

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import zstandard
 
 from puna.stages.contract import External, ExternalFile
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 COMPRESSED = (".gz", ".zst", ".xz")
 GZIP_MAGIC = b"\x1f\x8b\x08"
@@ -183,7 +183,5 @@ def hub_stream(uri: str, subset: str | None, split: str) -> Any:
     import datasets
 
     name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")
-    try:
+    with errors_at(f"input {uri}", ValueError, OSError):
         return datasets.load_dataset(name, subset, split=split, streaming=True, revision=revision or None)
-    except (ValueError, OSError) as error:
-        raise PunaError(f"input {uri}: {error}") from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from puna.stages.contract import StageRun
 from puna.stages.executors import ranks
 from puna.stages.training.train import device, frozen_dtype, load_model, on_threads
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine, Completion, SamplingParams
@@ -55,11 +55,9 @@ def load_served(
                 raise PunaError(f"{run.stage}: {artifact.id}: serving.{error}") from error
             model = cast("Transformer", held.model)
         return model, tokenizer, own | serving.window_arguments
-    try:
+    with errors_at(artifact.id, ValueError):
         place = (device(), frozen_dtype())
         part = offloaded_model(artifact.path(), place, serving.offload, serving.memory, work, step_tokens, draft)
-    except ValueError as error:
-        raise PunaError(f"{artifact.id}: {error}") from error
     run.metric(f"offload_{artifact.data_digest[:12]}", part.plan)
     return on_threads(part.model), Tokenizer.load(artifact.path()), part.limits | serving.window_arguments
 

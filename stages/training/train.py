@@ -7,7 +7,7 @@ import functools
 import importlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, 
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.vocabulary import tokenizer_of
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     import torch
@@ -244,15 +244,11 @@ def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = 
                         f"tokenizer.new_tokens; the stage tokenizer takes it from the input model ({error})") from error  # fmt: skip
 
 
-@contextlib.contextmanager
-def divergence_named(what: str) -> Iterator[None]:
-    """Raise a PunaError that names the training run (`what`) if it diverges within the context."""
+def divergence_named(what: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that raises a PunaError that names the training run (`what`) if it diverges."""
     from puna.models.training.loop import TrainingDiverged
 
-    try:
-        yield
-    except TrainingDiverged as error:
-        raise PunaError(f"{what} diverged: {error}") from error
+    return errors_at(f"{what} diverged", TrainingDiverged)
 
 
 def fit(

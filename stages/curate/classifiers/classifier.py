@@ -25,7 +25,7 @@ from puna.kernels.text.words import join_words
 from puna.models.classifiers.fasttext import Model, Settings, fit, write
 from puna.stages.contract import Figure, SeededConfig, StageRun
 from puna.stages.draws import folds, uniform
-from puna.storage import Artifact, Part, PunaError
+from puna.storage import Artifact, Part, PunaError, errors_at
 
 FOLD = "fold-{}.bin"
 MAX_REPEATS = 10
@@ -240,10 +240,8 @@ def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArr
     lines, places = _training_lines(job, files)
     c, labels = config, [label_of(name) for name in job.classes]
     settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
-    try:
+    with errors_at(f"classifier {job.name}, fold {job.fold}", ValueError):
         model = fit(lines, places, labels, settings, Path(job.state))
-    except ValueError as error:
-        raise PunaError(f"classifier {job.name}, fold {job.fold}: {error}") from error
     write(model, Path(job.model))
     classes, index = list(job.classes), {name: at for at, name in enumerate(job.classes)}
     confusion, scores = np.zeros((len(classes), len(classes)), np.int64), [np.zeros(0, np.int64)]

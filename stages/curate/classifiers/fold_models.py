@@ -21,7 +21,7 @@ from puna.kernels.text.words import join_words
 from puna.models.classifiers.fasttext import read
 from puna.stages.curate.classifiers.classifier import FOLD, predict
 from puna.stages.draws import folds
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 ABOUT = "classifier.json"
 
@@ -115,7 +115,5 @@ def _model(file: str, split: bool) -> Any:
         return model
     import fasttext
 
-    try:
+    with errors_at(f"{file}: is no fastText model", ValueError):
         return fasttext.load_model(file)
-    except ValueError as error:
-        raise PunaError(f"{file}: is no fastText model: {error}") from error

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from puna.models.languages.registry import FACTOR
 from puna.stages.contract import did_you_mean
 from puna.stages.curate.rules.groups import Rule
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 from puna.storage.schemas import table_schema
 from puna.storage.tables import connect
 
@@ -81,10 +81,8 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
             empty = pa.schema(list(zip(rule.columns, types, strict=True))).empty_table()
             with _connection() as connection:
                 connection.register("documents", empty)
-                try:
+                with errors_at(f"select.{rule.name}: {rule.expression!r}", duckdb.Error):
                     results = connection.sql(f"select ({rule.expression}\n) from documents").to_arrow_table().schema.types[0]
-                except duckdb.Error as error:
-                    raise PunaError(f"select.{rule.name}: {rule.expression!r}: {error}") from error
             if not pa.types.is_boolean(results):
                 raise PunaError(f"select.{rule.name}: {rule.expression!r} gives {results}; a rule is true or false, for example words < 50")
 
@@ -93,10 +91,8 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
     """Return a mask bool[n] of the rows of `table` that the rule drops; a null condition drops nothing. Raise PunaError if DuckDB fails."""
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
-        try:
+        with errors_at(f"select.{rule.name}: {rule.expression!r}", duckdb.Error):
             results = connection.sql(f"select coalesce(({rule.expression}\n), false) from documents").to_arrow_table()
-        except duckdb.Error as error:
-            raise PunaError(f"select.{rule.name}: {rule.expression!r}: {error}") from error
     return np.array(results.column(0).to_pylist(), np.bool_)
 
 

@@ -44,7 +44,7 @@ from puna.stages.curate.signals.line_rules import (
     notice_numbers,
     plain_words,
 )
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 assert definitions  # importing it declares the signals that are measured here
 
@@ -161,10 +161,8 @@ def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
 def _salt_words(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
     """Return `OwnWords.keys` and `salts`, cached since all parts of a corpus share them."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
-    try:
+    with errors_at("heuristics: the stop words of the table of languages", ValueError):
         keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in words_listed(list(words)).folded]
-    except ValueError as error:
-        raise PunaError(f"heuristics: the stop words of the table of languages: {error}") from error
     return table_of(keys), salts
 
 
