@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
+
+import duckdb
 
 from puna.storage.errors import PunaError
-
-if TYPE_CHECKING:
-    import duckdb
 
 LOCKS = "locks"
 

@@ -23,6 +23,7 @@ from puna.flows.engine.preflight import document_texts, page_texts
 from puna.flows.engine.recipe import read_values
 from puna.flows.engine.session import Session, session
 from puna.flows.engine.trace import load
+from puna.flows.report import write
 from puna.stages.contract import External
 from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.domains import TrainDomainsConfig, looked_at, seed_label
@@ -92,8 +93,6 @@ def clean(
         performer = Performer(steps)
         documents = performer.walk(curate, flow_input).documents.items[0]
     sources = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
-    from puna.flows.report import write
-
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, lambda file: _write(_rows(documents, now), file, kind))
     dropped = target.with_name(f"{target.stem}.dropped.jsonl")

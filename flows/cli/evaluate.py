@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import ValidationError
 
 from puna.flows.cli.inspect import JsonOption, ProcessesOption, ProjectOption, StoreOption, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
@@ -16,8 +17,10 @@ from puna.flows.cli.model import SERVING, ModelArgument
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import short
 from puna.models.serving import ServingSettings
-from puna.stages.contract import External, Facts, parse
+from puna.stages.contract import External, Facts, execute, parse
 from puna.stages.contract.external import external
+from puna.stages.evaluation.comparison import differences, evaluations_of, scores_of
+from puna.stages.evaluation.task_file import read_task
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.catalog import query
@@ -124,8 +127,6 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 def _task_input(path: Path) -> External:
     """Return a task file with its data files, which lie beside it or else in the working directory. Raise PunaError if one is missing."""
-    from puna.stages.evaluation.task_file import read_task
-
     (own,) = External.resolve(str(path))
     spec = read_task(path.read_bytes(), str(path))
     files = list(own.files)
@@ -185,8 +186,6 @@ def compare(
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Compare two models' stored evaluations by question on common tasks: B minus A, with 95 % intervals and Holm-corrected p-values."""
-    from puna.stages.evaluation.comparison import differences, evaluations_of, scores_of
-
     opened = Store.existing(store, project)
     artifacts = [Artifact(entry["kind"], entry["key"], opened.files) for entry in opened.entries() if entry["kind"] == "evaluation"]
     first, second = (scores_of(evaluations_of(opened.check(opened.resolve(name)), artifacts)) for name in (one, other))
@@ -247,9 +246,6 @@ def predict(
 
 
 def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
-    from pydantic import ValidationError
-
-    from puna.stages.contract import execute
     from puna.stages.experiments.choose_size import ChooseSizeConfig, choose_size
 
     try:

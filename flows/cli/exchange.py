@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+import pyarrow.parquet as pq
 import typer
 
 from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
@@ -127,8 +128,6 @@ def export(
 
 def _export_signatures(documents: Artifact, folder: Path) -> Path:
     """Write the MinHash signatures from the documents' near-duplicate index to a Parquet file for datasketch; return the file."""
-    import pyarrow.parquet as pq
-
     from puna.stages.curate.minhash.index import signature_table
     from puna.stages.io.export import new_folder
 

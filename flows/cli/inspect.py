@@ -18,6 +18,7 @@ from puna.flows.engine.console import summary, tee_stderr
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.html.markup import size
 from puna.flows.report.why import fate
+from puna.stages import plugins
 from puna.stages.contract import rank_jobs
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store, database, maintenance
@@ -165,8 +166,6 @@ def leads(processes: int, modules: list[str] | None = None) -> bool:
 
 def import_modules(modules: list[str] | None) -> list[ModuleType]:
     """Import and return the modules named by `--module`, which register their stages, rules and verifiers."""
-    from puna.stages import plugins
-
     return [plugins.add(text) for text in modules or []]
 
 

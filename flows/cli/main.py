@@ -24,7 +24,10 @@ from puna.flows.cli.inspect import (
 from puna.flows.engine.console import fail
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
+from puna.flows.engine.recipe import project_change
+from puna.flows.engine.trace import load
 from puna.flows.html.markup import duration, size
+from puna.flows.report import write
 from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
 
@@ -99,7 +102,6 @@ def plan(
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
     from puna.flows.engine.plan import STATES
-    from puna.flows.engine.trace import load
 
     request = Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or "")
     target, steps = steps_of(request, store)
@@ -167,7 +169,6 @@ def clean(
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.cli.clean import clean as run_clean
-    from puna.flows.engine.recipe import project_change
 
     def say(text: str) -> None:
         typer.echo(text, err=as_json)
@@ -232,8 +233,6 @@ def report(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write one self-contained HTML page about a run, or about a comparison of two runs."""
-    from puna.flows.report import write
-
     typer.echo(str(write(Store.open(store), run_name, output, compare)))
 
 

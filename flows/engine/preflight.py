@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import psutil
 import pyarrow.compute as pc
 
 from puna.flows.engine.declare import Flow, Given, Item, name_of, outputs
@@ -20,10 +20,8 @@ from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, Sta
 from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.stages.executors import PROCESSES
+from puna.stages.reading.pages import Page
 from puna.storage import Artifact, PunaError, Store
-
-if TYPE_CHECKING:
-    from puna.stages.reading.pages import Page
 
 PEEK_CHARACTERS = 4000
 """Maximum characters of the text sampled from a page."""
@@ -122,8 +120,6 @@ def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
 
 
 def _memory(executor: str) -> int | None:
-    import psutil
-
     elsewhere = executor != PROCESSES or any(Path(device).exists() for device in ACCELERATORS)
     return None if elsewhere else psutil.virtual_memory().available
 

@@ -26,9 +26,11 @@ from typing import Any
 from rich.markup import escape
 
 from puna.flows.engine.console import Console, tee_stderr
+from puna.flows.report import place, write, written_before
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
+from puna.models.training.state import load_record
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.executors import PROCESSES, PartExecutor, connect, ranks
 from puna.stages.identity.libraries import library_versions
@@ -263,8 +265,6 @@ def _tell_saved(session: Session, in_server: bool) -> None:
 
 def _report(session: Session) -> str:
     """Return the path of the run's page. Reuse an earlier run's with the same artifacts; else write one, on a worker after new work."""
-    from puna.flows.report import write, written_before
-
     store, run = session.store, session.run
     if (page := written_before(store, run)) is None:
         if session.executor is None or all(outcome.reused for _, outcome in session.outcomes):
@@ -276,8 +276,6 @@ def _report(session: Session) -> str:
 
 def _write_page(address: str, run: str) -> str:
     """Write a run's page in a worker; return its name in the store."""
-    from puna.flows.report import place, write
-
     write(Store.open(address), run, None)
     return place(run)
 
@@ -331,8 +329,6 @@ def _trainings(scratch: Path) -> list[str]:
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
     if not folders:
         return []
-    from puna.models.training.state import load_record
-
     phrases = []
     for folder in folders:
         if record := load_record(folder):

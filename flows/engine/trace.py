@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import puna.stages
 from puna.flows.engine.declare import FLOWS, Flow, Given, Output, Walk, first_sentence
 from puna.flows.engine.recipe import BASE, General, Recipe, Setting, Step, read_values, with_file
 from puna.stages import plugins
@@ -96,8 +97,6 @@ class Tracer(Walk):
 
 def load_stages() -> dict[str, Stage]:
     """Return name → stage for all stages of Puna, of plugins and of modules added with --module."""
-    import puna.stages
-
     for module in pkgutil.walk_packages(puna.stages.__path__, "puna.stages."):
         if not module.name.startswith(("puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")):
             importlib.import_module(module.name)

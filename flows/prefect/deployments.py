@@ -25,7 +25,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.context import FlowRunContext
 from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import FailedRun, TerminationSignal
 from prefect.runner import Runner
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Failed
@@ -166,7 +166,6 @@ def __getattr__(name: str) -> PrefectFlow[Any, Any]:
 
 def _hide_tracebacks() -> None:
     """Hide Prefect's tracebacks of failed runs, whose state carries a message, and of runs that a signal ended."""
-    from prefect.exceptions import FailedRun
 
     def plain(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], (FailedRun, KeyboardInterrupt)))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
+import yaml
+
 from puna.flows.engine.declare import Flow, first_sentence, input_kind
 from puna.flows.engine.defaults import DEFAULT_RECIPE
 from puna.flows.engine.launch import Request
@@ -230,8 +232,6 @@ def _as_yaml(value: Any) -> str:
 
 def _is_plain(text: str) -> bool:
     """True if YAML parses the unquoted text as the same string."""
-    import yaml
-
     try:
         return bool(yaml.safe_load(text) == text)
     except yaml.YAMLError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -19,11 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from puna.flows.html.markup import THEME, Content, Html, document, duration, tag, text
+from puna.flows.web.bounded import Asker
 from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
-
-if TYPE_CHECKING:
-    from puna.flows.web.bounded import Asker
 
 HERE = Path(__file__).parent
 STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"

@@ -8,8 +8,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from puna.stages.contract.config import StageConfig
@@ -20,9 +21,6 @@ from puna.storage import Artifact, Part, PunaError, Work, errors_at
 from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gather, level
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MACHINE_ERRORS = (PunaError, ImportError, OSError)  # of the machine or of another input: no row is dropped for these
 
@@ -267,8 +265,6 @@ class StageRun:
 
     def generator(self, *names: Any) -> np.random.Generator:
         """Return a random generator seeded with `seed(*names)`."""
-        import numpy as np
-
         return np.random.default_rng(self.seed(*names))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, NamedTuple
 
+import pyarrow as pa
+
 from puna.stages.contract import Documents, Evaluation, External, Figure, Instructions, Kind, Preferences, Prompts, StageRun, stage
 from puna.stages.contract.declaration import Reads
 from puna.stages.conversations import as_text, asking, content_of, messages_of, text_of
@@ -138,8 +140,6 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
 
 def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
     """Return prompt number → the text of this part that contains most of the prompt, for each prompt found."""
-    import pyarrow as pa
-
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
     for at, match in search.matches(pa.array([text for _, text in texts], pa.string())):
         for prompt, share in match.shares.items():

@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.kernels.text.words import words_listed
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
 from puna.stages.contract.declaration import GLANCE, LOOK
 from puna.stages.curate.classifiers import classifier as fasttext
@@ -72,7 +73,6 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
     from puna.kernels.text.word_counts import list_words
-    from puna.kernels.text.words import words_listed
 
     types, owner = seed_words()
     return Lexicon(types, list_words(words_listed(list(owner)).folded), np.array(list(owner.values()), np.int64))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from puna.models.config import ModelShape
+from puna.models.config import ModelConfig, ModelShape
 from puna.models.parameters import matrix_parameters
 from puna.models.training.packing import batch_by_size
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
@@ -27,7 +27,6 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.config import ModelConfig
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from puna.models.config import ModelShape, RopeScaling
+from puna.models.training.schedules import Ramp
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings, TrainConfig
 from puna.stages.contract import StageConfig
 from puna.stages.training.token_rows import Packed, Reader, Relay
 from puna.storage import PunaError
-
-if TYPE_CHECKING:
-    from puna.models.training.schedules import Ramp
 
 SHAPE = ModelShape(
     hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True,
@@ -141,8 +139,6 @@ class Phase(StageConfig):
 
     def growth(self, row: int, before: int = 0) -> Ramp:
         """Return the number of rows of each step, as a ramp; see `with_steps` for the arguments."""
-        from puna.models.training.schedules import Ramp
-
         starts, rows, *_ = zip(*self._changes(row, before)[0], strict=True)
         return Ramp(rows, starts)
 
@@ -155,8 +151,6 @@ class Phase(StageConfig):
 
     def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0) -> Reader:
         """Return this phase's reader of `packed`, without the `excluded` pieces; the phase begins after `before` tokens of the run."""
-        from puna.models.training.schedules import Ramp
-
         row = packed.row_length * self.join_rows
         starts, _, lengths, _ = zip(*self._changes(row, before)[0], strict=True)
         longest = Ramp(lengths, starts) if min(lengths) < row else None

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from puna.models.training.packing import pack
 from puna.models.training.resumable_loop import iterate, rows_of
 from puna.stages.contract import StageRun
 from puna.stages.training.proxy_runs import cached_object
@@ -16,7 +18,6 @@ from puna.stages.training.rankings import all_pairs, order
 from puna.stages.training.train import Example
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from puna.models.transformer import Transformer
@@ -96,7 +97,6 @@ def answer_states(
     import torch
 
     from puna.models.training.objectives import Targets
-    from puna.models.training.packing import pack
 
     place = next(model.parameters()).device
     batches = pack([len(example) for example in examples], micro_batch_tokens)

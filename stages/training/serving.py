@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from puna.models.training.parallel.layout import Layout
 from puna.stages.contract import StageRun
 from puna.stages.executors import ranks
 from puna.stages.training.train import device, frozen_dtype, load_model, on_threads
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from puna.models.memory.workload import Work
     from puna.models.serving import ServingSettings
     from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.parallel.layout import Layout
     from puna.models.transformer import Transformer
 
 

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from puna.models.training.packing import Later, batch_by_size
+from puna.models.training.schedules import Ramp
 from puna.stages.executors import ranks
 from puna.stages.training.corpus import rank
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
-    from puna.models.training.schedules import Ramp
     from puna.models.transformer import Transformer
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from puna.models.training.parallel.layout import Layout
 from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
 from puna.stages.executors import ranks
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from puna.models.machine import Precision
     from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.parallel.layout import Layout
     from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
     from puna.stages.evaluation.training_tasks import TaskWatch

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from puna.models.training.settings import TrainingSettings
 from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
 from puna.stages.training.lora import ADAPTER, keeps, peft_config
 from puna.stages.training.rankings import all_pairs, pairs_of
+from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
 from puna.stages.training.train import CHECKPOINTS, Example, training_precision, write_log
 from puna.storage import Artifact
 
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.settings import TrainingSettings
     from puna.models.transformer import Transformer
-    from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
 
 # huggingface_hub reads this variable when the imports inside the functions below import it.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

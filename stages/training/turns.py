@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, repeat
@@ -24,8 +24,6 @@ from puna.stages.verifiers.tools import TOOLS, ToolName
 from puna.storage import PunaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from puna.models.generation import Completion
     from puna.models.tokens.tokenizer import Tokenizer
 
