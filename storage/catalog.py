@@ -6,9 +6,11 @@ connection reads only the store's own files, and writes only `output`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from puna.storage.damage import compare
-from puna.storage.errors import PunaError
+from puna.storage.errors import PunaError, errors_at
 from puna.storage.schemas import KINDS
 from puna.storage.store import Store
 from puna.storage.tables import connect, literal, pattern
@@ -119,7 +121,7 @@ class Catalog:
 
     def sql(self, text: str) -> duckdb.DuckDBPyRelation:
         """Return a statement's lazy relation (`.to_arrow_table()`, `.df()`, `.pl()`). Raise PunaError if it is invalid or writes."""
-        try:
+        with _named_errors():
             statements = self.connection.extract_statements(text)
             if len(statements) != 1:
                 raise PunaError(f"give one SQL statement, not {len(statements)}")
@@ -129,17 +131,13 @@ class Catalog:
             self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.names_in(text)))
             self._compare([])
             return self.connection.sql(text)
-        except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
-            raise _problem(error) from error
 
     def write(self, text: str, file: Path) -> int:
         """Write a statement's result to a file (.parquet, .csv, .json, .jsonl); return the row count. An error may leave a partial file."""
         self.sql(text)
         how = format_of(file)
-        try:
+        with _named_errors():
             (rows,) = self.connection.execute(f"copy ({text.strip().rstrip(';')}) to {literal(str(file))} ({how})").fetchone() or (0,)
-        except (duckdb.Error, RuntimeError) as error:
-            raise _problem(error) from error
         return int(rows)
 
 
@@ -179,18 +177,21 @@ def query(store: Store, text: str) -> pa.Table:
 
 def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
     """Return the result of one read-only SQL statement, at most `rows` rows (None: all); columns of one name `n` become `n`, `n_1`, …"""
-    try:
+    with _named_errors():
         relation = opened.sql(text)
         if relation is not None and rows is not None:
             relation = relation.limit(rows)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
-    except (duckdb.Error, RuntimeError) as error:
-        raise _problem(error) from error
 
 
-def _problem(error: Exception) -> PunaError:
-    return PunaError(_reason(error) if "Traceback (most recent" in str(error) else str(error))
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Raise an error of DuckDB within the context as a PunaError."""
+    try:
+        yield
+    except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
+        raise PunaError(_reason(error) if "Traceback (most recent" in str(error) else str(error)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -208,10 +209,8 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def statements(opened: Catalog, text: str) -> list[str]:
-    try:
+    with errors_at("", duckdb.Error):
         return [statement.query for statement in opened.connection.extract_statements(text)]
-    except duckdb.Error as error:
-        raise PunaError(str(error)) from error
 
 
 EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)?", re.IGNORECASE)

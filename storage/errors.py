@@ -25,8 +25,8 @@ class DamagedArtifact(PunaError):
 
 @contextlib.contextmanager
 def errors_at(where: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an error of these classes within the context as a PunaError that begins with `where`."""
+    """Raise an error of these classes within the context as a PunaError that begins with `where`, if given."""
     try:
         yield
     except kinds as error:
-        raise PunaError(f"{where}: {error}") from error
+        raise PunaError(f"{where}: {error}" if where else str(error)) from error

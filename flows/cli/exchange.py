@@ -120,8 +120,7 @@ def export(
     else:
         files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
     if as_json:
-        typer.echo(json.dumps([str(file) for file in files]))
-        return
+        return typer.echo(json.dumps([str(file) for file in files]))
     for file in files:
         typer.echo(f"{file}  {size(file.stat().st_size)}")
 

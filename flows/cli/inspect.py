@@ -177,8 +177,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
     m = artifact.manifest
     suspect = opened.suspects().get(artifact.key)
     if as_json:
-        typer.echo(json.dumps(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
-        return
+        return typer.echo(json.dumps(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
     typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
     typer.echo(artifact.folder)
     if suspect:
@@ -209,10 +208,9 @@ def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: Proje
     suspects = opened.suspects()
 
     def walk(artifact: Artifact, depth: int, role: str) -> None:
-        again = artifact.key in ids
         mark = {"suspect": suspects[artifact.key]} if artifact.key in suspects else {}
         rows.append({"depth": depth, "id": artifact.id, "key": artifact.key, "stage": artifact.manifest.stage, "as": role} | mark)
-        if again:
+        if artifact.key in ids:
             return
         ids.add(artifact.key)
         for item in artifact.manifest.inputs:
@@ -241,11 +239,9 @@ def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: Proje
     before, changes = explaining.explain(opened, artifact)
     if as_json:
         rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in changes]
-        typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
-        return
+        return typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
     if before is None:
-        typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
-        return
+        return typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
     typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
     for change in changes:
         typer.echo(f"  {change}")
@@ -279,8 +275,7 @@ def near(
     artifact = _documents(opened, documents)
     rows = describe(resembling(_text_of(file), artifact, least)[:most], artifact)
     if as_json:
-        typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
-        return
+        return typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
     typer.echo(f"{artifact.id}, {artifact.rows():,} documents: {len(rows) or 'nothing'} like it")
     if rows:
         shares = ("similarity", "of_text", "of_document")

@@ -115,8 +115,7 @@ def plan(
     costs = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
         summary = {**estimate, **({"answering": costs} if costs else {})}
-        typer.echo(json.dumps({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
-        return
+        return typer.echo(json.dumps({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
     for step in steps:
         typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_estimate_text(step.expected)}")
     counts = Counter(step.state for step in steps)
@@ -178,8 +177,7 @@ def clean(
         say=say, quiet=as_json,
     )  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(asdict(result), default=str))
-        return
+        return typer.echo(json.dumps(asdict(result), default=str))
     typer.echo(f"{result.kept:,} of {result.pages:,} pages are clean documents: {result.documents}")
     most = ", ".join(f"{rule} {count:,}" for rule, count in list(result.rules.items())[:3])
     typer.echo(f"what went, and by which rule{f' (most by {most})' if most else ''}: {result.dropped}")
@@ -211,8 +209,8 @@ def accept(
         if identity.key == before.key:
             raise PunaError(f"{before.id} is what today's code makes: there is nothing to declare")
         opened.accept(before, identity.key)
-        typer.echo(f"{before.id} now stands for what today's code would make: {'; '.join(map(str, changes(before.manifest, identity)))}")
-        return
+        differences = "; ".join(map(str, changes(before.manifest, identity)))
+        return typer.echo(f"{before.id} now stands for what today's code would make: {differences}")
     after = opened.resolve(new)
     if before.key == after.key:
         raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")

@@ -55,10 +55,8 @@ def parameters(engine: Engine, default: dict[str, float], **options: Any) -> Sam
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
-    try:
+    with errors_at("", ValueError):
         return SamplingParams(**{**default, **own, **{name: value for name, value in options.items() if value is not None}})
-    except ValueError as error:
-        raise PunaError(str(error)) from error
 
 
 @app.command()
@@ -80,8 +78,7 @@ def chat(
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
-            typer.echo()
-            return
+            return typer.echo()
         except UnicodeDecodeError as error:
             raise PunaError(f"standard input is no Unicode text: {error}") from error
         if line == "/new":
@@ -165,12 +162,10 @@ def generate(
     params = parameters(engine, {"temperature": 0.7}, **asked_of, mask=mask, speculate=ahead)
     tokenizer = engine.tokenizer
     assert tokenizer is not None
-    try:
+    with errors_at("", ValueError):
         ids = _ids(tokenizer, inputs, raw)
         _check_room(engine, max(map(len, ids)), max_tokens)
         answers = _answers(engine, ids, params, searching, requests)
-    except ValueError as error:
-        raise PunaError(str(error)) from error
     _print_answers(tokenizer, list(zip(requests, ids, answers, strict=True)), as_json, searching is not None)
 
 

@@ -294,8 +294,7 @@ def rules(
         result = evidence(Annotations(pages, Store.open(folder), config), recipe, changes or ())
     rows = columns_of(result, by)
     if as_json:
-        typer.echo(json.dumps({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
-        return
+        return typer.echo(json.dumps({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
     print_rows([{name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()} for row in rows], False)
     whole = result.whole[ALL]
     typer.echo(f"Judged on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")

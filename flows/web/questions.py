@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse, Response
 from puna.flows.html.markup import Content, Html, details, duration, part, table, tag
 from puna.flows.web.bounded import SECONDS
 from puna.flows.web.frame import STALE, Here, Site, form_fields, hidden_input, note, pages, plain, problem
-from puna.storage import PunaError, Store, catalog
+from puna.storage import PunaError, Store, catalog, errors_at
 from puna.storage.schemas import TABLES
 from puna.storage.views import FACTS
 
@@ -65,11 +65,8 @@ def _page(site: Site, question: str, answer: Content) -> Html:
 def answer(store: Store, question: str) -> Html:
     """Run a statement and return its first rows as HTML. Raise PunaError if the statement is invalid, refused or needs too much memory."""
     began = time.perf_counter()
-    try:
-        with catalog.Catalog(store, memory=MEMORY) as opened:
-            result = catalog.run(opened, question.strip().rstrip(";"), rows=MOST_ROWS + 1)
-    except duckdb.Error as error:
-        raise PunaError(str(error)) from error
+    with errors_at("", duckdb.Error), catalog.Catalog(store, memory=MEMORY) as opened:
+        result = catalog.run(opened, question.strip().rstrip(";"), rows=MOST_ROWS + 1)
     head = result.slice(0, MOST_ROWS)
     numeric = [n for n, field in enumerate(result.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
     rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in head.to_pylist()]

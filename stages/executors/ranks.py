@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from puna.models.training.parallel.layout import Layout
 from puna.stages.executors.processes import cores
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.training.parallel.mesh import Mesh
@@ -54,10 +54,8 @@ def join() -> None:
 
     from puna.models.training.parallel import mesh
 
-    try:
+    with errors_at("", ValueError, ConnectionError):
         mesh.join("cuda" if torch.cuda.is_available() else "cpu")
-    except (ValueError, ConnectionError) as error:
-        raise PunaError(str(error)) from error
 
 
 @contextlib.contextmanager
