@@ -13,18 +13,21 @@ from puna.flows.engine.launch import Request, stage_config, stage_inputs, target
 from puna.flows.engine.plan import PlannedStep, plan_flow, plan_stage
 from puna.flows.engine.recipe import Recipe
 from puna.flows.html.markup import duration, size
+from puna.models.config import ModelConfig
 from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.conversations import prompt_ids
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.chosen_size import ChosenSize
+from puna.stages.training.phase import Phase
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError, Store, errors_at
 
 if TYPE_CHECKING:
     from puna.models.accounting import Precision
-    from puna.models.config import ModelConfig
     from puna.models.machine import Machine
     from puna.models.training.parallel.estimate import Estimate
-    from puna.stages.pretrain.pretrain import PretrainConfig
-    from puna.stages.training.chosen_size import ChosenSize
-    from puna.stages.training.phase import Phase
 
 CPU_FLOPS = 1e20
 """Maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
@@ -72,7 +75,6 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     from puna.models import accounting
     from puna.models.formats.checkpoint import read_config
     from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
-    from puna.stages.training.vocabulary import tokenizer_of
 
     shape, tokenizer, layout = read_config(model.path()), tokenizer_of(model), config.serving.layout
     parts = layout.tensor * layout.pipeline
@@ -137,7 +139,6 @@ class Total:
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
     """Return the costs of a planned pretraining run. If `choose_size` must first choose the size, return a note instead."""
     from puna.models.formats.checkpoint import read_config
-    from puna.stages.training.chosen_size import ChosenSize
 
     begins = next(step.begins for step in steps if step.stage == "pretrain")
     if begins.get("size") == "":
@@ -156,10 +157,6 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
 
     if gpus > 1 and gpu is None:
         raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
-    from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
-    from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
-    from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
-
     if gpu is None:
         large = costs(recipe, LARGE, 1, given, size)
         if large["flops"] > CPU_FLOPS:
@@ -215,8 +212,6 @@ def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
 
 def _context(recipe: Recipe, phase: Phase, context: int) -> int:
     """Return the tokens per packed row of the phase's data: of its own tokenize step if the recipe has one, else `context`."""
-    from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
-
     label = f"tokenize_{phase.tokens}"
     own = recipe.values.get(label) if phase.tokens != "initial" else None
     return context if own is None else recipe.one(label, tokenize, TokenizeConfig).sequence_length

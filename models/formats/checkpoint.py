@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +19,9 @@ from torch import Tensor
 from puna.models.bounds import check_sizes, read_object, weight_names
 from puna.models.config import ModelConfig
 from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, spelled_out, to_disk
+from puna.models.formats.gguf.files import GgufFile
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
-
-if TYPE_CHECKING:
-    from puna.models.formats.gguf.files import GgufFile
 
 T = TypeVar("T")
 WEIGHTS = "model.safetensors"
@@ -104,8 +102,6 @@ def load_with_tokenizer(
 
 
 def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
-    from puna.models.formats.gguf.files import GgufFile
-
     try:
         return read(GgufFile(path))
     except CheckpointError:

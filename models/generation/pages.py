@@ -97,9 +97,7 @@ class PagePool:
         """Empty the tree, whose pages were computed with other weights."""
         for page in list(self.nodes):
             del self.nodes[page]
-            self.references[page] -= 1
-            if not self.references[page]:
-                self.free.append(page)
+            self.release([page])
         self.tree, self.spare = {}, {}
 
 

@@ -16,6 +16,7 @@ from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import Clock, Machine, best_seconds
+from puna.models.transformer import Transformer
 
 PROBE_PARAMETERS = 100_000_000
 """Maximum parameters of the model of at most two layers that `measure` builds; above, the products of one linear layer are timed."""
@@ -53,8 +54,6 @@ def measure(config: ModelConfig, context: int, clock: Clock = time.perf_counter)
 
 def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
     """Return the matrix products' operations per second. `machine` has the other rates: the time that they imply is subtracted."""
-    from puna.models.transformer import Transformer
-
     layers = min(2, config.num_hidden_layers)
     small = config.replace(num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
     rows, inner = 1024, config.intermediate_size

@@ -6,13 +6,14 @@ import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
+from puna.kernels.text.word_counts import Listed, kinds_held, list_words
 from puna.kernels.text.words import words_listed
 from puna.stages.contract import Classifier, Documents, Facts, Figure, InputFacts, StageConfig, StageRun, declare_signal, stage
 from puna.stages.contract.declaration import GLANCE, LOOK
@@ -20,9 +21,6 @@ from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Labels, out_of_fold, prepare
 from puna.stages.curate.classifiers.fold_models import About, Trained, load_classifier
 from puna.storage import Artifact, PunaError
-
-if TYPE_CHECKING:
-    from puna.kernels.text.word_counts import Listed
 
 declare_signal("domain", str, "", "knowledge type")
 declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
@@ -72,8 +70,6 @@ def seed_words() -> tuple[list[str], dict[str, int]]:
 
 @lru_cache(maxsize=1)
 def lexicon() -> Lexicon:
-    from puna.kernels.text.word_counts import list_words
-
     types, owner = seed_words()
     return Lexicon(types, list_words(words_listed(list(owner)).folded), np.array(list(owner.values()), np.int64))
 
@@ -87,8 +83,6 @@ def looked_at(text: str) -> NDArray[np.int64]:
 
 def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
     """Return the number of different seed words of each type in each text's first `characters`, int64[texts, types]."""
-    from puna.kernels.text.word_counts import kinds_held
-
     seeds = lexicon()
     return kinds_held(texts, characters, seeds.words, seeds.type_of, len(seeds.types))
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
     """Return held-out pages (without a mixture: any) up to `max_page_bytes`, by smallest hash, `max_bytes` in all. PunaError if none."""
-    if mixture is not None:
-        check_mixture(run, documents, mixture)
+    check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
     rows = run.map(_rank, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
     pages = [row[3] for row in smallest(rows, max_bytes)]

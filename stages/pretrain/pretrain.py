@@ -15,6 +15,7 @@ from pydantic import Field
 from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings
+from puna.models.training.state import load_state
 from puna.stages.contract import Evaluation, External, Facts, Figure, Model, StageRun, Tokenizer, Tokens, stage
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
 from puna.stages.executors import ranks
@@ -164,8 +165,6 @@ def _keep_moments(state: Path, folder: Path) -> None:
     """Save the optimizer's state of the last checkpoint in `state` to the model's `folder`, on rank 0 only."""
     from safetensors.torch import save_file
 
-    from puna.models.training.state import load_state
-
     checkpoint = None if ranks.follows() else load_state(state)
     if checkpoint is None:
         return
@@ -274,12 +273,11 @@ class Watch:
 def _train(
     model: Transformer, phase: Phase, place: tuple[int, ...], relay: Relay, watch: Watch, config: PretrainConfig, run: StageRun,
     state: dict[str, torch.Tensor] | Path | None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Train one phase, starting with the optimizer's `state` (None: new); return the folder of the phase's checkpoints."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
-    from puna.models.training.state import load_state
 
     done = len(watch.log)
     file = run.scratch / f"validation-{'.'.join(map(str, place))}.json"  # survives a crash

@@ -35,8 +35,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
     documents form a bucket, whose copies are shuffled by a hash of seed, id and copy number. Rows are cut every `sequence_length`
     tokens: a document that does not fit continues in the next row, and only the last row of a bucket may be shorter.
     """
-    if mixture is not None:
-        check_mixture(run, documents, mixture)
+    check_mixture(run, documents, mixture)
     parts = documents.parts(columns=["id", "text"], rows=BUCKET_DOCUMENTS)
     buckets = max(1, -(-documents.rows() // BUCKET_DOCUMENTS))
     arguments = (mixture, str(tokenizer.path()), run.seed("shuffle"), BUCKET_DOCUMENTS)

@@ -50,8 +50,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     from puna.models.tokens.growth import grown_tokenizer
     from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
 
-    if mixture is not None:
-        check_mixture(run, documents, mixture)
+    check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
     seed = run.seed("sample")
     sample = smallest(run.map(_sizes, parts, mixture, seed, config.max_bytes), config.max_bytes)

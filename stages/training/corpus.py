@@ -59,8 +59,10 @@ def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
     return list(split_documents(part.read(), mixture, split))
 
 
-def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact) -> None:
-    """Raise PunaError if the mixture and `documents` do not hold the same ids. Workers compare one range of ids each."""
+def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact | None) -> None:
+    """Raise PunaError if the mixture, if any, and `documents` do not hold the same ids. Workers compare one range of ids each."""
+    if mixture is None:
+        return
     cut = max(1, documents.record().cut)
     sides, spans = (mixture.beside(["id"]), documents.beside(["id"])), [span(cut, number) for number in range(cut)]
     differences = list(run.map(_unlike, [(around, *(side.within(*around) for side in sides)) for around in spans]))

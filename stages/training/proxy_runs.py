@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from puna.models.config import ModelConfig, ModelShape
+from puna.models.training.settings import TrainConfig
+from puna.models.training.state import load_state
 from puna.stages.contract import StageRun
 from puna.stages.training.token_rows import Packed
 from puna.stages.training.train import divergence_named
@@ -23,8 +26,6 @@ from puna.storage.work import write_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from puna.models.config import ModelConfig, ModelShape
-    from puna.models.training.settings import TrainConfig
     from puna.models.transformer import Transformer
 
 
@@ -79,8 +80,6 @@ def train_proxy(
 
 def moments_in(state: Path) -> dict[str, Tensor]:
     """Return the optimizer's state at the end of a training run whose checkpoints lie in the folder `state`."""
-    from puna.models.training.state import load_state
-
     saved = load_state(state)
     assert saved is not None  # `train` saves its last step
     return {name: value for name, value in saved[0].items() if name.startswith("state.")}

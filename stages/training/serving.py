@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from puna.models.memory.workload import Work
+from puna.models.serving import ServingSettings, offloaded_model
 from puna.models.training.parallel.layout import Layout
 from puna.stages.contract import StageRun
 from puna.stages.executors import ranks
@@ -13,8 +15,6 @@ from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine, Completion, SamplingParams
-    from puna.models.memory.workload import Work
-    from puna.models.serving import ServingSettings
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
@@ -39,7 +39,6 @@ def load_served(
     With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact if
     possible: no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
     from puna.kernels.exact import can_be_exact
-    from puna.models.serving import offloaded_model
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.parallel import parallel
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from puna.models.training.packing import pack
 from puna.models.training.parallel.layout import Layout
+from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
 from puna.stages.contract import External, Figure, StageRun
 from puna.stages.conversations import BadRow, Message, messages_of, prompt_ids, rendering, tools_of
 from puna.stages.executors import ranks
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from puna.models.machine import Precision
     from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
     from puna.models.transformer import Transformer
     from puna.stages.evaluation.training_tasks import TaskWatch
 
@@ -94,8 +95,6 @@ def by_answer(
 
     `progress` gets (examples done, examples in all).
     """
-    from puna.models.training.packing import pack
-
     values: dict[int, torch.Tensor] = {}
     for row in pack([len(example) for example in examples], micro_batch_tokens):
         values |= zip(row, compute([examples[i] for i in row]).split([len(examples[i].answers) for i in row]), strict=True)
