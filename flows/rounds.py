@@ -303,7 +303,6 @@ def _last_updates() -> int:
 
 
 def replace_field(name: str, value: object) -> Callable[[StageConfig], StageConfig]:
-    """Return a function that replaces one field's value in a configuration."""
     return lambda config: config.model_copy(update={name: value})
 
 
@@ -351,5 +350,4 @@ def prompts_taken(configs: Sequence[StageConfig | None]) -> int:
 
 
 def new_prompts_per_round() -> int:
-    """Return the number of new training prompts of each task in each round."""
     return setting("round_prompts", 400, minimum=1, maximum=10_000_000, description="Number of new training prompts of each task per round")

@@ -381,7 +381,6 @@ class Transformer(nn.Module):
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
-        """Return the device and the dtype of this process's weights."""
         weight = next(p for p in self.parameters() if not p.is_meta)
         return weight.device, weight.dtype
 

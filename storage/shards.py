@@ -182,7 +182,6 @@ class ShardWriter:
         self.rows = 0
 
     def open(self, schema: pa.Schema) -> None:
-        """Open the file for rows of this schema."""
         self.schema = schema
         self._rolling = digest.Rolling(schema)
         sink = Sink(self._path)

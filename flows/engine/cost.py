@@ -50,7 +50,6 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
 
 
 def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
-    """Return the configuration, inputs and store of a request for a single stage."""
     config = stage_config(stage, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)

@@ -71,7 +71,6 @@ class Request:
         return {"command": self.command(), **fields}
 
     def session(self, name: str, store: Store, *, report: bool = False) -> AbstractContextManager[Session]:
-        """Return a context that opens a session for the flow or stage `name`."""
         return session(
             store, flow=name, workers=self.workers, executor=self.executor, json=self.json, title=self.title, parameters=self.parameters,
             report=report,

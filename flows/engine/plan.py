@@ -176,7 +176,6 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
 
 
 def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> PlannedStep:
-    """Return the planned step of a single stage."""
     planner = Planner(Recipe(stage.name), store, Experience(store))
     inputs = {name: [given_as(item, {}) for item in items] for name, items in stage.check(dict(given)).items()}
     planner.make(Step(stage.name, stage.name, stage), stage.name, config, inputs)

@@ -136,7 +136,6 @@ class Recipe:
         return value
 
     def added_steps(self, place: Literal["after", "into"], step: Step) -> list[tuple[str, Added]]:
-        """Return the steps that the recipe adds after `step`, or into it."""
         return [(label, extra) for label, extra in self.extra.items() if getattr(extra, place) == step.label]
 
 

@@ -100,7 +100,6 @@ def settings_of(stage: Stage) -> list[tuple[str, str]]:
 
 
 def set_by_recipes(stage: Stage) -> set[str]:
-    """Return the fields of a stage's configuration that a shipped recipe sets."""
     return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
 
 

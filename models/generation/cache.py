@@ -34,7 +34,6 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all pages in memory."""
         return sum(pages.untyped_storage().nbytes() for pages in self.stores)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

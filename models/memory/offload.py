@@ -110,7 +110,6 @@ class Disk:
         return self._loader.counts
 
     def take(self, number: int) -> dict[str, Tensor]:
-        """Return a layer's weights in one of the buffers."""
         self._held.append(self._loader.take(number))
         return self.source.weights(self._held[-1].tensors(self.source.layouts[number]))
 

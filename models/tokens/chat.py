@@ -43,7 +43,6 @@ class Row:
     trained: list[bool] = field(default_factory=list)
 
     def extend(self, ids: Sequence[int], trained: bool) -> None:
-        """Append tokens that all have the flag `trained`."""
         self.ids += ids
         self.trained += [trained] * len(ids)
 

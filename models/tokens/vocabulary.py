@@ -176,7 +176,6 @@ class Vocabulary:
         return None
 
     def without_special(self, text: str) -> str:
-        """Return a rendered text without its special tokens."""
         return self._special_pattern.sub("", text)
 
     def special_in(self, value: Any) -> str | None:

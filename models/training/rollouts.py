@@ -298,7 +298,6 @@ class Source:
         return sampled
 
     def forget(self, rollout: int) -> None:
-        """Remove the saved waves of a rollout."""
         if self._folder is not None:
             shutil.rmtree(self._of(rollout), ignore_errors=True)
 
@@ -327,8 +326,6 @@ class Source:
 
 
 def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
-    """Return a scorer that computes answers' rewards with a reward model."""
-
     @torch.no_grad()
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
         answers = [[c.tokens for c in row] for row in completions]

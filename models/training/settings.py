@@ -326,7 +326,6 @@ class RolloutSettings(Settings):
 
     @property
     def updates(self) -> int:
-        """Return the number of updates per rollout."""
         return self.epochs * self.minibatches
 
     def training(self, rate: float | None) -> TrainConfig:

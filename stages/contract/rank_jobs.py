@@ -74,7 +74,6 @@ def check(stage: Stage, config: StageConfig) -> None:
 
 
 def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
-    """Yield (dotted path, layout) for each layout in `settings` and in nested settings."""
     for name in type(settings).model_fields:
         value, own = getattr(settings, name), f"{path}{name}"
         if isinstance(value, Layout):

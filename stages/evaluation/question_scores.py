@@ -146,7 +146,6 @@ class Asker:
         return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
 
     def requests(self, task: Task, document: Document) -> list[Request]:
-        """Return a request for each option of a question."""
         delimiter = "" if self.prompts == "chat" else task.file.target_delimiter
         if isinstance(document.text, int):
             pairs = [(choice, f"{delimiter}{document.target}") for choice in document.choices]

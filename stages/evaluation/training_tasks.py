@@ -38,7 +38,6 @@ class TaskWatch:
         self.scores: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def due(self, step: int, last: int) -> bool:
-        """True if the model is evaluated after this step."""
         return step % self.every == 0 or step == last
 
     def ask(self, step: int, model: Transformer) -> None:

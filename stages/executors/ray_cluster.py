@@ -58,7 +58,6 @@ class RayCluster(PartExecutor):
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:
-        """True if the cluster has a GPU."""
         return self._resources.get("GPU", 0) >= 1
 
     def _begin(self, part: Part) -> None:

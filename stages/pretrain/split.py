@@ -183,7 +183,6 @@ def _census(rows: pa.Table, least: int) -> dict[str, tuple[int, float, NDArray[n
 
 
 def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) -> set[float]:
-    """Return the chances below `fraction` of the documents in `categories`."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     chance = rows["chance"].to_numpy()
     return set(chance[inside & (chance < fraction)].tolist())

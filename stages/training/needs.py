@@ -19,7 +19,6 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
-    """Return the models of these inputs that already exist, each once."""
     models = [item.model for name in inputs for item in facts.inputs.get(name, ()) if item.model is not None]
     return list({model.key: model for model in models}.values())
 

@@ -211,7 +211,6 @@ class Reader:
         return results
 
     def rows_before(self, step: int) -> int:
-        """Return the number of rows of all steps before `step`."""
         return (step - 1) * self.rows_per_step if self.growth is None else self.growth.before(step)
 
     def _row(self, first: int) -> list[tuple[int, int]]:

@@ -143,7 +143,6 @@ class Candidates(NamedTuple):
         return cls(table["id"].take(pa.array(order)), facts[order], signatures, _bounds(component[order]), hashes, start[order])
 
     def find_removals(self, config: MinhashDedupConfig) -> Found:
-        """Return the removals among the candidates, by index."""
         return find_removals(self.facts, self.signatures, self.bounds, config, lambda places: (self.hashes, self.start[places]))
 
 

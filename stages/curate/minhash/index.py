@@ -90,7 +90,6 @@ class Index(NamedTuple):
         return cls.open(artifact.path(INDEX))
 
     def ids(self) -> NDArray[np.bytes_]:
-        """Return the ids of all documents, in order."""
         return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
     def sharing(self, keys: U64) -> I64:
