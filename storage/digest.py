@@ -11,7 +11,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ import pyarrow.compute as pc
 
 from puna.storage.errors import PunaError
 from puna.storage.files import DamagedFile, Files
-
-CHUNK_BYTES = 1 << 20
 
 
 def canonical(value: Any) -> str:
@@ -55,21 +53,13 @@ def of_value(value: Any) -> str:
 def of_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, 64 hex digits."""
     with path.open("rb") as file:
-        return of_stream(file)
-
-
-def of_stream(file: BinaryIO) -> str:
-    """Return the sha256 of the rest of an open file, 64 hex digits."""
-    state = hashlib.sha256()
-    while chunk := file.read(CHUNK_BYTES):
-        state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def of_stored(files: Files, name: str) -> str:
     """Return the sha256 of a file of a store, 64 hex digits; empty if the store itself finds it damaged."""
     with contextlib.suppress(DamagedFile), files.open(name) as file:
-        return of_stream(file)
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # each store's files have `readinto`
     return ""
 
 
