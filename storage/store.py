@@ -127,9 +127,9 @@ class Store:
         folders = {"/".join(inside[:4]) for name in self.files.list("objects") if len(inside := name.split("/")) > 4 and inside[1] in KINDS}
         return sorted(folders - whole)
 
-    def artifacts(self) -> list[Artifact]:
-        """Return all committed artifacts with readable manifests, oldest first; `verify` names the others."""
-        return [Artifact(one["kind"], one["key"], self.files) for one in self.entries()]
+    def artifacts(self, kind: str | None = None, project: str | None = None) -> list[Artifact]:
+        """Return the artifacts of `entries`, oldest first; only those of this kind if it is given."""
+        return [Artifact(one["kind"], one["key"], self.files) for one in self.entries(project) if kind in (None, one["kind"])]
 
     def resolve(self, name: str) -> Artifact:
         """Return the only artifact with this name (`kind/prefix`, a key's prefix, or an alias `name@version`). Else raise PunaError."""

@@ -187,7 +187,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Compare two models' stored evaluations by question on common tasks: B minus A, with 95 % intervals and Holm-corrected p-values."""
     opened = Store.existing(store, project)
-    artifacts = [Artifact(entry["kind"], entry["key"], opened.files) for entry in opened.entries() if entry["kind"] == "evaluation"]
+    artifacts = opened.artifacts("evaluation")
     first, second = (scores_of(evaluations_of(opened.check(opened.resolve(name)), artifacts)) for name in (one, other))
     rows, remarks = differences(first, second, every)
     for remark in remarks:

@@ -288,10 +288,10 @@ def _documents(store: Store, name: str | None) -> Artifact:
         if artifact.kind != "documents":
             raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
         return artifact
-    entries = [entry for entry in store.entries() if entry["kind"] == "documents"]
-    if not entries:
+    artifacts = store.artifacts("documents")
+    if not artifacts:
         raise PunaError(f"{store.uri} holds no documents to search")
-    return Artifact("documents", entries[-1]["key"], store.files)
+    return artifacts[-1]
 
 
 def _text_of(file: str) -> str:

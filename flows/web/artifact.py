@@ -60,8 +60,7 @@ router = pages("artifacts", "Artifacts", at=3)
 def list_page(site: Here, kind: str | None = None, project: str | None = None) -> str:
     """Return the page that lists the newest `MOST_LISTED` artifacts. `kind`, `project`: only artifacts of this kind, of this project."""
     store = site.store.within(project).require_project()
-    entries = [one for one in reversed(store.entries(project)) if kind in (None, one["kind"])]
-    artifacts = [Artifact(one["kind"], one["key"], store.files) for one in entries]
+    artifacts = store.artifacts(kind, project)[::-1]
     names, suspects, more = store.names(project), store.suspects(), f"&project={project}" if project else ""
     kinds = [tab("all", f"/puna/artifacts?{more[1:]}".rstrip("?"), kind is None)]
     kinds += [tab(k, f"/puna/artifacts?kind={k}{more}", k == kind) for k in KINDS]

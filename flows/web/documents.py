@@ -69,7 +69,7 @@ async def near(site: Here, request: Request) -> str:
 
 def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Sequence[str]] | None = None) -> Html:
     store = site.store
-    artifacts = [one for one in reversed(store.artifacts()) if one.kind == "documents"]
+    artifacts = store.artifacts("documents")[::-1]
     if not artifacts:
         return site.page("Documents", here="documents", lead="The store holds no documents yet: run `curate`.")
     names = store.names()

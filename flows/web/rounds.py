@@ -37,7 +37,7 @@ def rounds_page(site: Here, project: str | None = None) -> str:
     history = rounds_of(store, store.alias(POLICY)) if POLICY in store.aliases() else _open_rounds(store)
     waiting = history[-1] if history and history[-1].verdict == "waits" else None
     gains = [Plot.of(figure) for one in history[-4:] for _, figure in sorted(one.gate.manifest.figures.items())]
-    answers = [one for one in reversed(store.artifacts()) if one.kind == "answers"][:6]
+    answers = store.artifacts("answers")[::-1][:6]
     desk = "" if store.project == DEFAULT else f"{store.project}~"
     judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
     first = tag("a", "round", href=f"/puna/start/round?project={store.project}")
