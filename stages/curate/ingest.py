@@ -26,7 +26,7 @@ from puna.stages.reading.rows import FORMATS as TABLES
 from puna.stages.reading.rows import SIDECARS
 from puna.stages.reading.warc import read_warc
 from puna.stages.reading.warc_frames import ZSTD_DICTIONARY_MAGIC
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count
@@ -316,20 +316,17 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
     if job.file is None:
         yield from readers.read_stream(job.stream(), job.source, job.name, config.columns_of(job.source))
         return
-    try:
-        with closing(job.file.open()) as handle:
-            if job.format == "warc":
-                yield from read_warc(handle, job.name, config.max_body_bytes)
-            elif job.format == "parquet":
-                yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source), config.max_body_bytes)
-            elif job.format in ("jsonl", "csv", "tsv"):
-                yield from _rows(job, handle, job.name, config)
-            elif job.format == "dataset":
-                yield from readers.read_arrow(handle, job.source, job.name, config.columns_of(job.source))
-            else:
-                yield from readers.read_file(handle, job.source, job.name, config.max_body_bytes)
-    except FileNotFoundError as error:
-        raise PunaError(f"input {job.file.location}: the file is gone ({error})") from error
+    with errors_at(f"input {job.file.location}: the file is gone", FileNotFoundError), closing(job.file.open()) as handle:
+        if job.format == "warc":
+            yield from read_warc(handle, job.name, config.max_body_bytes)
+        elif job.format == "parquet":
+            yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source), config.max_body_bytes)
+        elif job.format in ("jsonl", "csv", "tsv"):
+            yield from _rows(job, handle, job.name, config)
+        elif job.format == "dataset":
+            yield from readers.read_arrow(handle, job.source, job.name, config.columns_of(job.source))
+        else:
+            yield from readers.read_file(handle, job.source, job.name, config.max_body_bytes)
 
 
 def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:

@@ -32,7 +32,7 @@ from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, 
 from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.python_code import PythonFunction
 from puna.stages.verifiers.registry import from_text
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count, row_bytes
@@ -188,11 +188,8 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
     if job.file is None:
         yield from stream_rows(job.stream())
         return
-    try:
-        with closing(job.file.open()) as handle:
-            yield from read_rows(handle, job.file.location, job.format, config.max_row_bytes)
-    except FileNotFoundError as error:
-        raise PunaError(f"input {job.file.location}: the file is gone ({error})") from error
+    with errors_at(f"input {job.file.location}: the file is gone", FileNotFoundError), closing(job.file.open()) as handle:
+        yield from read_rows(handle, job.file.location, job.format, config.max_row_bytes)
 
 
 def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
