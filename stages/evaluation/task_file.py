@@ -196,12 +196,8 @@ _Loader.add_constructor("!function", _code)
 
 def read_task(text: bytes, where: str) -> TaskFile:
     """Return the task of a YAML text. Raise a PunaError that begins with `where` if the text is not YAML or has unsupported content."""
-    try:
+    with errors_at(f"{where} is not YAML", yaml.YAMLError, RecursionError, ValueError), errors_at(where, PunaError):
         content = yaml.load(text[: FILE_BYTES + 1], _Loader)  # noqa: S506  a loader without Python
-    except PunaError as error:
-        raise PunaError(f"{where}: {error}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise PunaError(f"{where} is not YAML: {error}") from error
     if len(text) > FILE_BYTES or not isinstance(content, dict):
         raise PunaError(f"{where} is no task file: it holds {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
     if unknown := sorted(str(key) for key in content if key not in TaskFile.model_fields and key not in UNUSED):

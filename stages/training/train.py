@@ -200,7 +200,7 @@ def load_model(
     from puna.models.tokens.tokenizer import Tokenizer
 
     place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
-    try:
+    with errors_at(artifact.id, ValueError), errors_at(f"{artifact.id} cannot be read", CheckpointError):
         cut = layout is not None and layout.parts(read_config(artifact.path())) is not None
         where, dtype = own if cut or quantization != "none" else place
         model = load(artifact.path(), dtype=dtype, device=where)
@@ -208,10 +208,6 @@ def load_model(
             model = load(artifact.path(), head, dtype, where)
         if quantization == "nf4":
             model = to_nf4(model).to(*place)
-    except CheckpointError as error:
-        raise PunaError(f"{artifact.id} cannot be read: {error}") from error
-    except ValueError as error:
-        raise PunaError(f"{artifact.id}: {error}") from error
     if model.head != head:
         raise PunaError(f"{artifact.id} is {HEADS[model.head]}, made by {artifact.manifest.stage}; give {HEADS[head]}")
     return on_threads(model), Tokenizer.load(artifact.path())
