@@ -6,10 +6,11 @@ families are read, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,6 @@ from puna.models.formats.gguf.files import GgufFile
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
 
-T = TypeVar("T")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
@@ -42,6 +42,18 @@ class Entry(NamedTuple):
 
 class CheckpointError(ValueError):
     """An error for a folder or GGUF file that is not a valid checkpoint, or holds a model that this decoder cannot represent."""
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise an error of what is read within the context as a CheckpointError that names `path`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        message = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise CheckpointError(message if str(path) in message else f"{path}: {message}") from error
 
 
 def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
@@ -75,15 +87,15 @@ def load(
     all rewards are equal at first. Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported.
     """
     path = Path(path)
-    if path.suffix == GGUF:
-        return _from_gguf(path, lambda file: build(file.config, file.state(file.config, dtype, device), head, path))
-    config = read_config(path)
-    check_files(path)
-    try:
-        state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    return build(config, state, head, path)
+    with _reading(path):
+        if path.suffix == GGUF:
+            file = GgufFile(path)
+            config, state = file.config, file.state(file.config, dtype, device)
+        else:
+            config = read_config(path)
+            check_files(path)
+            state = from_disk(spelled_out(_read_tensors(path, dtype, device), dtype), config)
+        return build(config, state, head, path)
 
 
 def load_with_tokenizer(
@@ -91,33 +103,17 @@ def load_with_tokenizer(
 ) -> tuple[Transformer, Tokenizer]:
     """Return the model (see `load`) and its tokenizer from a folder or GGUF file; raise CheckpointError if either cannot be read."""
     path = Path(path)
-    try:
-        tokenizer = _from_gguf(path, lambda file: file.tokenizer()) if path.suffix == GGUF else Tokenizer.load(path)
-    except CheckpointError:
-        raise
-    except (ValueError, OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        message = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-        raise CheckpointError(message if str(path) in message else f"{path}: {message}") from error
+    with _reading(path):
+        tokenizer = GgufFile(path).tokenizer() if path.suffix == GGUF else Tokenizer.load(path)
     return load(path, head, dtype, device), tokenizer
-
-
-def _from_gguf(path: Path, read: Callable[[GgufFile], T]) -> T:
-    try:
-        return read(GgufFile(path))
-    except CheckpointError:
-        raise
-    except (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{path}: {error if isinstance(error, ValueError | OSError) else repr(error)}") from error
 
 
 def check_files(folder: Path) -> None:
     """Raise CheckpointError if weight files are missing or damaged, or too small for the sizes in config.json. Read only their headers."""
     tensors = sum(len(file.keys()) for _, file in weight_files(folder))
     size = sum((folder / name).stat().st_size for name in _names(folder))
-    try:
+    with _reading(folder):
         check_sizes(read_object(folder / "config.json"), tensors, size)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
@@ -149,14 +145,8 @@ def read_config(folder: Path | str) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
-    try:
-        raw = read_object(path)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    try:
-        return parse_config(raw)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    with _reading(path):
+        return parse_config(read_object(path))
 
 
 def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -201,10 +191,8 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 def _names(folder: Path) -> Sequence[str]:
     """Return the names of the folder's weight files. Raise CheckpointError for an invalid index."""
-    try:
+    with _reading(folder):
         return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
