@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from puna.stages.reading.declared import page_bytes, stream_bytes
 from puna.stages.reading.files import Unpacking
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 BATCH_ROWS, BATCH_BYTES = 1024, 64 << 20
 VALUE_BYTES = 8  # approximate bytes of a value without its text
@@ -52,7 +52,7 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
 
     Raise PunaError if the file is not Parquet, `check_fields` refuses a column, or the pages unpack to more bytes than `Unpacking` allows.
     """
-    try:
+    with errors_at(f"{name}: not a readable Parquet file", pa.ArrowException, OSError, ValueError, IndexError):
         file = pq.ParquetFile(handle)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         unpacking, row_bytes, chunks = Unpacking(name, handle), 0, []
@@ -67,8 +67,6 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
         file = pq.ParquetFile(handle, read_dictionary=sorted(shared))
         check_fields(file.schema_arrow, name)
         return file, min(BATCH_ROWS, max(1, BATCH_BYTES // max(row_bytes, 1)))
-    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
-        raise PunaError(f"{name}: not a readable Parquet file ({error})") from error
 
 
 def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:

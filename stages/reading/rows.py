@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from puna.stages.reading.columns import Unread, batches, find_repeated, records, unpacked_bytes
 from puna.stages.reading.files import DAMAGE, Unpacking, decompress, suffix
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
@@ -300,16 +300,11 @@ class _Lines:
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
     """Yield one row or fault per record after the header; cells are text. `delimiter`: "" infers it. PunaError for a bad header."""
     csv.field_size_limit(max_row_bytes)
-    try:
+    with errors_at(f"{name}: its first line, the names of the columns, cannot be read", csv.Error, *DAMAGE):
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))
-    except DAMAGE as error:
-        raise PunaError(f"{name}: its first line, the names of the columns, cannot be read ({error})") from error
-    lines = _Lines(io.TextIOWrapper(source, "utf-8-sig", "surrogateescape", newline=""), max_row_bytes, unpacking)
-    records = csv.reader(lines, delimiter=delimiter, strict=True)
-    try:
+        lines = _Lines(io.TextIOWrapper(source, "utf-8-sig", "surrogateescape", newline=""), max_row_bytes, unpacking)
+        records = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(records, [])
-    except (csv.Error, *DAMAGE) as error:
-        raise PunaError(f"{name}: its first line, the names of the columns, cannot be read ({error})") from error
     if find_repeated(names) or (names and not all(names)):
         raise PunaError(f"{name}: its first line has to name every column, each once; it holds {', '.join(map(repr, names))}")
     number = 0
