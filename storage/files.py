@@ -66,8 +66,8 @@ class Files(Protocol):
     def stats(self, folder: str) -> dict[str, Stat]:
         """Return name relative to the folder → `Stat` for all files below a folder."""
 
-    def list(self, folder: str, after: str = "") -> Iterator[str]:
-        """Return the names of the files below a folder that come after the name `after`, in order."""
+    def list(self, folder: str) -> Iterator[str]:
+        """Return the names of the files below a folder, in order."""
 
     def folders(self, folder: str) -> Sequence[str]:
         """Return the names of the folders in a folder, in order."""
@@ -154,10 +154,9 @@ class LocalFiles(Files):
                     stats[file[len(start) + 1 :]] = _stat(os.stat(file))
         return stats
 
-    def list(self, folder: str, after: str = "") -> Iterator[str]:
+    def list(self, folder: str) -> Iterator[str]:
         cut = len(os.path.join(self.root, ""))  # for ten thousand artifacts, `Path` objects would take a second
-        names = [os.path.join(path, name)[cut:] for path, _, inside in os.walk(self.root / folder) for name in inside]
-        yield from sorted(name for name in names if name > after)
+        yield from sorted(os.path.join(path, name)[cut:] for path, _, inside in os.walk(self.root / folder) for name in inside)
 
     def folders(self, folder: str) -> Sequence[str]:
         start = self.root / folder

@@ -109,20 +109,21 @@ class S3Files(Bucket, Files):
             return None
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        return {name[len(folder) + 1 :]: stat for name, stat in self._list(folder, "")}
+        return {name[len(folder) + 1 :]: stat for name, stat in self._list(folder)}
 
-    def list(self, folder: str, after: str = "") -> Iterator[str]:
-        return (name for name, _ in self._list(folder, after))
+    def list(self, folder: str) -> Iterator[str]:
+        return (name for name, _ in self._list(folder))
 
     def folders(self, folder: str) -> Sequence[str]:
         listing = self._request(folder, lambda: obstore.list_with_delimiter(self._client(), prefix=folder))
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listing["common_prefixes"])
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._list(folder, ""))
+        split = ((one[len(folder) + 1 :].rpartition("/"), stat) for one, stat in self._list(folder))
         return {place: stat.version for (place, _, last), stat in split if last == name and place.count("/") == depth - 1}
 
-    def _list(self, folder: str, after: str) -> Iterator[tuple[str, Stat]]:
+    def _list(self, folder: str) -> Iterator[tuple[str, Stat]]:
+        after = ""
         for attempt in range(TRIES):
             try:
                 for chunk in obstore.list(self._client(), prefix=folder, offset=after or None):
