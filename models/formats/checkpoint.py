@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def checkpoint_at(path: Path) -> Iterator[None]:
     """Raise an error of what is read within the context as a CheckpointError that names `path`."""
     try:
         yield
@@ -87,7 +87,7 @@ def load(
     all rewards are equal at first. Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported.
     """
     path = Path(path)
-    with _reading(path):
+    with checkpoint_at(path):
         if path.suffix == GGUF:
             file = GgufFile(path)
             config, state = file.config, file.state(file.config, dtype, device)
@@ -103,7 +103,7 @@ def load_with_tokenizer(
 ) -> tuple[Transformer, Tokenizer]:
     """Return the model (see `load`) and its tokenizer from a folder or GGUF file; raise CheckpointError if either cannot be read."""
     path = Path(path)
-    with _reading(path):
+    with checkpoint_at(path):
         tokenizer = GgufFile(path).tokenizer() if path.suffix == GGUF else Tokenizer.load(path)
     return load(path, head, dtype, device), tokenizer
 
@@ -112,7 +112,7 @@ def check_files(folder: Path) -> None:
     """Raise CheckpointError if weight files are missing or damaged, or too small for the sizes in config.json. Read only their headers."""
     tensors = sum(len(file.keys()) for _, file in weight_files(folder))
     size = sum((folder / name).stat().st_size for name in _names(folder))
-    with _reading(folder):
+    with checkpoint_at(folder):
         check_sizes(read_object(folder / "config.json"), tensors, size)
 
 
@@ -145,7 +145,7 @@ def read_config(folder: Path | str) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: a model folder holds config.json and {WEIGHTS}")
-    with _reading(path):
+    with checkpoint_at(path):
         return parse_config(read_object(path))
 
 
@@ -191,7 +191,7 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 def _names(folder: Path) -> Sequence[str]:
     """Return the names of the folder's weight files. Raise CheckpointError for an invalid index."""
-    with _reading(folder):
+    with checkpoint_at(folder):
         return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
 
 

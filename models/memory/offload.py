@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PagedPlan
 from puna.models.config import ModelConfig
-from puna.models.formats.checkpoint import CheckpointError, Entry, build, check_files, entries, read_config, weight_files
+from puna.models.formats.checkpoint import CheckpointError, Entry, build, check_files, checkpoint_at, entries, read_config, weight_files
 from puna.models.formats.families import from_disk
 from puna.models.generation.cache import Layers
 from puna.models.generation.dense import fits
@@ -39,13 +39,11 @@ class Source:
         self.folder, self.dtype, self.config = folder, dtype, read_config(folder)
         check_files(folder)
         by_name: dict[str, Entry] = {}
-        try:
+        with checkpoint_at(folder):
             for path, _ in weight_files(folder):
                 by_name |= entries(path)
             meta = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in by_name.items()}
             self._empty: Transformer | None = build(self.config, from_disk(meta, self.config), "lm", folder)
-        except ValueError as error:
-            raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error}") from error
         self._one_layer = self.config.replace(num_hidden_layers=1, sliding_layers=None)
         self._rest = {name: one for name, one in by_name.items() if not name.startswith(LAYERS)}
         own: list[dict[str, Entry]] = [{} for _ in range(self.config.num_hidden_layers)]
