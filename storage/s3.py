@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 import duckdb
 import obstore
 from fsspec.spec import AbstractFileSystem
-from obstore import ObjectMeta, PutMode
 
 from puna.storage import blocks, cache, lease
 from puna.storage.bucket import NAME, TRIES, Bucket, passing, pause
 from puna.storage.errors import PunaError
 from puna.storage.files import LOCKS, DamagedFile, Files, Stat
+
+if TYPE_CHECKING:  # the package has these names only for type checkers
+    from obstore import ObjectMeta, PutMode
 
 MULTIPART = 16 << 20
 """Bytes above which a file is uploaded in pieces, and the minimum size of a piece."""
