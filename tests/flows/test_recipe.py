@@ -498,7 +498,7 @@ def test_a_group_given_by_set_changes_one_member_of_a_list() -> None:
 
 def test_every_shipped_recipe_loads() -> None:
     for name in shipped_recipes():
-        flow = {"clean": "curate", "continue": "pretrain", "one-gpu": "pretrain", "phases": "pretrain", "safety": "safety"}.get(name, "pipeline")
+        flow = {"clean": "curate", "continue": "pretrain", "one-gpu": "pretrain", "phases": "pretrain", "safety": "safety", "capabilities": "capabilities"}.get(name, "pipeline")
         assert trace(flow_named(flow), load(name, flow=flow)).complaints == []
 
 
