@@ -141,11 +141,17 @@ def instructions(store: Store, source: str, count: int, split: str = "train") ->
 def test_a_mix_has_the_shares_that_it_was_asked_for(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     sets = [instructions(store, "long", 30), instructions(store, "chat", 90), instructions(store, "code", 10), instructions(store, "later", 5, "heldout")]
-    mixed = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}), {"instructions": sets}, store)
+    mixed = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}, repeats=1), {"instructions": sets}, store)
     assert Counter(mixed.read()["source"].to_pylist()) == {"long": 30, "chat": 27, "code": 3}
     assert mixed.read("dropped").num_rows == 70
-    again = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}), {"instructions": sets[::-1]}, store)
+    again = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}, repeats=1), {"instructions": sets[::-1]}, store)
     assert again.data_digest == mixed.data_digest
+    # The 100 other rows are half of a mix of 200, of which the 30 long ones give at most 2 x 30 / .5.
+    twice = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}, repeats=2), {"instructions": sets}, store)
+    assert Counter(twice.read()["source"].to_pylist()) == {"long": 60, "chat": 54, "code": 6}
+    often = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}), {"instructions": sets}, store).read().to_pylist()
+    assert Counter(row["source"] for row in often) == {"long": 100, "chat": 90, "code": 10}
+    assert sorted(Counter(row["prompt_id"] for row in often if row["source"] == "long").values()) == [3] * 20 + [4] * 10
     without = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.0}), {"instructions": sets}, store)
     assert Counter(without.read()["source"].to_pylist()) == {"chat": 90, "code": 10}
     with pytest.raises(PunaError, match=r"no training instruction has the source 'lang'.*long"):
@@ -156,18 +162,19 @@ def test_a_mix_has_the_shares_that_it_was_asked_for(tmp_path: Path) -> None:
         MixInstructionsConfig(shares={"a": 0.6, "b": 0.6})
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 2000), min_size=2), st.lists(st.integers(0, 40), max_size=2))
-def test_no_larger_mix_has_the_shares(rows: dict[str, int], percents: list[int]) -> None:
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 2000), min_size=2), st.lists(st.integers(0, 40), max_size=2), st.integers(1, 5))
+def test_no_larger_mix_has_the_shares(rows: dict[str, int], percents: list[int], repeats: int) -> None:
     shares = {name: percent / 100 for name, percent in zip(sorted(rows)[:-1], percents, strict=False)}
-    counts = row_counts(rows, shares)
+    counts = row_counts(rows, shares, repeats)
     total = sum(counts.values())
-    assert all(0 <= counts[name] <= rows[name] for name in rows)
+    assert all(0 <= counts[name] <= repeats * rows[name] for name in rows)
     rest = sum(count for name, count in rows.items() if name not in shares)
     for name in rows:
         wanted = shares.get(name, (1 - sum(shares.values())) * rows[name] / rest)
         assert abs(counts[name] - wanted * total) <= len(rows)
-    # One more row of some source would be more than there is, or all of them.
-    assert any(counts[name] == rows[name] for name in rows)
+    # Either some source is used up, or the most plentiful one is used once.
+    used = [name for name in rows if counts[name]]
+    assert any(counts[name] == repeats * rows[name] for name in used) or all(counts[name] >= rows[name] for name in used)
 
 
 def test_the_flow_has_a_control_for_each_share() -> None:
