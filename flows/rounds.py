@@ -29,7 +29,7 @@ from puna.stages.align.topics import topics
 from puna.stages.contract import StageConfig
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
-from puna.stages.training.settings import SftConfig
+from puna.stages.training.settings import AdaptableConfig
 from puna.storage import Artifact, PunaError
 
 ITERATIONS = 3
@@ -153,9 +153,10 @@ def controls(
     """Return the control arms of round `number`: each trains a model, averages it with the round's start, as the round does, and scores it.
 
     `_equal`: arms in place of the round's training after DPO. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
-    many updates as the round. They train on demonstrations, alone or with chosen answers, with synthetic answers, or with one more answer
-    per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With `sample_instead`, DPO also learns from
-    pairs of the finetuned model's answers, and another arm is finetuned on its verified answers. One arm omits the training after DPO.
+    many updates as the round (without those set in epochs). They train on demonstrations, alone or with chosen answers, with synthetic
+    answers, or with one more answer per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With
+    `sample_instead`, DPO also learns from pairs of the finetuned model's answers, and another arm is finetuned on its verified answers.
+    One arm omits the training after DPO.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
@@ -284,8 +285,9 @@ def _part(name: str, share: float, config: Any) -> Any:
     if name == "steps":
         training = config.training
         shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
-        return config.model_copy(update={"training": training.replace(**shorter)})
-    return config.model_copy(update={name: math.ceil(getattr(config, name) * share)})
+        return config.model_copy(update={"training": training.replace(schedule=training.schedule.of_part(share), **shorter)})
+    schedule = {"schedule": config.schedule.of_part(share)} if isinstance(config, RolloutsConfig) else {}
+    return config.model_copy(update={name: math.ceil(getattr(config, name) * share), **schedule})
 
 
 def _of_rl() -> list[RolloutsConfig]:
@@ -296,9 +298,10 @@ def _of_rl() -> list[RolloutsConfig]:
 
 
 def _last_updates() -> int:
-    """Return the number of the policy's updates after DPO: of finetuning on its own answers (0 if set in epochs), and of RL."""
-    again = [config for config in current_walk().configs(AGAIN) if isinstance(config, SftConfig)]
-    steps = sum(config.training.steps or 0 for config in again)
+    """Return the number of the policy's updates after the first finetuning: of DPO and of finetuning on its own answers (0 for those
+    set in epochs), and of RL."""
+    configs = [config for one in (Step("dpo", "dpo", dpo), AGAIN) for config in current_walk().configs(one)]
+    steps = sum(config.training.steps or 0 for config in configs if isinstance(config, AdaptableConfig))
     return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
 
 

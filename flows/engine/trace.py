@@ -17,7 +17,7 @@ from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, par
 from puna.storage import PunaError
 from puna.storage.aliases import checked_project
 
-SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety")
+SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety", "capabilities")
 """Names of Puna's own flows, in the order in which lists show them."""
 
 

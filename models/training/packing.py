@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ ExampleT = TypeVar("ExampleT")
 BatchT = TypeVar("BatchT")
 
 
+@lru_cache(maxsize=4)
 def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return a permutation [count] int64: the order in which an epoch (0-based) visits the examples."""
     return np.random.default_rng([seed, epoch]).permutation(count)

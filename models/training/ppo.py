@@ -66,11 +66,12 @@ def train_ppo(
     """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), unequal_prompts (share of prompts whose answers differ in reward), kl (from the reference, in nats per answer;
-    without a KL penalty only in about `WATCHED` rollouts, the first and the last included), gold (mean score of the verifiers, if a
-    reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss, value_error, explained_variance, answer_tokens,
-    finished, version (rollouts trained before sampling), staleness (rollouts trained since). If another engine answers: mismatch, its
-    estimated KL divergence from the policy in nats per token, and importance, the tokens' mean weight in the loss.
+    score (raw mean), drawn_answers and drawn_tokens (of all sampled prompts), unequal_prompts (share of them whose answers differ in
+    reward), kl (from the reference, in nats per answer; without a KL penalty only in about `WATCHED` rollouts, the first and the last
+    included), gold (mean score of the verifiers, if a reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss,
+    value_error, explained_variance, answer_tokens, finished, version (rollouts trained before sampling), staleness (rollouts trained
+    since). If another engine answers: mismatch, its estimated KL divergence from the policy in nats per token, and importance, the tokens'
+    mean weight in the loss.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
     `rate_scales`: factors of the policy's learning rate by parameter name. Raise TrainingDiverged if two rollouts in a row are skipped.
@@ -85,7 +86,9 @@ def train_ppo(
     def estimate(sampled: Sampled, numbers: dict[str, float], trainers: Mapping[str, Trainer]) -> Estimate:
         if not numbers.get("normalized") and config.normalize_rewards:
             numbers["score_mean"] = float(sampled.scores.mean())
-            numbers["score_scale"] = max(float(sampled.scores.std(correction=0)), 1e-6)
+            # Equal scores have no scale: a tiny one would make every later reward enormous.
+            deviation = float(sampled.scores.std(correction=0))
+            numbers["score_scale"] = deviation if deviation > 1e-6 else 1.0
         numbers["normalized"] = 1.0
         rewards = (sampled.scores - numbers["score_mean"]) / numbers["score_scale"]
         rewards = rewards - config.unfinished_penalty * (1.0 - sampled.finished)
@@ -105,8 +108,9 @@ def train_grpo(
 ) -> TrainLog:  # fmt: skip
     """Optimise the policy in place, without a critic: the answers to a prompt are compared with each other. For the rest, see `train_ppo`.
 
-    The reward is the score, less `unfinished_penalty` if the answer was truncated, less the KL penalty of the whole answer (as in RLOO).
-    All tokens of an answer have the answer's advantage (`group_advantages`), or each step's tokens have the step's (`step_advantages`).
+    The reward is the score, less `unfinished_penalty` if the answer was truncated. All tokens of an answer have the answer's advantage
+    (`group_advantages`), or each step's tokens have the step's (`step_advantages`), less the whole answer's KL penalty (as in RLOO) over
+    its group's mean. The penalty is not divided by the rewards' deviation, or its noise would be all that equal rewards teach.
     Groups whose advantages are all 0 count in the mean but are not computed, unless there is an entropy bonus.
     """
     config = rollouts.config
@@ -118,7 +122,8 @@ def train_grpo(
 
     def estimate(sampled: Sampled, numbers: dict[str, float], trainers: Mapping[str, Trainer]) -> Estimate:
         kl = sum_segments(sampled.logprobs - sampled.reference, sampled.lengths)
-        rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished) - config.kl_coefficient * kl
+        rewards = sampled.scores - config.unfinished_penalty * (1.0 - sampled.finished)
+        penalty = config.kl_coefficient * group_advantages(kl.view(-1, config.answers), "rloo" if config.baseline == "rloo" else "mean")
         none = torch.zeros_like(sampled.logprobs)
         if config.credit == "steps":
             rows = zip(sampled.parts["steps"], sampled.flat, rewards.tolist(), strict=True)
@@ -128,7 +133,7 @@ def train_grpo(
         else:
             by_answer = group_advantages(rewards.view(-1, config.answers), config.baseline).flatten()
             by_token = by_answer.repeat_interleave(sampled.lengths)
-        return none, by_token * sampled.mask, none
+        return none, (by_token - penalty.flatten().repeat_interleave(sampled.lengths)) * sampled.mask, none
 
     return _train(rollouts, parts, estimate, checkpoint_dir, on_step)
 
@@ -316,6 +321,7 @@ def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: b
         "score": sampled.score, **({} if sampled.kl is None else {"kl": sampled.kl}),
         **({"gold": sum(sampled.parts["verifier"]) / len(sampled.scores)} if {"verifier", "reward_model"} <= sampled.parts.keys() else {}),
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
+        "drawn_answers": float(sampled.drawn[0]), "drawn_tokens": float(sampled.drawn[1]),
         "unequal_prompts": sampled.unequal, "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
         **({"turns": 1.0 + sum(len(one.replies) for one in sampled.flat) / len(sampled.scores)} if several else {}),
         "finished": float(sampled.finished.mean()),

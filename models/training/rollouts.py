@@ -56,10 +56,11 @@ class Sampled:
 
     `mask`: True at the policy's own tokens; elsewhere `logprobs` (policy) and `reference` (reference model) are 0. `kl`: KL divergence
     from the reference, nats per answer; if None, `reference` repeats the policy's log-probs. `score`, `unequal`: mean score, and share of
-    prompts whose answers differ in reward, over all sampled prompts, among which `resample` chose. `version`: number of rollouts on which
-    the answering weights had been trained. `parts`: parts of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each
-    answer's steps. `importance`: the tokens' weights in the loss (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens,
-    with q another engine's and p the policy's probability (Puna's engine: None).
+    prompts whose answers differ in reward, over all sampled prompts, among which `resample` chose. `drawn`: answers of all these prompts,
+    and the policy's tokens in them. `version`: number of rollouts on which the answering weights had been trained. `parts`: parts of the
+    scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens' weights in the loss
+    (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens, with q another engine's and p the policy's probability (Puna's
+    engine: None).
     """
 
     asked: list[list[int]]
@@ -71,6 +72,7 @@ class Sampled:
     kl: float | None
     score: float
     unequal: float
+    drawn: tuple[int, int]
     version: int
     parts: dict[str, list[Any]]
 
@@ -151,6 +153,7 @@ class Rollouts(Generic[Config]):
             scores=torch.tensor([s for i in best for s in candidates[i].scores], dtype=torch.float32),
             score=sum(sum(one.scores) / len(one.scores) for one in candidates) / len(candidates),
             unequal=sum(one.unequal for one in candidates) / len(candidates),
+            drawn=(sum(len(one.completions) for one in candidates), sum(sum(c.mask) for one in candidates for c in one.completions)),
             parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
         if self.other is None:  # Puna's engine computes the trainer's own log-probs: they are only checked

@@ -123,6 +123,22 @@ class ScheduleSettings(Settings):
     def anneal(self, steps: int) -> int:
         return _resolve(self.anneal_steps, steps, steps - self.warmup(steps))
 
+    def check(self, steps: int) -> None:
+        """Raise ValueError if the schedule does not fit into a run of `steps` steps."""
+        warmup, decay, anneal = self.warmup(steps), self.decay(steps), self.anneal(steps)
+        if warmup >= max(steps, 2):
+            raise ValueError(f"schedule.warmup_steps must lie in 0..steps-1 ({steps - 1}), not {warmup}")
+        if decay + warmup > steps or anneal + warmup > steps:
+            end = max(decay, anneal)
+            raise ValueError(f"the schedule's warm-up and its decay or annealing overlap: {warmup} + {end} of {steps} steps")
+        if self.average > anneal:
+            raise ValueError(f"schedule.average must lie in 0..anneal_steps ({anneal}), not {self.average}")
+
+    def of_part(self, share: float) -> ScheduleSettings:
+        """Return the schedule of a run of a share (0 to 1) of the steps: its numbers of steps shrink with it."""
+        steps = {name: getattr(self, name) for name in ("warmup_steps", "decay_steps", "anneal_steps")}
+        return self.replace(**{name: max(1, int(value * share)) if value >= 1 else value for name, value in steps.items()})
+
 
 def _resolve(value: Steps, steps: int, most: int) -> int:
     """Return `value` if it is at least 1; else return the share `value` of `steps`, rounded, but at most `most`."""
@@ -175,14 +191,7 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> TrainConfig:
-        warmup, decay, anneal = self.warmup_steps, self.schedule.decay(self.steps), self.anneal_steps
-        if warmup >= max(self.steps, 2):
-            raise ValueError(f"schedule.warmup_steps must lie in 0..steps-1 ({self.steps - 1}), not {warmup}")
-        if decay + warmup > self.steps or anneal + warmup > self.steps:
-            end = max(decay, anneal)
-            raise ValueError(f"the schedule's warm-up and its decay or annealing overlap: {warmup} + {end} of {self.steps} steps")
-        if self.schedule.average > anneal:
-            raise ValueError(f"schedule.average must lie in 0..anneal_steps ({anneal}), not {self.schedule.average}")
+        self.schedule.check(self.steps)
         return self
 
     @property
@@ -215,6 +224,12 @@ class TrainingSettings(Settings):
     schedule: ScheduleSettings = Field(ScheduleSettings(), description="Learning rate over the run")
     optimizer: OptimizerSettings = Field(OptimizerSettings(weight_decay=0.0, beta2=0.98), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TrainingSettings:
+        if self.steps is not None:
+            self.schedule.check(self.steps)
+        return self
 
     def train_config(self, examples: int) -> TrainConfig:
         """Return the training loop's settings for `examples` examples. Without `steps`, epochs are rounded up to whole steps."""
@@ -277,7 +292,7 @@ class RolloutSettings(Settings):
     compute: ComputeSettings = Field(ComputeSettings(micro_batch_tokens=4096), description="Precision and memory")
     clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
-    kl_coefficient: float = Field(0.05, ge=0, description="Reward subtracted per nat of KL divergence from the reference")
+    kl_coefficient: float = Field(0.05, ge=0, description="Reward (grpo: advantage) subtracted per nat of KL divergence from the reference")
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of all log-probabilities")
     max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, its stop token included")
     unfinished_penalty: float = Field(1.0, ge=0, description="Penalty subtracted from the reward of a truncated answer")

@@ -155,6 +155,7 @@ class _Development:
         numbers = [load_model(one, "scalar", frozen=True)[0] for one in models]
         self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor, search.ensemble)
         stop, seed = tokenizer.stop_ids, run.seed("development")
+        self._checked = scorer is not None
         self.answers = self.tokens = 0
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
@@ -164,8 +165,11 @@ class _Development:
         return self._rewards.center
 
     def score(self, network: Transformer) -> float:
-        """Return the mean reward of a model's answers. An answer whose verifier fails counts as 0."""
-        rewards = [reward for (reward,) in self._rewards(self._ids, self._answers(network))]
+        """Return the mean reward of a model's answers. An answer whose verifier fails counts as 0, and so does a truncated answer, unless
+        a reward model alone gives the rewards."""
+        answers = self._answers(network)
+        pairs = [(reward, one.finished) for (reward,), (one,) in zip(self._rewards(self._ids, answers), answers, strict=True)]
+        rewards = [reward if finished or not self._checked else 0.0 for reward, finished in pairs]
         return sum(rewards) / len(rewards)
 
     def _answers(self, network: Transformer) -> list[list[Completion]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -79,7 +80,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     with adapters(network, config, run) as scales:
         log = fit(network, objective, batches, config.training.train_config(len(prompt_tokens)), run, scales, sampled=True)
     run.metric("prompts", len(prompt_tokens))
-    run.metric("first_loss", log[0]["loss"])
+    run.metric("first_loss", next(row["loss"] for row in log if math.isfinite(row["loss"])))
     save_model(network, tokenizer, run.folder)
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from puna.stages.contract import Preferences, Prompts, StageConfig, StageRun, stage
 from puna.stages.conversations import Level, as_text, dump, message_of, messages_of
 from puna.stages.draws import identifier
+from puna.stages.training.rankings import check_splits, read_preferences
 from puna.stages.training.settings import CLEAR
 from puna.storage import PunaError
 
@@ -37,12 +38,11 @@ class ChosenConfig(StageConfig):
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
     """Take the better answer, or its edited version, of training preferences with one of `levels` or no level; equal answers once."""
+    check_splits(preferences)
     rows = {}
-    for artifact in preferences:
-        for row in artifact.read().to_pylist():
-            best = message_of(row, "edited") or message_of(row, "chosen")
-            if row["split"] != "train" or best is None or (row["level"] is not None and row["level"] not in config.levels):
-                continue
+    for row in read_preferences(preferences, config.levels):
+        best = message_of(row, "edited") or message_of(row, "chosen")
+        if row["split"] == "train" and best is not None:
             name = identifier(config.source, row["prompt_id"], dump(best))
             rows[name] = instruction(name, row["prompt_id"], row, best, config.source)
     if not rows:

@@ -216,9 +216,10 @@ def closeness(text: str, reference: str) -> float:
 
 def edit_distance(a: str, b: str) -> int:
     """Return the Levenshtein distance: insertions, deletions and substitutions of characters."""
-    row = list(range(len(b) + 1))
+    codes, places = np.array([*map(ord, b)], dtype=np.int64), np.arange(len(b) + 1)
+    row = places
     for i, x in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
-    return row[-1]
+        best = np.minimum(row[1:] + 1, row[:-1] + (codes != ord(x)))
+        # An insertion costs 1 more than the place before it: a running minimum takes all of them at once.
+        row = np.minimum.accumulate(np.concatenate([[i], best]) - places) + places
+    return int(row[-1])

@@ -208,15 +208,12 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
-    """Record the numbers of verifier calls, sampled tokens, updates, and answers times epochs. Resampling counts at its maximum."""
-    each = config.prompts * config.answers
-    draws = each * (1 + getattr(config, "resample", 0))
-    center = config.reward == "product" and config.center == "start"
-    checked = sum("gold" in row for row in log) if config.reward == "reward_model" else len(log)
-    run.metric("checker_calls", draws * checked + each * center)
-    run.metric("sampled_tokens", sum(row["answer_tokens"] for row in log) * draws)
+    """Record the numbers of verifier calls, sampled tokens, updates, and answers times epochs; `_center` has begun the first two."""
+    checked = [row for row in log if config.reward != "reward_model" or "gold" in row]
+    run.metric("checker_calls", float(run.metrics.get("checker_calls", 0.0)) + sum(row["drawn_answers"] for row in checked))
+    run.metric("sampled_tokens", float(run.metrics.get("sampled_tokens", 0.0)) + sum(row["drawn_tokens"] for row in log))
     run.metric("updates", len(log) * config.epochs * config.minibatches)
-    run.metric("trained_answers", len(log) * config.epochs * each)
+    run.metric("trained_answers", len(log) * config.epochs * config.prompts * config.answers)
 
 
 def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
@@ -228,7 +225,10 @@ def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int],
     params = SamplingParams(
         n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
     )
-    centered = rewards.center_by(some, held_engine(policy).generate(some, params))
+    answers = held_engine(policy).generate(some, params)
+    run.metric("checker_calls", sum(map(len, answers)))
+    run.metric("sampled_tokens", sum(len(one.tokens) for row in answers for one in row))
+    centered = rewards.center_by(some, answers)
     run.metric("center", centered.center)
     return centered
 

@@ -69,7 +69,10 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 
 
 def collate(examples: list[Example]) -> RewardBatch:
-    """Return a batch of prompts packed into one row, with all ranked answers as branches, which are compared within their group."""
+    """Return a batch of prompts packed into one row, with all ranked answers as branches, which are compared within their ranking.
+
+    Each ranking weighs as much as any other in the loss: a prompt with several preferences weighs by their number.
+    """
     from dataclasses import replace
 
     import torch

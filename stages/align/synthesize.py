@@ -123,7 +123,10 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     writer = Writer(model, config, run)
     problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run)
     run.metric("problems", len(problems))
-    solutions = _answer_problems(problems, writer, Check(problems, judges or (), config, run), config, run) if problems else {}
+    check = Check(problems, judges or (), config, run)
+    solutions = _answer_problems(problems, writer, check, config, run) if problems else {}
+    run.metric("checker_calls", check.calls)
+    run.metric("sampled_tokens", writer.tokens)
     _save(problems, solutions, writer.dropped, config, run)
     if writer.endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
         writer.endpoint.write()
@@ -168,6 +171,7 @@ class Writer:
         self.endpoint = None if config.endpoint is None else Endpoint(config.endpoint, run)
         self._own = None if model is None else load_model(model, "lm", frozen=True)
         self.dropped: list[Row] = []
+        self.tokens = 0
 
     def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
         """Return `count` sampled texts for each row; none for a refused or too long row, which goes to `dropped`. `purpose`: the seed."""
@@ -196,6 +200,7 @@ class Writer:
         asked = [ids for _, ids in requests]
         generate = in_turns([row for row, _ in requests], asked, tokenizer, config, Tools(config.scoring, self._run), "synthesize")
         completions = generate(Engine(network, tokenizer), asked, params, progress)
+        self.tokens += sum(sum(one.mask) for some in completions for one in some)
         turns = [[(turns_of(one, tokenizer), one.finished) for one in some] for some in completions]
         return {
             row["id"]: [Text(last["content"], finished, before) for (*before, last), finished in some]
@@ -210,10 +215,12 @@ class Check:
         self._config = config
         by_verifier = config.problems != "maths"
         self._scorer = Scorer(problems, config.scoring, run, judges, needed="synthesize") if by_verifier else None
+        self.calls = 0
 
     def scores(self, rows: Sequence[Row], found: Sequence[Sequence[Text]]) -> list[list[Score]]:
         if self._scorer is None:
             return [score_agreement([text.text for text in some], self._config.min_agreement) for some in found]
+        self.calls += sum(map(len, found))
         each = iter(self._scorer.scores([(text.after(row), text.text) for row, some in zip(rows, found, strict=True) for text in some]))
         pairs = [[(text, next(each)) for text in some] for some in found]
         return [[score if text.has_run_tools or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]

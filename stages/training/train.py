@@ -64,6 +64,8 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
     with rendering(row):
         answers = [answer for tiers in groups for tier in tiers for answer in tier]
         pairs = [tokenizer.render_pair(context, answer, answer.get("finished", True), tools) for answer in answers]
+    if not all(prompt and ids for prompt, ids, _ in pairs):
+        raise BadRow("empty", f"row {row['id']}: its prompt or one of its answers has no tokens")
     if any(prompt != pairs[0][0] for prompt, _, _ in pairs):
         raise BadRow("chat_template", f"row {row['id']}: the chat template writes the prompt of one answer otherwise than that of another")
     numbers = iter(range(len(pairs)))
@@ -293,7 +295,10 @@ def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
 
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
-    """Write the table `training_log`, a figure of the loss, and metrics: steps, tokens and the mean loss of the last tenth of steps."""
+    """Write the table `training_log`, a figure of the loss, and metrics: steps, tokens and the mean loss of the last tenth of steps.
+
+    Raise PunaError if the loss of no step is finite: then nothing was learned.
+    """
     rows = [{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log]
     run.write_rows(rows, "training_log")
     run.metric("steps", len(rows))
@@ -302,15 +307,17 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
     if tail:
         run.metric("final_loss", sum(tail) / len(tail))
     points: list[tuple[Any, float]] = [(row["step"], row["loss"]) for row in log if math.isfinite(row["loss"])]
+    if log and not points:
+        raise PunaError(f"{run.stage} diverged: the loss of none of {len(log)} steps is finite; lower the learning rate")
     run.figure("loss", Figure(title="Training loss", x="step", y="loss", series={run.stage: points}))
 
 
 def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: StageRun) -> None:
-    """Write the first and the last value of each column in `names` that the log has, as metrics."""
+    """Write the first and the last finite value of each column in `names` that the log has, as metrics; skipped steps have others."""
     for name in names:
-        if name in log[0]:
-            run.metric(f"first_{name}", log[0][name])
-            run.metric(f"final_{name}", log[-1][name])
+        if finite := [row[name] for row in log if math.isfinite(row.get(name, math.nan))]:
+            run.metric(f"first_{name}", finite[0])
+            run.metric(f"final_{name}", finite[-1])
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:

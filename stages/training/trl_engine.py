@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 from puna.models.training.settings import TrainingSettings
 from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
+from puna.stages.executors import ranks
 from puna.stages.training.lora import ADAPTER, keeps, peft_config
 from puna.stages.training.rankings import all_pairs, pairs_of
 from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
 from puna.stages.training.train import CHECKPOINTS, Example, training_precision, write_log
-from puna.storage import Artifact
+from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +155,9 @@ class PreferenceCollator:
 def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str, Any]:
     import torch
 
+    if ranks.count() > 1 or torch.cuda.device_count() > 1:
+        raise PunaError(f"{run.stage}: engine trl trains in one process on one device, as each further one would enlarge the batch: "
+                        "set engine to puna, leave out --processes, or set CUDA_VISIBLE_DEVICES to one device")  # fmt: skip
     config = training.train_config(rows)
     optimizer, schedule, compute = config.optimizer, config.schedule, config.compute
     return {

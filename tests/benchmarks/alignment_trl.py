@@ -1,12 +1,14 @@
-"""Puna's GRPO beside TRL's on the demo's base model: gains in right answers for equal CPU seconds.
+"""Puna's GRPO beside TRL's on the demo's base model: gains in right answers for equal CPU seconds. Or beside Puna's PPO.
 
     puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
     python tests/benchmarks/alignment_trl.py --store STORE --seeds 101 --rates 4e-4 1e-3
     python tests/benchmarks/alignment_trl.py --store STORE --seeds 1 2 3 --json
+    python tests/benchmarks/alignment_trl.py --store STORE --peer ppo --seeds 1 2 3 --json
 
 Both begin with one finetuned model and have its prompts, its checker, AdamW, one thread, and the same rollouts and updates. TRL trains until it
 has used the CPU seconds that Puna's whole stage took; its start and its saving are free. Rates of both are searched alike on a seed that is not
-reported. Measured: greedy answers to the held-out questions that are right, by question.
+reported. PPO has the same rollouts, updates and rewards, and no limit of CPU seconds: its critic starts as the policy with a zero head.
+Measured: greedy answers to the held-out questions that are right, by question.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import known_trl
 from puna.flows.engine.recipe import read_values
 from puna.flows.report.arms import scores_of
 from puna.stages.align.instructions import instructions
-from puna.stages.align.reinforcement import grpo
+from puna.stages.align.reinforcement import grpo, ppo
 from puna.stages.align.sft import sft
 from puna.stages.contract import External, execute, parse
 from puna.stages.evaluation.evaluate import evaluate
@@ -33,7 +35,7 @@ from puna.stages.prompts.prompts import prompts
 from puna.stages.training.intervals import paired_difference
 from puna.storage import Artifact, Store
 
-RATES = {"puna": 4e-4, "trl": 4e-4}
+RATES = {"puna": 4e-4, "trl": 4e-4, "ppo": 4e-4}
 ROLLOUT: dict[str, Any] = {
     "rollouts": 20, "prompts": 32, "answers": 8, "epochs": 1, "minibatches": 2, "max_tokens": 16, "kl_coefficient": 0.0,
     "optimizer": {"weight_decay": 0.0, "beta2": 0.999},
@@ -66,8 +68,8 @@ class Seed:
         )
         return scores_of(made)["accuracy"]
 
-    def puna(self, rate: float) -> Artifact:
-        return self.make(grpo, ROLLOUT | {"schedule": {"learning_rate": rate}}, {"policy": self.policy, "prompts": self.asked})
+    def puna(self, rate: float, stage: Any = grpo) -> Artifact:
+        return self.make(stage, ROLLOUT | {"schedule": {"learning_rate": rate}}, {"policy": self.policy, "prompts": self.asked})
 
     def trl(self, rate: float, seconds: float, folder: Path) -> tuple[Artifact, dict[str, Any]]:
         """Return TRL's model, and what it used."""
@@ -81,24 +83,25 @@ class Seed:
         return model, json.loads((own / "used.json").read_text(encoding="utf-8"))
 
 
-def measured(one: Seed, rates: dict[str, float], folder: Path) -> dict[str, Any]:
+def measured(one: Seed, rates: dict[str, float], folder: Path, peer: str) -> dict[str, Any]:
     """Return the scores of a seed's arms, and what they took."""
     ours = one.puna(rates["puna"])
-    seconds = float(ours.manifest.timings["cpu_seconds"])
-    theirs, used = one.trl(rates["trl"], seconds, folder)
-    took = {
-        "puna": {name: float(ours.manifest.metrics[name]) for name in ("updates", "checker_calls", "sampled_tokens")}
-        | {"cpu_seconds": seconds}
-    }
-    took["trl"] = {name: used[name] for name in took["puna"]}
-    models = {"before": one.policy, "puna": ours, "trl": theirs}
-    return {
-        "seed": one.seed,
-        "start": one.start,
-        "took": took,
-        "scores": {name: one.right(model) for name, model in models.items()},
-        "log": used["log"],
-    }
+    took = {"puna": budget(ours)}
+    log = None
+    if peer == "ppo":
+        theirs = one.puna(rates["ppo"], ppo)
+        took["ppo"] = budget(theirs)
+    else:
+        theirs, used = one.trl(rates["trl"], took["puna"]["cpu_seconds"], folder)
+        log, took["trl"] = used["log"], {name: used[name] for name in took["puna"]}
+    models = {"before": one.policy, "puna": ours, peer: theirs}
+    return {"seed": one.seed, "start": one.start, "took": took, "scores": {name: one.right(model) for name, model in models.items()}, "log": log}
+
+
+def budget(model: Artifact) -> dict[str, float]:
+    """Return what the training of a model used."""
+    counts = {name: float(model.manifest.metrics[name]) for name in ("updates", "checker_calls", "sampled_tokens")}
+    return counts | {"cpu_seconds": float(model.manifest.timings["cpu_seconds"])}
 
 
 def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,14 +113,17 @@ def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     # Seeds of one start have the same questions: a question counts once, by its mean.
     pooled = {name: {key: statistics.fmean(values) for key, values in some.items()} for name, some in answers.items()}
     found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
-    for name, arm, other in (("puna_gain", "puna", "before"), ("trl_gain", "trl", "before"), ("puna_over_trl", "puna", "trl")):
+    peer = next(name for name in answers if name not in ("before", "puna"))
+    pairs = (("puna_gain", "puna", "before"), (f"{peer}_gain", peer, "before"), (f"puna_over_{peer}", "puna", peer))
+    for name, arm, other in pairs:
         gain = paired_difference(pooled[arm], pooled[other])
         found |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
         found[f"{name}_by_seed"] = [paired_difference(one["scores"][arm], one["scores"][other]).value for one in seeds]
     found |= {f"right_{name}": statistics.fmean(values.values()) for name, values in pooled.items()}
-    for arm in ("puna", "trl"):
+    for arm in ("puna", peer):
         found |= {f"{arm}_{name}": statistics.fmean(one["took"][arm][name] for one in seeds) for name in seeds[0]["took"][arm]}
-    found["vs_trl_grpo_equal_cpu"] = found["puna_gain"] / found["trl_gain"] if found["trl_gain"] > 0 else None
+    if peer == "trl":
+        found["vs_trl_grpo_equal_cpu"] = found["puna_gain"] / found["trl_gain"] if found["trl_gain"] > 0 else None
     return found | {"load": os.getloadavg()[0]}
 
 
@@ -131,6 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--start", type=int, help="seed of the questions and of the finetuned model of all seeds; default: each seed's own")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="rates to search, of both arms")
+    parser.add_argument("--peer", choices=("trl", "ppo"), default="trl", help="the other arm")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     store, folder = Store.open(given.store), given.store.parent / f"{given.store.name}-trl"
@@ -138,7 +145,7 @@ def main() -> None:
     for number in given.seeds:
         one = Seed(store, base, number if given.start is None else given.start, number)
         for rates in [dict.fromkeys(RATES, rate) for rate in given.rates] or [RATES]:
-            seeds.append(measured(one, rates, folder))
+            seeds.append(measured(one, rates, folder, given.peer))
             shares = {name: round(statistics.fmean(values.values()), 4) for name, values in seeds[-1]["scores"].items()}
             print(json.dumps({"seed": number, "rates": rates, **shares, "took": seeds[-1]["took"]}), flush=True)
     if not given.rates:

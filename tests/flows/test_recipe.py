@@ -106,6 +106,11 @@ def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 15
     assert config_of(reinforced, "sample_half_1").answers == 7 and "grpo_rl_1" in labels(reinforced)
     assert not [name for name in labels(load("demo", ["rounds=1", "sft_equal=null"])) if "equal" in name or "control" in name]
+    # A part of a run has a part of its warm-up.
+    warm = load("demo", ["rounds=1", "more_controls=true", "sft_equal.training.schedule.warmup_steps=30", "grpo_equal.schedule.warmup_steps=40"])
+    assert config_of(warm, "sft_iterated_1_1").training.schedule.warmup_steps == 10
+    warm_half = load("demo", ["rounds=1", "sft_again=null", "more_controls=true", "grpo_equal.schedule.warmup_steps=40"])
+    assert config_of(warm_half, "grpo_half_1").schedule.warmup_steps == 20
 
 
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:
@@ -128,6 +133,9 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
     assert inputs_of(recipe, "average_1")["models"] == ("sft_first", "grpo_1")
     assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_untaught_1")["models"] == ("sft_first", "sft_1")
     with_dpo = load("demo", ["rounds=1", "dpo={}", "ablations=true"])
+    # DPO's updates are the policy's, too.
+    longer = load("demo", ["rounds=1", "dpo={training: {steps: 7}}", "ablations=true", "sft_equal=null", "sft_again=null"])
+    assert config_of(longer, "sft_gold_1").more_steps == 7 + rl.rollouts * rl.epochs * rl.minibatches
     assert inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1" == inputs_of(with_dpo, "sample_again_1")["models"][0]
     assert not [name for name in labels(load("demo", ["controls=false"])) if "control" in name or "equal" in name]
     with pytest.raises(PunaError, match=r"controls: takes true or false \(got 1\)"):
@@ -498,7 +506,7 @@ def test_a_group_given_by_set_changes_one_member_of_a_list() -> None:
 
 def test_every_shipped_recipe_loads() -> None:
     for name in shipped_recipes():
-        flow = {"clean": "curate", "continue": "pretrain", "one-gpu": "pretrain", "phases": "pretrain", "safety": "safety"}.get(name, "pipeline")
+        flow = {"clean": "curate", "continue": "pretrain", "one-gpu": "pretrain", "phases": "pretrain", "safety": "safety", "capabilities": "capabilities"}.get(name, "pipeline")
         assert trace(flow_named(flow), load(name, flow=flow)).complaints == []
 
 

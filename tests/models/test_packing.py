@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from puna.models.training import objectives as o
+from puna.models.training import packing
 from puna.models.training.packing import Sampler, pack, step_indices
 
 
@@ -53,3 +55,14 @@ def test_sampler_gives_the_same_batch_for_a_step():
     assert sampler.steps(1.0) == 4
     with pytest.raises(ValueError, match="no examples"):
         Sampler([], 4, len, length=len, micro_batch_tokens=8, seed=1)
+
+
+def test_an_epoch_is_shuffled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per step would take time that grows with the square of the examples."""
+    drawn: list[object] = []
+    new = np.random.default_rng
+    packing.epoch_order.cache_clear()
+    monkeypatch.setattr(packing.np.random, "default_rng", lambda seed: drawn.append(seed) or new(seed))
+    for step in range(1, 51):
+        step_indices(step, 100, 4, 7)
+    assert drawn == [[7, 0], [7, 1]]

@@ -204,9 +204,41 @@ def test_prompts_whose_answers_earn_the_same_give_way_to_others():
         (row,) = by_group(config, model(), scorer)
         seen[resample] = len(asked), row["tokens"]
         assert row["score"] == 0.75 and row["unequal_prompts"] == 0.5
+        # What was drawn counts, not what could have been.
+        assert row["drawn_answers"] == 4 * len(asked) and row["drawn_answers"] <= row["drawn_tokens"] <= 4 * row["drawn_answers"]
     assert [count for count, _ in seen.values()] == [4, 8, 8]
     # The update of the first has two groups of the four, that of the others four: each prompt twice.
     assert seen[1] == seen[3] and seen[1][1] > seen[0][1]
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "mean", "rloo"])
+def test_answers_of_equal_scores_teach_no_more_than_the_kl_penalty(baseline: str):
+    """The penalty less its mean over the group (rloo: over the others), in nats times its coefficient: no deviation makes it larger."""
+    rows = []
+    config = group_settings(baseline, rollouts=1, kl_coefficient=0.05, unfinished_penalty=0.0)
+    scorer = lambda prompts, completions: [[1.0] * len(row) for row in completions]  # noqa: E731
+    keep = lambda _, given: rows.extend(given or ())  # noqa: E731
+    train_grpo(Rollouts(model(), model(seed=3), scorer, PROMPTS, [STOP], config, seed=0, keep=keep))
+    groups: dict[tuple[int, ...], list] = {}
+    for row in rows:
+        groups.setdefault(tuple(row["prompt"]), []).append(row)
+    assert len(groups) == 4
+    for group in groups.values():
+        kl = [(row["logprob"] - row["reference_logprob"]) * len(row["completion"].tokens) for row in group]
+        factor = 0.05 * (8 / 7 if baseline == "rloo" else 1)
+        assert [row["advantage"] for row in group] == pytest.approx([-factor * (one - sum(kl) / 8) for one in kl], rel=1e-3, abs=1e-6)
+
+
+def test_a_first_rollout_of_equal_scores_does_not_blow_up_later_rewards():
+    """Nothing is right at first; a right answer later counts as 1, and not as 1 over the least deviation."""
+    seen = []
+
+    def scorer(prompts, completions):
+        seen.append(None)
+        return [[float(len(seen) > 1 and n == 0) for n in range(len(row))] for row in completions]
+
+    log = run(settings(rollouts=2, kl_coefficient=0.0), model(), scorer)
+    assert log[0]["score"] == 0 and log[1]["score"] > 0 and all(row["value_error"] < 5 and row["value_loss"] < 5 for row in log)
 
 
 def test_a_large_kl_coefficient_holds_the_policy():

@@ -60,7 +60,7 @@ def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Pa
 
     store = Store.open(tmp_path)
     models = [tiny_model(store, seed) for seed in (0, 1)]
-    config = parse(AverageConfig, {"search": {"steps": 3, "max_tokens": 6, "temperature": 1.0}}, "")
+    config = parse(AverageConfig, {"search": {"steps": 3, "max_tokens": 90, "temperature": 1.0}}, "")
     network, tokenizer = load_model(models[0], "lm")
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     trials = [(1 / 2, 1 / 2), *grid(2, 3)]
@@ -71,10 +71,11 @@ def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Pa
     for weights in trials:
         network.load_state_dict(averaged(states, weights))
         # The draws are the stage's: what follows from its seed is read from what it did, the scores are counted here.
-        params = SamplingParams(temperature=1.0, max_tokens=6, stop=tokenizer.stop_ids, seed=_seed(config, store))
+        params = SamplingParams(temperature=1.0, max_tokens=90, stop=tokenizer.stop_ids, seed=_seed(config, store))
         answers = Engine(network, tokenizer).generate([prompt_ids(tokenizer, row) for row in rows], params)
-        texts = [tokenizer.decode(one.tokens, skip_special_tokens=True) for (one,) in answers]
-        shares.append(sum(bool(re.search("[a-m]", text)) for text in texts) / len(texts))
+        texts = [(tokenizer.decode(one.tokens, skip_special_tokens=True), one.finished) for (one,) in answers]
+        # A truncated answer is not right, as in the evaluation.
+        shares.append(sum(bool(re.search("[a-m]", text)) and finished for text, finished in texts) / len(texts))
     assert len(set(shares)) > 1
     metrics = made.manifest.metrics
     assert metrics["development_score"] == max(shares) and metrics["development_score_of_equal_weights"] == shares[0]
@@ -101,23 +102,24 @@ def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_p
 
     store = Store.open(tmp_path)
     models, judge = [tiny_model(store, seed) for seed in (0, 1)], execute(opinions, TinyConfig(seed=3), {}, store)
-    settings = {"steps": 2, "max_tokens": 5, "temperature": 1.0, "reward": "product", "floor": 0.25}
+    settings = {"steps": 2, "max_tokens": 90, "temperature": 1.0, "reward": "product", "floor": 0.25}
     config, questions = parse(AverageConfig, {"search": settings}, ""), development(store, "[a-m]")
     made = execute(average, config, {"models": models, "prompts": questions, "reward_model": judge}, store)
     network, tokenizer = load_model(models[0], "lm")
     numbers = reward_model_scorer(load_model(judge, "scalar")[0])
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     asked = [prompt_ids(tokenizer, row) for row in sorted(questions.read().to_pylist(), key=lambda row: row["id"])]
-    params = SamplingParams(temperature=1.0, max_tokens=5, stop=tokenizer.stop_ids, seed=_seed(config, store))
+    params = SamplingParams(temperature=1.0, max_tokens=90, stop=tokenizer.stop_ids, seed=_seed(config, store))
 
-    def answered(weights: tuple[float, ...]) -> list[tuple[bool, float]]:
+    def answered(weights: tuple[float, ...]) -> list[tuple[bool, float, bool]]:
         network.load_state_dict(averaged(states, weights))
         answers = Engine(network, tokenizer).generate(asked, params)
         right = [bool(re.search("[a-m]", tokenizer.decode(one.tokens, skip_special_tokens=True))) for (one,) in answers]
-        return list(zip(right, [number for (number,) in numbers(asked, answers)], strict=True))
+        return list(zip(right, [number for (number,) in numbers(asked, answers)], [one.finished for (one,) in answers], strict=True))
 
-    center = statistics.fmean(number for right, number in answered((1.0, 0.0)) if right)
-    rewards = [sum(r * (0.25 + 1 / (1 + math.exp(center - x))) for r, x in answered(weights)) / len(asked) for weights in grid(2, 2)]
+    center = statistics.fmean(number for right, number, _ in answered((1.0, 0.0)) if right)
+    # A truncated answer earns nothing.
+    rewards = [sum(r * f * (0.25 + 1 / (1 + math.exp(center - x))) for r, x, f in answered(weights)) / len(asked) for weights in grid(2, 2)]
     assert len(set(rewards)) == 3 and made.manifest.metrics["development_score"] == pytest.approx(max(rewards), abs=1e-5)
     assert made.manifest.metrics["center"] == pytest.approx(center, abs=1e-5)
     best = list(grid(2, 2))[rewards.index(max(rewards))]

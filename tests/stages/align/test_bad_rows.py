@@ -82,6 +82,11 @@ def test_preferences_are_dropped_one_by_one(tmp_path: Path, tiny_model: Tiny) ->
     made = execute(dpo, DpoConfig(training=FIT), given, store)
     check(made)
     assert made.manifest.metrics["preferences"] == 2
+    # An answer that was cut off before its first word has no token to learn.
+    blank = {"id": "z", "prompt_id": "z", "messages": asking("say 1"), "chosen": answering("1"), "rejected": answering("", False)}
+    more = {**given, "preferences": [*given["preferences"], table(store, "preferences", [{**GIVEN, **blank}])]}
+    for one in (execute(dpo, DpoConfig(training=FIT), more, store), execute(reward_model, RewardModelConfig(training=FIT), more, store)):
+        assert one.manifest.metrics["dropped_empty"] == 1
     scorer = execute(reward_model, RewardModelConfig(training=FIT), given, store)
     check(scorer)
     assert (scorer.manifest.metrics["train_pairs"], scorer.manifest.metrics["heldout_pairs"]) == (2, 1)

@@ -22,6 +22,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training import losses
 from puna.models.training.parallel import mesh
 from puna.models.training.parallel.layout import Layout
+from puna.models.training.settings import TrainingSettings
 from puna.models.training.trainer import TIMED
 from puna.stages import plugins
 from puna.stages.align.average import AverageConfig, average
@@ -29,9 +30,10 @@ from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
 from puna.stages.align.reward_model import RewardModelConfig, pairs, report, reward_model
 from puna.stages.align.sft import SftConfig, embedding_noise, sft
-from puna.stages.contract import execute, identify
+from puna.stages.contract import StageRun, execute, identify
 from puna.stages.conversations import answering, asking, content_of, dump, message_of, messages_of
 from puna.stages.training import train as training
+from puna.stages.training import trl_engine
 from puna.stages.training.rankings import Ranked, pairs_of
 from puna.stages.training.train import Example, render
 from puna.storage import Artifact, PunaError, Store
@@ -172,6 +174,14 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
     first = logs["puna"][0]
     # At the reference the preference term is log 2 whatever the pair.
     assert first["loss"] == pytest.approx(math.log(2) + 0.2 * first["nll"], rel=1e-4)
+
+
+def test_trl_is_refused_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would take a whole batch, so that a step had several."""
+    store = Store.open(tmp_path)
+    monkeypatch.setattr(trl_engine.ranks, "count", lambda: 2)
+    with store.work("0" * 64) as work, pytest.raises(PunaError, match="engine trl trains in one process on one device"):
+        trl_engine.arguments(TrainingSettings(), 8, StageRun("sft", "model", SftConfig(), work))
 
 
 def test_trl_is_refused_where_its_loss_would_be_another() -> None:

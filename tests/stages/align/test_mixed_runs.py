@@ -13,8 +13,10 @@ from puna.models.formats.checkpoint import load, save
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.settings import TrainingSettings
 from puna.stages.align.average import AverageConfig, average
-from puna.stages.align.instructions import InstructionsConfig, instructions
+from puna.stages.align.dpo import dpo
+from puna.stages.align.instructions import InstructionsConfig, chosen, instructions
 from puna.stages.align.preferences import PreferencesConfig, preferences
+from puna.stages.align.refusal_prompts import refusal_prompts
 from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
@@ -22,6 +24,7 @@ from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking
+from puna.stages.training.train import report_ends, write_log
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -135,3 +138,25 @@ def test_prompts_held_out_in_one_set_of_preferences_are_not_trained_on_in_anothe
     given = [pairs(store, "train", range(6), "a"), pairs(store, "heldout", range(5, 8), "b")]
     with pytest.raises(PunaError, match=r"prompt 05 is held out in preferences/\w+ and trained on in preferences/\w+"):
         execute(reward_model, RewardModelConfig(), {"model": tiny_model(store), "preferences": given}, store)
+    for other, more in ((dpo, {"model": tiny_model(store)}), (chosen, {}), (refusal_prompts, {})):
+        with pytest.raises(PunaError, match=r"prompt 05 is held out in preferences/\w+ and trained on in preferences/\w+"):
+            execute(other, other.config(), {"preferences": given, **more}, store)
+
+
+def test_ends_of_a_log_are_those_of_steps_that_were_taken(tmp_path: Path) -> None:
+    """A skipped step has no loss; a run that took no step has learned nothing, and says so."""
+    nan = float("nan")
+    log = [{"step": float(step), "tokens": 1.0, "loss": loss, "learning_rate": 0.1, "accuracy": loss} for step, loss in enumerate((nan, 2.0, 1.0, nan), 1)]
+    with Store.open(tmp_path).work("0" * 64) as work:
+        run = StageRun("dpo", "model", TrainingSettings(), work)
+        report_ends(log, ("accuracy", "margin"), run)
+        write_log(log, run)
+        assert run.metrics == {"first_accuracy": 2.0, "final_accuracy": 1.0, "steps": 4, "trained_tokens": 4.0}
+        with pytest.raises(PunaError, match="dpo diverged: the loss of none of 2 steps is finite"):
+            write_log([log[0], log[3]], run)
+
+
+def test_a_schedule_that_does_not_fit_is_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match=r"warmup_steps must lie in 0..steps-1 \(49\), not 100"):
+        TrainingSettings(steps=50, schedule={"warmup_steps": 100})
+    assert TrainingSettings(steps=101, schedule={"warmup_steps": 100}).steps == 101

@@ -349,9 +349,10 @@ def test_every_answer_is_a_row_of_the_table_rollouts(tmp_path: Path, tiny_model:
         assert row["sample"] in range(6) and (row["verifier"] == 1.0) == any(c in "abcdefghijklm" for c in row["text"])
     rows.sort(key=lambda row: (row["step"], row["prompt_id"], row["sample"]))
     for group in [rows[i : i + 3] for i in range(0, 36, 3) if train is grpo]:
-        worth = [row["score"] - 0.1 * (row["logprob"] - row["reference_logprob"]) * len(row["tokens"]) for row in group]
+        worth = [row["score"] for row in group]
+        kl = [(row["logprob"] - row["reference_logprob"]) * len(row["tokens"]) for row in group]
         if (deviation := statistics.stdev(worth)) > 0.01:
-            expected = [(one - sum(worth) / 3) / deviation for one in worth]
+            expected = [(one - sum(worth) / 3) / deviation - 0.1 * (nats - sum(kl) / 3) for one, nats in zip(worth, kl, strict=True)]
             assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-2)
     with catalog.Catalog(store) as opened:
         best = catalog.run(opened, "select max(score) as score, count(*) as answers from newest.rollouts").to_pylist()

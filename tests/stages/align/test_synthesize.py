@@ -79,6 +79,8 @@ def test_given_prompts_keep_a_right_answer_and_are_tried_again(tmp_path: Path, t
     assert {(row["id"], row["rule"]) for row in made.read("dropped").to_pylist()} == {("02", "none_right"), ("03", "none_right")}
     assert sorted((row["name"], row["value"]) for row in made.read("scores").to_pylist()) == [("right", 0.75), ("right", 1.0), ("tries", 1.0), ("tries", 2.0)]
     assert [made.manifest.metrics[f"right_after_{number}"] for number in (1, 2, 3)] == [1, 2, 2]
+    # Nine questions of four answers, all checked; each has a token at least.
+    assert made.manifest.metrics["checker_calls"] == 36 and 36 <= made.manifest.metrics["sampled_tokens"] < 36 * 9
     bare = asked(store, [{"messages": asking("say it")}])
     with pytest.raises(PunaError, match="1 of 1 prompts have no verifier"):
         execute(synthesize, SynthesizeConfig(), {"model": tiny_model(store), "prompts": bare}, store)

@@ -1,0 +1,109 @@
+"""The flow `capabilities`: finetuning on a mix of instructions, and what each share of the mix earns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from statistics import fmean
+from typing import Annotated
+
+from puna.flows.engine.declare import Output, current_walk, flow, publish, step, tell
+from puna.flows.engine.recipe import Step
+from puna.flows.rounds import replace_field
+from puna.stages.align.instructions import instructions
+from puna.stages.align.long_prompts import long_prompts
+from puna.stages.align.mix_instructions import MixInstructionsConfig, mix_instructions
+from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
+from puna.stages.align.sample import sample
+from puna.stages.align.sft import sft
+from puna.stages.align.system_prompts import system_prompts
+from puna.stages.contract import Kind
+from puna.stages.evaluation.evaluate import evaluate
+from puna.stages.training.intervals import paired_difference
+from puna.stages.verifiers.base import is_correct
+from puna.storage import Artifact
+
+MIX = Step("mix_instructions", "mix_instructions", mix_instructions)
+PromptsOutput = Annotated[Output, Kind("prompts")]
+
+
+@flow
+def capabilities(
+    model: Annotated[Output, Kind("model")], asked: PromptsOutput | None = None,
+    documents: Annotated[Output, Kind("documents")] | None = None,
+    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[PromptsOutput] | None = None,
+) -> Output:  # fmt: skip
+    """Finetune a model on a mix of instructions with set shares, and measure what each share earns over a mix without it.
+
+    Three kinds of instructions can come together, each with its `source`. `asked`: prompts, to which the model's own answers count that
+    obey a rule of the system message; they are sampled with the rule in the user's message (`rejection_sample.source`). `documents`: texts
+    for questions about long contexts (`instructions.source`). `demonstrations`: your own, in other languages for example; their source is
+    the name of their import. Each source with a share has a control arm: as many updates on a mix without that source. `tasks`: further
+    prompts, of which each arm answers the held-out ones.
+    """
+    sets = {f"tasks_{number}" if number > 1 else "tasks": one for number, one in enumerate(tasks or [], 1)}
+    data = list(demonstrations or [])
+    if asked:
+        rules = step(system_prompts, prompts=asked)
+        stated = step(system_prompts, "stated", field="system_prompts", adapt=replace_field("place", "user"), prompts=asked)
+        bare = step(system_prompts, "bare", field="system_prompts", adapt=replace_field("place", "none"), prompts=asked)
+        answers = step(sample, models=[model], prompts=stated)
+        obeying = RejectionSampleConfig(pick="verifier", source="rules")
+        data.append(step(rejection_sample, default=obeying, answers=answers, prompts=rules))
+        sets |= {"rules": rules, "by_chance": bare}
+    if documents:
+        sets["long"] = step(long_prompts, documents=documents)
+        data.append(step(instructions, prompts=sets["long"]))
+    mix = step(mix_instructions, instructions=data)
+    policy = publish("policy", step(sft, model=model, instructions=[mix]))
+    arms = {"before": model, "mix": policy}
+    for source in _shared():
+        adapt = partial(_without, source)
+        other = step(mix_instructions, f"mix_without_{source}", field="mix_instructions", adapt=adapt, instructions=data)
+        arms[f"without_{source}"] = step(sft, f"sft_without_{source}", field="sft", model=model, instructions=[other])
+    for name, questions in sets.items():
+        outcomes = {
+            arm: step(evaluate, f"evaluate_{name}_{arm}", field="evaluate", model=one, prompts=questions) for arm, one in arms.items()
+        }
+        results = {arm: item for arm, output in outcomes.items() for item in output.items if isinstance(item, Artifact)}
+        for item in questions.items:
+            if isinstance(item, Artifact):
+                for sentence in compare_arms(results, item):
+                    tell(f"{name}: {sentence}")
+    return policy
+
+
+def _shared() -> list[str]:
+    """Return the sources with a share above 0 and below 1 in the recipe, each of which gets a control arm."""
+    configs = [config for config in current_walk().configs(MIX) if isinstance(config, MixInstructionsConfig)]
+    return [name for config in configs for name, share in config.shares.items() if 0 < share < 1]
+
+
+def _without(source: str, config: MixInstructionsConfig) -> MixInstructionsConfig:
+    """Return the configuration of the mix without a source, whose share goes to the others in proportion to theirs."""
+    rest = 1 - config.shares[source]
+    return config.model_copy(update={"shares": {name: 0.0 if name == source else share / rest for name, share in config.shares.items()}})
+
+
+def right_answers(evaluations: Mapping[str, Artifact], prompts: Artifact) -> dict[str, dict[str, dict[str, float]]]:
+    """Return task → arm → id of a prompt → 1 if the arm's answer is right, else 0."""
+    task_of = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
+    right: dict[str, dict[str, dict[str, float]]] = {}
+    for arm, evaluation in evaluations.items():
+        for row in evaluation.read("scores").to_pylist():
+            if row["name"] == "score":
+                right.setdefault(task_of[row["id"]], {}).setdefault(arm, {})[row["id"]] = float(is_correct(row["value"]))
+    return right
+
+
+def compare_arms(evaluations: Mapping[str, Artifact], prompts: Artifact) -> Iterator[str]:
+    """Yield for each task the arms' shares of right answers, and the 95 % interval of `mix` over each other arm, paired by prompt."""
+    for task, by_arm in sorted(right_answers(evaluations, prompts).items()):
+        mix = by_arm.pop("mix", {})
+        others = ", ".join(
+            f"{arm} {fmean(values.values()):.3f} (mix over it {difference.value:+.3f}, {difference.low:+.3f} to {difference.high:+.3f})"
+            for arm, values in by_arm.items() if mix.keys() & values.keys()
+            for difference in [paired_difference(mix, values)]
+        )  # fmt: skip
+        if others:
+            yield f"{task}, {len(mix)} prompts: mix {fmean(mix.values()):.3f}, {others}"

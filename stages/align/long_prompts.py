@@ -1,0 +1,84 @@
+"""Prompts with a long text, and a question about one of the passages hidden in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from puna.stages.contract import Documents, SeededConfig, StageRun, stage
+from puna.stages.conversations import asking
+from puna.stages.draws import hash_of, identifier
+from puna.stages.evaluation.multiple_choice import heldout_pages
+from puna.stages.evaluation.needle import THINGS
+from puna.stages.verifiers.registry import to_text
+from puna.storage import PunaError
+
+
+class LongPromptsConfig(SeededConfig):
+    """Number and length of the prompts, and the passages hidden in them."""
+
+    train: int = Field(200, ge=0, description="Training prompts")
+    heldout: int = Field(64, ge=0, description="Held-out prompts, of other documents and with other keys")
+    characters: int = Field(6000, ge=100, le=10_000_000, description="Length of the text around the passages, characters")
+    passages: int = Field(3, ge=1, le=100, description="Passages in each text, one of which is asked for")
+    passage: str = Field("The number of the {key} is {value}.", description="A passage, on a line of its own")
+    question: str = Field("What is the number of the {key}? Answer with the number alone.", description="Question after the text")
+    keys: tuple[str, ...] = Field(THINGS, description="Words for {key}; a third of them, and at least `passages`, are held out")
+    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the documents whose text only held-out prompts have")
+
+    @model_validator(mode="after")
+    def _passages_can_be_asked_for(self) -> LongPromptsConfig:
+        for name, fields in (("passage", ("{key}", "{value}")), ("question", ("{key}",))):
+            if missing := [one for one in fields if one not in getattr(self, name)]:
+                raise ValueError(f"{name} has no {missing[0]}")
+        if len(set(self.keys)) < len(self.keys) or len(self.keys) < 2 * self.passages:
+            raise ValueError(f"keys: {self.passages} passages need {2 * self.passages} different keys, none twice")
+        if self.train + self.heldout == 0:
+            raise ValueError("train and heldout are both 0: there is nothing to make")
+        return self
+
+
+@stage(kind="prompts")
+def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun) -> None:
+    """Hide passages in texts of documents and ask for the number in one of them, with the number as reference and verifier.
+
+    This is the question answering on long contexts of Llama 3 (section 4.3.4) in its simplest form, for training and evaluation; see also
+    `needle`. Held-out prompts have other documents and other keys, and all numbers are drawn anew. Documents that
+    hold a key's passage are left out. Raise PunaError if one of the splits has no document.
+    """
+    size = (config.train + config.heldout) * config.characters
+    begins = [config.passage.partition("{value}")[0].format(key=key, value="").strip() for key in config.keys]
+    texts: dict[str, list[str]] = {"train": [], "heldout": []}
+    for page in heldout_pages(documents, None, size, size, run):
+        if not any(begin in page.text for begin in begins):
+            share = hash_of("long_prompts", config.seed, page.id) / 2**64
+            texts["heldout" if share < config.heldout_fraction else "train"].append(page.text)
+    ordered = sorted(config.keys, key=lambda key: hash_of("long_prompts", config.seed, key))
+    away = max(config.passages, len(ordered) // 3)
+    for split, count, keys in (("heldout", config.heldout, ordered[:away]), ("train", config.train, ordered[away:])):
+        if count and not texts[split]:
+            raise PunaError(f"long_prompts: {documents.id} has no document for {split} prompts; give more documents, or change the seed")
+        rows = [_prompt(texts[split], keys, split, config, run.generator(split, number)) for number in range(count)]
+        run.write_rows(rows)
+        run.metric(f"{split}_prompts", count)
+
+
+def _prompt(texts: Sequence[str], keys: Sequence[str], split: str, config: LongPromptsConfig, draw: np.random.Generator) -> dict[str, Any]:
+    """Return one row of the prompts table: consecutive texts from a random one on, with passages between their lines."""
+    text, at = "", int(draw.integers(len(texts)))
+    while len(text) < config.characters:
+        text += texts[at % len(texts)].strip()[: config.characters] + "\n\n"
+        at += 1
+    lines = text[: config.characters].rstrip().split("\n")
+    asked = draw.choice(np.asarray(keys, object), config.passages, replace=False).tolist()
+    values = (100 + draw.choice(900, config.passages, replace=False)).tolist()
+    for key, value in zip(asked, values, strict=True):
+        lines.insert(int(draw.integers(len(lines) + 1)), config.passage.format(key=key, value=value))
+    question = "\n".join(lines) + "\n\n" + config.question.format(key=asked[0])
+    return {
+        "id": identifier(question), "task": "long_context", "split": split, "messages": asking(question), "tools": None,
+        "reference": str(values[0]), "verifier": to_text("regex", pattern=rf"\D*{values[0]}\D*", match="whole"),
+    }  # fmt: skip
