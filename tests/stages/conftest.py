@@ -3,13 +3,8 @@
 import sys
 
 import pytest
-from hypothesis import settings
 
 from tests.stages import audit
-
-# A test asserts no time: on a busy machine any example may be slow.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)
