@@ -161,8 +161,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
 
         def add_gradients(weights: dict[str, Tensor], add: Callable[[Any], None] = held.add_gradients) -> None:
             add(weights)
-            own = {name: None if (weight := weights.get(name)) is None else weight.grad for name in held.pieces}
-            found.append({name: held.gather(piece, own[name]).clone().cpu() for name, piece in held.pieces.items()} if not found else {})
+            own = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            found.append({name: whole.clone().cpu() for name, whole in held.gather(held.pieces, own)} if not found else {})
 
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
@@ -273,10 +273,10 @@ def restored(
     digest = hashlib.sha256()
     pieces = {name: trainer.parallel.piece_of(name, tensor) for name, tensor in tensors.items()}
     shapes = [json.loads(text) for text in trainer.parallel.mesh.gather_texts(json.dumps({name: p.shape for name, p in pieces.items()}))]
-    for name, shape in sorted({name: tuple(shape) for some in shapes for name, shape in some.items()}.items()):
-        piece = pieces.get(name, Piece.of(torch.empty(shape, device="meta"), cut=frozenset(["elsewhere"])))
-        gathered = trainer.parallel.gather(piece, tensors.get(name))
-        digest.update(f"{name} {shape}".encode() + gathered.contiguous().numpy().tobytes())
+    every = {name: tuple(shape) for some in shapes for name, shape in sorted(some.items())}
+    elsewhere = {name: Piece.of(torch.empty(shape, device="meta"), cut=frozenset(["elsewhere"])) for name, shape in every.items()}
+    for name, whole in trainer.parallel.gather(dict(sorted((elsewhere | pieces).items())), tensors):
+        digest.update(f"{name} {every[name]}".encode() + whole.contiguous().numpy().tobytes())
     assert all(float(tensor) == state[1]["step"] for name, tensor in tensors.items() if name.startswith("state.step."))
     return {"digest": digest.hexdigest()}
 
@@ -378,6 +378,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a stage forgets earlier micro-batches": lambda: _wrapped(Pipelined, "_backward", _wipe),
 }
 """Faults that other trainers had in compositions of layouts."""
+
+
+def in_small_buckets(members: Sequence[int], elements: int, **given: Any) -> dict[str, float]:
+    """Return `compare` where few elements of tensors are exchanged together."""
+    with mock.patch("puna.models.training.parallel.mesh.BUCKET", elements):
+        return compare(members, **given)
 
 
 def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
@@ -530,8 +536,8 @@ def gathered(held: Parallel, variant: str) -> Transformer:
         return held.whole  # type: ignore[return-value]
     whole = network(variant)
     with torch.no_grad():
-        for name, weight in sorted(whole.named_parameters()):
-            weight.copy_(held.gather(held.pieces[name], held.parameters.get(name)))
+        for name, weight in held.gather(held.pieces, held.parameters):
+            whole.get_parameter(name).copy_(weight)
     return whole
 
 
@@ -634,7 +640,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
+    "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
     "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip
