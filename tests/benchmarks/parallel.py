@@ -107,11 +107,11 @@ def kills(pool: Pool, count: int) -> float:
     """Return the share of trainings that end with the weights of one that nobody killed."""
     same = []
     with tempfile.TemporaryDirectory() as root:
-        whole = pool.run("trained", 2, layout={"data": 2}, folder=f"{root}/whole", steps=6)[0]
+        whole = pool.run("trained", 2, layout={"data": 2}, folder=f"{root}/whole", steps=4)[0]
         for number in range(count):
             folder = Path(root, str(number))
             folder.mkdir()
-            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": {"data": 2}}), json.dumps([[1, "step", 1 + number % 5]])]
+            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": {"data": 2}}), json.dumps([[1, "step", 1 + number % 4]])]
             status = processes.start(command, 2)
             same.append(status == 0 and json.loads((folder / "result.json").read_text()) == whole)
     return sum(same) / len(same)
@@ -127,7 +127,7 @@ def rollouts(pool: Pool) -> float:
         same += [own | {"reference": 0} == one | {"reference": 0} for own in pool.run("sampled", size(layout), layout=layout)]
     alone = (({}, 1), ({}, 2), ({"data": 2}, 2), *(({axis: 2}, 1) for axis in ("data", "shard", "tensor", "pipeline", "context")))
     for layout, generate in (*alone, ({"pipeline": 2}, 0)):
-        for own in pool.run("rolled", size(layout) + generate, layout=layout, generate=generate):
+        for own in pool.run("rolled", size(layout) + generate, layout=layout, generate=generate, epochs=2):
             same += [equal == 1.0 for equal in own["equal"]]
     return sum(same) / len(same)
 

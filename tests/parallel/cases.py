@@ -161,8 +161,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
 
         def add_gradients(weights: dict[str, Tensor], add: Callable[[Any], None] = held.add_gradients) -> None:
             add(weights)
-            own = {name: None if (weight := weights.get(name)) is None else weight.grad for name in held.pieces}
-            found.append({name: held.gather(piece, own[name]).clone().cpu() for name, piece in held.pieces.items()} if not found else {})
+            own = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            found.append({name: whole.clone().cpu() for name, whole in held.gather(held.pieces, own)} if not found else {})
 
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
@@ -182,6 +182,11 @@ def one_process(objective: str, variant: str, size: tuple[int, int], compute: tu
     return steps(objective, variant, Layout(), Mesh(Layout()), *size, **dict(compute))
 
 
+def size_for(layout: dict[str, int]) -> tuple[int, int]:
+    """Return the layers and micro-batches of a comparison; a pipeline has one micro-batch more than it has ranks."""
+    return (4, layout["pipeline"] + 1) if "pipeline" in layout else (2, 3)
+
+
 def is_first(members: Sequence[int]) -> bool:
     """True on the rank that computes for all what one process does."""
     return dist.get_rank() == members[0]
@@ -199,7 +204,7 @@ def compare(
 ) -> dict[str, float]:
     """Return how far gradients, numbers of the log, and weights under a layout are from those of one process. `size`: layers, micro-batches."""
     chosen = Layout(**layout)
-    size = tuple(size or ((4, 5) if "pipeline" in layout else (2, 3)))  # type: ignore[assignment]
+    size = tuple(size or size_for(layout))  # type: ignore[assignment]
     mesh = Mesh(chosen, members)
     own = steps(objective, variant, chosen, mesh, *size, **compute)
     found = [one_process(objective, variant, size, tuple(sorted(compute.items()))) if is_first(members) else None]
@@ -215,7 +220,7 @@ def compare(
 
 
 def trained(
-    members: Sequence[int], layout: dict[str, int], steps: int, folder: str | None = None, of: int = 6, variant: str = "deep",
+    members: Sequence[int], layout: dict[str, int], steps: int, folder: str | None = None, of: int = 4, variant: str = "deep",
     at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
@@ -273,10 +278,10 @@ def restored(
     digest = hashlib.sha256()
     pieces = {name: trainer.parallel.piece_of(name, tensor) for name, tensor in tensors.items()}
     shapes = [json.loads(text) for text in trainer.parallel.mesh.gather_texts(json.dumps({name: p.shape for name, p in pieces.items()}))]
-    for name, shape in sorted({name: tuple(shape) for some in shapes for name, shape in some.items()}.items()):
-        piece = pieces.get(name, Piece.of(torch.empty(shape, device="meta"), cut=frozenset(["elsewhere"])))
-        gathered = trainer.parallel.gather(piece, tensors.get(name))
-        digest.update(f"{name} {shape}".encode() + gathered.contiguous().numpy().tobytes())
+    every = {name: tuple(shape) for some in shapes for name, shape in sorted(some.items())}
+    elsewhere = {name: Piece.of(torch.empty(shape, device="meta"), cut=frozenset(["elsewhere"])) for name, shape in every.items()}
+    for name, whole in trainer.parallel.gather(dict(sorted((elsewhere | pieces).items())), tensors):
+        digest.update(f"{name} {every[name]}".encode() + whole.contiguous().numpy().tobytes())
     assert all(float(tensor) == state[1]["step"] for name, tensor in tensors.items() if name.startswith("state.step."))
     return {"digest": digest.hexdigest()}
 
@@ -306,7 +311,7 @@ def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
     """Return the error of each rank of a training of which one cannot write, and the steps of the complete states."""
     with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=OSError("no space left")) if dist.get_rank() else contextlib.nullcontext():
         try:
-            trained(members, {"shard": 2}, 6, folder)
+            trained(members, {"shard": 2}, 4, folder)
         except OSError as error:
             Mesh(Layout(shard=2), members).wait()
             return {"error": str(error), "states": [path.name for path in Path(folder).glob("step-*")]}
@@ -380,10 +385,16 @@ FAULTS: dict[str, Callable[[], Any]] = {
 """Faults that other trainers had in compositions of layouts."""
 
 
+def in_small_buckets(members: Sequence[int], elements: int, **given: Any) -> dict[str, float]:
+    """Return `compare` where few elements of tensors are exchanged together."""
+    with mock.patch("puna.models.training.parallel.mesh.BUCKET", elements):
+        return compare(members, **given)
+
+
 def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
     """Return the largest difference of a fault's gradients and numbers of the log from those of one process."""
     if is_first(members):
-        one_process(given["objective"], given.get("variant", "plain"), (4, 5) if "pipeline" in given["layout"] else (2, 3), ())
+        one_process(given["objective"], given.get("variant", "plain"), size_for(given["layout"]), ())
     with FAULTS[fault]():
         result = compare(members, **given)
     return max(result["gradients"], result["rows"])
@@ -524,27 +535,29 @@ def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
     return float((own == answered.logprobs).float().mean())
 
 
-def gathered(held: Parallel, variant: str) -> Transformer:
+def gathered(held: Parallel) -> Transformer:
     """Return the whole model of the ranks' pieces."""
     if held.model is held.whole:
         return held.whole  # type: ignore[return-value]
-    whole = network(variant)
+    whole = Transformer(held.whole.config)  # type: ignore[arg-type]
     with torch.no_grad():
-        for name, weight in sorted(whole.named_parameters()):
-            weight.copy_(held.gather(held.pieces[name], held.parameters.get(name)))
+        for name, weight in held.gather(held.pieces, held.parameters):
+            whole.get_parameter(name).copy_(weight)
     return whole
 
 
 def rolled(
     members: Sequence[int], layout: dict[str, int], generate: int = 0, max_stale: int = 0, critic: bool = False, variant: str = "plain",
     folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, precision: str = "fp32", tensor: int = 1,
+    epochs: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Train by GRPO, or PPO, on three rollouts; return the log without times, the weights' digest, and for each rollout that this rank
     trained on the share of log-probs with the bits of a pass before its updates. `at` is called in each wave and after each rollout.
     """
-    policy, equal, scored = network(variant), list[float](), itertools.count(1)
+    shape = {} if variant == "deep" else {"num_hidden_layers": 2}
+    policy, equal, scored = network(variant, **shape), list[float](), itertools.count(1)
     settings = (PpoSettings if critic else GrpoSettings)(
-        rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=2, minibatches=2, generate=generate, max_stale=max_stale, generate_tensor=tensor,
+        rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=epochs, minibatches=2, generate=generate, max_stale=max_stale, generate_tensor=tensor,
         compute={"layout": layout, "micro_batch_tokens": 64, "precision": precision},
         schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3},
     )  # fmt: skip
@@ -555,15 +568,15 @@ def rolled(
 
     def take(self: Source, real: Callable[[Source], Sampled] = Source.take) -> Sampled:
         answered = real(self)
-        equal.append(equal_logprobs(gathered(self.held, variant), answered))
+        equal.append(equal_logprobs(gathered(self.held), answered))
         return answered
 
     groups = Groups(Layout(**layout), generate, members, tensor)
-    reference = part_of(network(variant), groups.mesh.layout, groups.mesh)
+    reference = part_of(network(variant, **shape), groups.mesh.layout, groups.mesh)
     source: Rollouts[Any] = Rollouts(policy, reference, score, PROMPTS, [1], settings, 5, groups=groups)
     given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
     with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves
-        log = train_ppo(source, network(variant if variant in ("moe", "deep") else "plain", "value"), **given) if critic else train_grpo(source, **given)
+        log = train_ppo(source, network(variant if variant in ("moe", "deep") else "plain", "value", **shape), **given) if critic else train_grpo(source, **given)
     log = [{name: value for name, value in row.items() if name not in TIMED} for row in log]
     return {"log": log, "digest": weights_digest(policy), "equal": equal, "trains": groups.trains}
 
@@ -634,7 +647,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    "compare": compare, "in_small_chunks": in_small_chunks, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
+    "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
     "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

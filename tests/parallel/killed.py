@@ -23,6 +23,6 @@ if __name__ == "__main__":
         if [int(rank), place, number] == (deaths[attempt] if attempt < len(deaths) else None):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    result = rolled(members, folder=folder, at=at, **given) if "generate" in given else trained(members, folder=folder, steps=6, at=at, **given)
+    result = rolled(members, folder=folder, at=at, **given) if "generate" in given else trained(members, folder=folder, steps=4, at=at, **given)
     if rank == "0":
         Path(folder, "result.json").write_text(json.dumps(result))

@@ -7,7 +7,8 @@ are shares of the step's totals, so they add up over data-parallel ranks as they
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Sized
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from puna.kernels.adamw import gradient_norm
 from puna.models.training.parallel.boxes import load, save
 from puna.models.training.parallel.layout import AXES, READERS
-from puna.models.training.parallel.mesh import Mesh, broadcast_text, by_load
+from puna.models.training.parallel.mesh import Mesh, broadcast_text, buckets, by_load
 from puna.models.training.state import Job, load_state, write_state
 
 Part = tuple[Any, bool]
@@ -27,8 +28,6 @@ Part = tuple[Any, bool]
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
 """A function that returns a model's loss and metrics on a micro-batch, as shares of the step's loss and metrics."""
-BUCKET = 1 << 23
-"""Elements at which a bucket of gradients is full: few large all-reduces are faster than many small ones."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,9 @@ class Parallel:
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
         """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""
-        readers = self.mesh.layout.readers
-        if readers == 1:
-            return [(part, True) for part in micro]
-        shares = by_load([len(part) for part in micro], readers)
+        shares = by_load([len(part) for part in micro], self.mesh.layout.readers)
         own = [(micro[i], True) for i in sorted(shares[self.mesh.reader])]
-        spare = min(micro, key=len)
-        return own + [(spare, False)] * (max(map(len, shares)) - len(own))
+        return own + [(min(micro, key=len), False)] * (max(map(len, shares)) - len(own))
 
     def totals(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return each count in `values`, summed over the ranks with different micro-batches."""
@@ -146,13 +141,13 @@ class Parallel:
         """Sum the gradients of weights, in place, over the ranks that computed parts of the gradients."""
         if self.processes == 1:
             return
-        buckets: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+        kinds: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
         for name, weight in weights.items():
             axes = tuple(axis for axis in sorted(self.pieces[name].sums) if self.mesh.size(axis) > 1)
             if weight.grad is not None and axes:
-                buckets.setdefault((axes, weight.grad.dtype), []).append(weight.grad)
-        for (axes, _), gradients in buckets.items():
-            for some in _buckets(gradients):
+                kinds.setdefault((axes, weight.grad.dtype), []).append(weight.grad)
+        for (axes, _), gradients in kinds.items():
+            for some in buckets(gradients, Tensor.numel):
                 flat = torch.cat([gradient.reshape(-1) for gradient in some])
                 for axis in axes:
                     self.mesh.add(flat, axis)
@@ -172,30 +167,32 @@ class Parallel:
     # --- whole weights ---
 
     @torch.no_grad()
-    def gather(self, own: Piece, piece: Tensor | None) -> Tensor:
-        """Return the whole tensor, bit-identical, from all ranks' pieces. `own`: this rank's piece; `piece`: its values, if it has any."""
-        if not own.cut and piece is not None:
-            return piece
-        out = torch.zeros(own.shape)
-        if piece is not None and own.counts(self.mesh.at):
-            out[own.slices()] = piece
-        # As integers: a sum of floats would lose the sign of negative zeros.
-        self.mesh.add_everywhere(out.view(torch.int32))
-        return out
+    def gather(self, pieces: Mapping[str, Piece], values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name of `pieces` with its whole tensor, bit-identical, from all ranks. `values`: this rank's pieces, by name."""
+        for names in buckets(pieces, lambda name: math.prod(pieces[name].shape)):
+            whole = {name: values[name] for name in names if name in values and not pieces[name].cut}
+            rest = {name: pieces[name] for name in names if name not in whole}
+            flat = torch.zeros(sum(sizes := [math.prod(piece.shape) for piece in rest.values()]))
+            for (name, piece), out in zip(rest.items(), flat.split(sizes), strict=True):
+                whole[name] = out.view(piece.shape)
+                if name in values and piece.counts(self.mesh.at):
+                    whole[name][piece.slices()] = values[name]
+            if rest:  # As integers: a sum of floats would lose the sign of negative zeros.
+                self.mesh.add_everywhere(flat.view(torch.int32))
+            yield from ((name, whole[name]) for name in names)
 
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
         """Write the weights `values`, which are this rank's pieces, into the whole model. With one process, do nothing."""
         if self.processes == 1:
             return
-        fresh = self.model is not self.whole and not self._published
-        for name, parameter in self.whole.named_parameters():
-            if name in self.pieces and (self.model is not self.whole or values[name] is not parameter):
-                value = self.gather(self.pieces[name], values.get(name))
-                if fresh:  # copying into weights that are mapped from a file would read all of them
-                    parameter.data = value.to(self.device, copy=True)
-                else:
-                    parameter.copy_(value)
+        cut = self.model is not self.whole
+        weights = {name: p for name, p in self.whole.named_parameters() if name in self.pieces and (cut or values[name] is not p)}
+        for name, value in self.gather({name: self.pieces[name] for name in weights}, values):
+            if cut and not self._published:  # copying into weights that are mapped from a file would read all of them
+                weights[name].data = value.to(self.device, copy=True)
+            else:
+                weights[name].copy_(value)
         self._published = True
 
     def release(self) -> None:
@@ -248,15 +245,3 @@ class Parallel:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))
         return load(folder, pieces, more, self.mesh)
-
-
-def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = [[]]
-    size = 0
-    for gradient in gradients:
-        if size >= BUCKET:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
-        size += gradient.numel()
-    return buckets

@@ -76,8 +76,7 @@ class Groups:
         digests, first = dict[str, str](), dist.get_rank() == self._training[0]
         if first:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps(order))
-        for name in sorted(held.pieces):
-            weight = held.gather(held.pieces[name], held.parameters.get(name))
+        for name, weight in held.gather(dict(sorted(held.pieces.items())), held.parameters):
             digests |= {name: tensors_digest({name: weight})} if first else {}
             dist.broadcast(_bytes(weight.clone()), self._training[0], self._everyone)
         broadcast_text(json.dumps(digests), self._training[0], self._everyone)

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another rank raises an error."""
 JOINING = timedelta(minutes=10)
 """Time within which all processes must join."""
+BUCKET = 1 << 23
+"""Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
@@ -226,6 +228,18 @@ def message_group(number: int) -> Any:
     In one group, NCCL runs the exchanges of two ranks one after another: if both send first, each waits for the other to receive.
     """
     return group_of(range(dist.get_world_size()), f"messages {number}" if number else "")
+
+
+def buckets(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items, in order, in lists of at least `BUCKET` elements each; the last list may have fewer."""
+    bucket, elements = list[T](), 0
+    for item in items:
+        bucket, elements = [*bucket, item], elements + size(item)
+        if elements >= BUCKET:
+            yield bucket
+            bucket, elements = [], 0
+    if bucket:
+        yield bucket
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
