@@ -19,16 +19,9 @@ class Run:
 
     def __call__(self, job: str, count: int, **given: Any) -> list[Any]:
         """Return each rank's result of a job on the first `count` ranks."""
-        return self._pool().run(job, count, **given)
-
-    def program(self, *arguments: str) -> list[str]:
-        """Return a command that does what Python does with these arguments, without its imports."""
-        return self._pool().program(*arguments)
-
-    def _pool(self) -> Pool:
         if not self._pools or self._pools[-1].parent.poll() is not None:
             self._pools.append(Pool())
-        return self._pools[-1]
+        return self._pools[-1].run(job, count, **given)
 
     def alone(self, job: str, **given: Any) -> Any:
         """Return the result of a job on one rank, which runs once for all tests that ask for it."""

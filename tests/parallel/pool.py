@@ -1,4 +1,4 @@
-"""One pool of gloo ranks for all tests: each rank runs jobs by name, and answers in a line of JSON. Other programs fork from it, too."""
+"""One pool of gloo ranks for all tests: each rank runs jobs by name, and answers in a line of JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-from tests.parallel import forked
 
 RANKS = 8
 PATIENCE, STARTING = 120.0, 600.0
@@ -26,7 +22,7 @@ PATIENCE, STARTING = 120.0, 600.0
 
 
 class Pool:
-    """Processes that have joined one group. `run` gives a job to the first ones of them. `program`: a command for another process."""
+    """Processes that have joined one group. `run` gives a job to the first ones of them."""
 
     def __init__(self, ranks: int = RANKS) -> None:
         with socket.socket() as probe:
@@ -35,9 +31,7 @@ class Pool:
         own = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         pairs = [socket.socketpair() for _ in range(ranks)]
         theirs = [other.fileno() for _, other in pairs]
-        self._folder = tempfile.TemporaryDirectory(prefix="pool")
-        self._path = str(Path(self._folder.name, "programs"))
-        command = [sys.executable, "-m", __name__, self._path, *map(str, theirs)]
+        command = [sys.executable, "-m", __name__, *map(str, theirs)]
         self.parent = subprocess.Popen(command, env=os.environ | own, pass_fds=theirs, start_new_session=True, stdin=subprocess.DEVNULL)
         for _, other in pairs:
             other.close()
@@ -69,10 +63,6 @@ class Pool:
             raise RuntimeError(f"{job} {given}: " + "\n".join(f"rank {r}: {e}" for r, e in failed.items()) + f"; answered: {sorted(answers)}")
         return [answers[rank]["result"] for rank in members]
 
-    def program(self, *arguments: str) -> list[str]:
-        """Return the command of a process that runs what Python runs with these arguments, in a fork that has imported torch."""
-        return [sys.executable, "-S", forked.__file__, self._path, *arguments]
-
     def close(self) -> None:
         """End the processes."""
         with contextlib.suppress(ProcessLookupError):
@@ -80,11 +70,10 @@ class Pool:
         self.parent.wait()
         for one in (*self.streams, *self.sockets):
             one.close()
-        self._folder.cleanup()
 
 
-def serve(sockets: list[socket.socket], path: str) -> None:
-    """Fork a rank for each socket, which saves all but one the imports, and programs for the socket at `path`; end when a rank ends."""
+def serve(sockets: list[socket.socket]) -> None:
+    """Fork a rank for each socket, which saves all but one the imports; end when one of them ends."""
     gc.disable()  # imports leave no garbage
     # What the first job of a kind would import in each rank.
     import peft  # noqa: F401
@@ -101,20 +90,16 @@ def serve(sockets: list[socket.socket], path: str) -> None:
     tests.parallel.cases.one_process("sft", "plain", (2, 3), ())
     gc.freeze()
     gc.enable()
-    listener, forks = socket.socket(socket.AF_UNIX), set[int]()
-    listener.bind(path)
-    listener.listen()
     for rank, own in enumerate(sockets):
-        if (fork := os.fork()) == 0:
-            for other in (*sockets[:rank], *sockets[rank + 1 :], listener):
+        if os.fork() == 0:
+            for other in sockets[:rank] + sockets[rank + 1 :]:
                 other.close()
             os.environ["RANK"] = str(rank)
             work(own, tests.parallel.cases.JOBS | tests.parallel.stage_jobs.JOBS)
             return
-        forks.add(fork)
     for own in sockets:
         own.close()
-    forked.serve_programs(listener, forks)
+    os.wait()
 
 
 def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
@@ -139,4 +124,4 @@ def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
 
 
 if __name__ == "__main__":
-    serve([socket.socket(fileno=int(number)) for number in sys.argv[2:]], sys.argv[1])
+    serve([socket.socket(fileno=int(number)) for number in sys.argv[1:]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, 
 @pytest.mark.parametrize("generate", [1, 2])
 def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: int, max_stale: int, critic: bool) -> None:
     """One rank trains, as one process does: log and weights have its bits. Where answers are fresh, log-probs are the trainer's."""
-    given: dict[str, Any] = {"max_stale": max_stale, "critic": critic, "epochs": 2}
+    given: dict[str, Any] = {"max_stale": max_stale, "critic": critic}
     one, (trainer, *others) = ranks.alone("rolled", **given), ranks("rolled", 1 + generate, layout={}, generate=generate, **given)
     assert trainer == one and all(own["log"] == one["log"] and not own["trains"] for own in others)
     assert [row["version"] for row in one["log"]] == ([0, 0, 1] if max_stale else [0, 1, 2])
@@ -103,8 +104,8 @@ def test_weights_that_do_not_arrive_are_an_error(ranks: Run) -> None:
 
 def test_a_killed_rank_that_samples_starts_all_again_with_the_same_weights(ranks: Run, tmp_path: Path) -> None:
     """It is killed as it samples the third rollout, while the second one's updates run."""
-    given = {"layout": {}, "generate": 1, "max_stale": 1, "epochs": 2}
-    command = ranks.program("-m", "tests.parallel.killed", str(tmp_path), json.dumps(given), json.dumps([[1, "wave", 5]]))
+    given = {"layout": {}, "generate": 1, "max_stale": 1}
+    command = [sys.executable, "-m", "tests.parallel.killed", str(tmp_path), json.dumps(given), json.dumps([[1, "wave", 5]])]
     assert processes.start(command, 2) == 0
     killed, whole = json.loads((tmp_path / "result.json").read_text()), ranks("rolled", 2, **given)[0]
     assert killed["log"] == whole["log"] and killed["digest"] == whole["digest"]

@@ -23,8 +23,8 @@ from .conftest import Run
 def test_a_killed_rank_starts_all_again_with_the_same_weights(ranks: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     layout, folder = {"shard": 2}, tmp_path / "killed"
     folder.mkdir()
-    unkilled = ranks("trained", 2, layout=layout, folder=str(tmp_path / "whole"), steps=4)[0]
-    command = ranks.program("-m", "tests.parallel.killed", str(folder), json.dumps({"layout": layout}), json.dumps([[1, "step", 3]]))
+    unkilled = ranks("trained", 2, layout=layout, folder=str(tmp_path / "whole"), steps=6)[0]
+    command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": layout}), json.dumps([[1, "step", 3]])]
     assert processes.start(command, 2) == 0
     assert json.loads((folder / "result.json").read_text()) == unkilled
     assert "ended by SIGKILL: all start again" in capfd.readouterr().err
@@ -60,8 +60,8 @@ except PunaError as error:
 """
 
 
-def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(ranks: Run, capfd: pytest.CaptureFixture[str]):
-    assert processes.start(ranks.program("-c", BROKEN), 3) == 4
+def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(capfd: pytest.CaptureFixture[str]):
+    assert processes.start([sys.executable, "-c", BROKEN], 3) == 4
     (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("rank 0: ")]
     assert "; rank 1: ValueError: no room for sft; rank 2: no word (a rank without a word hangs, which the others notice after 0:00:03" in line
 
@@ -69,7 +69,6 @@ def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(ranks: Ru
 TOLD = """
 import sys, time
 from puna.flows.engine.console import tee_stderr
-from puna.models.training.parallel import mesh
 from puna.stages.executors import ranks
 ranks.join()
 if ranks.follows():
@@ -82,12 +81,11 @@ else:
             lines += [line for line in ranks.lines_of_ranks() if line.endswith(("one", "two of sft"))]  # torch warns of what it likes
     ranks.finish()
     print(sorted(lines))
-mesh.dist.barrier()  # the others' store ends with the first rank
 """
 
 
-def test_lines_of_other_ranks_reach_the_first_one(ranks: Run, capfd: pytest.CaptureFixture[str]):
-    assert processes.start(ranks.program("-c", TOLD), 3) == 0
+def test_lines_of_other_ranks_reach_the_first_one(capfd: pytest.CaptureFixture[str]):
+    assert processes.start([sys.executable, "-c", TOLD], 3) == 0
     lines = [f"rank {rank}: {line}" for rank in (1, 2) for line in ("one", "two of sft")]
     assert capfd.readouterr().out.splitlines()[-1] == str(lines)
 
@@ -107,12 +105,12 @@ except ConnectionError as error:
     ({}, "no connection to all: rank 1 did not come within 0:00:01: start all 2"),
     ({"GLOO_SOCKET_IFNAME": "nope0"}, "Unable to find address for: nope0; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface"),
 ], ids=["rank", "interface"])
-def test_a_missing_rank_and_a_missing_interface_are_named(ranks: Run, more: dict[str, str], problem: str):
+def test_a_missing_rank_and_a_missing_interface_are_named(more: dict[str, str], problem: str):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0", **more}
-    done = subprocess.run(ranks.program("-c", ALONE), env=os.environ | own, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ALONE], env=os.environ | own, capture_output=True, text=True, timeout=60)
     assert problem in done.stdout, done
 
 
