@@ -30,8 +30,18 @@ def test_a_killed_rank_starts_all_again_with_the_same_weights(ranks: Run, tmp_pa
     assert "ended by SIGKILL: all start again" in capfd.readouterr().err
 
 
-def test_the_status_of_a_failure_is_handed_on_without_a_restart(capfd: pytest.CaptureFixture[str]):
-    program = "import os, sys, time; rank = int(os.environ['RANK']); print('rank', rank, file=sys.stderr); time.sleep(rank == 0); sys.exit(3)"
+def test_the_status_of_a_failure_is_handed_on_without_a_restart(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    program = f"""
+import os, sys, time
+from pathlib import Path
+rank, other = os.environ["RANK"], Path({str(tmp_path / "printed")!r})
+print("rank", rank, file=sys.stderr, flush=True)
+if rank == "1":
+    other.touch()
+while not other.exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
     assert processes.start([sys.executable, "-c", program], 2) == 3
     assert capfd.readouterr().err.count("rank 1") == 1
 

@@ -94,7 +94,8 @@ class Parallel:
         """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""
         shares = by_load([len(part) for part in micro], self.mesh.layout.readers)
         own = [(micro[i], True) for i in sorted(shares[self.mesh.reader])]
-        return own + [(min(micro, key=len), False)] * (max(map(len, shares)) - len(own))
+        missing = max(map(len, shares)) - len(own)
+        return [*own, *([(min(micro, key=len), False)] * missing if missing else [])]
 
     def totals(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return each count in `values`, summed over the ranks with different micro-batches."""
