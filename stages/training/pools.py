@@ -180,9 +180,9 @@ class Pools:
             tuple(frozenset(held.ids) for _, held in divided),
         )
 
-    def mix(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
-        """Return steps whose rows come from the groups in these shares."""
-        readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed=0, begin=begin) for p in self.training]
+    def mix(self, shares: Sequence[float], rows_per_step: int, seed: int, begin: int) -> Mixed:
+        """Return steps whose rows come from the groups in these shares. `seed`: of each group's order of rows."""
+        readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed, begin) for p in self.training]
         return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)
 
 
@@ -198,7 +198,7 @@ class Mixed:
     """Steps that draw rows from several readers in fixed shares.
 
     Row t comes from the reader that is farthest behind its share, so that the rows so far match the shares to
-    about one row. The k-th row of a reader is the same in every mixture.
+    about one row. The k-th row of a reader is the same in every mixture of one seed.
     """
 
     readers: list[Reader]
