@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from puna.models.training.packing import batch_by_size
 from puna.stages.contract import StageRun
-from puna.stages.training.corpus import Chosen, chosen_of, rank
+from puna.stages.training.corpus import KEPT, Chosen, chosen_of, rank
 from puna.stages.training.token_rows import Packed, Reader, pack
 from puna.stages.training.vocabulary import load
 from puna.storage import Artifact, Part, PunaError
@@ -67,14 +67,14 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: the largest categories by bytes, and one of the rest. PunaError without text."""
+    """Return at most `most` groups of training documents: `KEPT`, the largest others by bytes, one of the rest. PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
             totals[name] = totals[name] + one if name in totals else one
     if not totals:
         raise PunaError(f"{documents.id} has no {'documents' if mixture is None else 'training documents'} with text")
-    ranked = sorted(totals, key=lambda name: (-totals[name].bytes, name))
+    ranked = sorted(totals, key=lambda name: (name != KEPT, -totals[name].bytes, name))
     single = ranked if len(ranked) <= most else ranked[: most - 1]
     groups = [(name, [name]) for name in sorted(single)]
     if len(ranked) > len(single):

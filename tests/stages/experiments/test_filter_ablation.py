@@ -71,6 +71,19 @@ def test_the_runs_of_a_pair_read_kept_rows_in_one_order_and_each_pair_in_its_own
     assert orders == orders[:3] * 3 and orders[0] != orders[1] != orders[2] != orders[0]
 
 
+def test_kept_documents_are_a_group_of_their_own_where_rules_drop_more(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "train_proxy", lambda model, *_: Proxy(model, 1, 1.0, 1.0))
+    made = corpus([("high", 60)] * 15 + [("low", 60)] * 40 + [("code", 60)] * 5)
+    rows = made["documents"].read()
+    rules = ["harsh"] * 40 + ["sound"] * 5
+    dropped = [dict.fromkeys(("value", "threshold", "detail")) | {"id": i, "rule": r} for i, r in zip(rows["id"].to_pylist()[15:], rules, strict=True)]
+    table = pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)
+    selected = store.import_table("documents", rows.slice(0, 15), dropped=table)
+    given = {"documents": made["documents"], "selected": selected, "tokenizer": made["tokenizer"]}
+    found = {row["task"]: row["n"] for row in execute(filter_ablation, SETTINGS.replace(rules=1), given, store).read().to_pylist() if row["metric"] == "tokens"}
+    assert found == {"kept": 15, "other": 45}
+
+
 def test_what_is_no_selection_is_refused(store, given) -> None:
     for wrong in (given["documents"], store.import_table("documents", given["documents"].read(), dropped=given["selected"].read("dropped").slice(0, 0))):
         with pytest.raises(PunaError, match="keeps or drops next to nothing"):
