@@ -120,7 +120,7 @@ def build_pools(
         if group.amount.documents == 1:
             raise PunaError(
                 f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
-                "lower mix_experiment.categories, so that small ones are taken together"
+                f"lower {run.stage}.categories, so that small ones are taken together"
             )
         bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
         last |= dict.fromkeys(group.members, (number, int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))))
