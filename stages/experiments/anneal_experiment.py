@@ -121,7 +121,7 @@ def anneal_experiment(
     small = dict.fromkeys(judged, "it has one document: one is needed to train on and one to measure the loss on")
     small |= {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
     candidates = [number for number in judged if not small[number]]
-    start = _start(tokens, source, model, config, run) if candidates else ""
+    start = _base(tokens, source, model, pools, config, run) if candidates else ""
     runs = [(number, arm, repeat) for number in candidates for arm in ARMS for repeat in range(config.repeats)]
     runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if candidates else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
@@ -140,20 +140,21 @@ def anneal_experiment(
         run.write_rows(_weights(mixture, groups, accepted, config.share), "weights")
 
 
-def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config: AnnealExperimentConfig, run: StageRun) -> str:
+def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: PoolRows, config: AnnealExperimentConfig, run: StageRun) -> str:
     """Return the folder of the model to anneal: the input model, grown to the tokenizer's vocabulary, or a small model trained on the
-    default tokens that are not held out."""
+    default tokens, without documents that these tokens or a set hold out."""
     from puna.models.formats.checkpoint import save
 
-    vocabulary, seed, folder = tokenizer_of(tokenizer), run.seed("base"), run.scratch / "base-model"
+    vocabulary, seed, folder = tokenizer_of(source), run.seed("base"), run.scratch / "base-model"
     if model is not None and tokenizer_of(model).vocab_size == vocabulary.vocab_size:
         check_tokens(tokens, model)
         return str(model.path())
     if model is not None:
-        save(load_grown(model, tokenizer), folder, vocabulary)
+        save(load_grown(model, source), folder, vocabulary)
         return str(folder)
     packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
-    reader = Reader(packed, heldout, config.base.rows_per_step, seed, vocabulary.begin)
+    aside = frozenset[str]().union(*Pools.read(sets).heldout_ids)
+    reader = Reader(packed, heldout | packed.of(aside), config.base.rows_per_step, seed, vocabulary.begin)
     with one_thread():
         network = fresh(config.model.complete(vocabulary.vocab_size, packed.row_length), seed)
         settings, size = config.base.train_config(config.optimizer, config.compute), config.compute.micro_batch_tokens

@@ -150,6 +150,25 @@ def test_a_set_of_one_document_is_refused_alone(store, three) -> None:
     assert alone.manifest.metrics["accepted_sets"] == 0 and "trials" not in alone.tables
 
 
+def test_the_base_model_reads_no_held_out_document_of_a_set(store, three, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, read, pools = module.Reader, [], []
+
+    def spying(packed, excluded, *rest):
+        read.append({packed.ids[owner] for owner in packed.owners[~excluded]})
+        return original(packed, excluded, *rest)
+
+    def pool(rows):
+        pools.append(build(rows))
+        return pools[-1]
+
+    build = Pools.read
+    monkeypatch.setattr(module, "Reader", spying)
+    monkeypatch.setattr(Pools, "read", staticmethod(pool))
+    execute(anneal_experiment, SETTINGS, three, store)
+    held = set().union(*pools[0].heldout_ids)
+    assert len(held) >= 2 and not any(held & ids for ids in read) and read[0] == read[1]
+
+
 def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None:
     packed, vocabulary = Packed.read(given["tokens"]), tokenizer_of(given["model"])
     other = module.shuffle_words(packed, vocabulary, 3, 32)
