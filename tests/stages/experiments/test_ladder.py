@@ -18,6 +18,7 @@ from puna.flows.cli.main import app
 from puna.flows.report.training import forecasts_view
 from puna.models import accounting
 from puna.models.config import ModelConfig, ModelShape
+from puna.models.training.loop import TrainingDiverged
 from puna.stages.contract import Facts, execute
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
@@ -30,6 +31,7 @@ from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.proxy_runs import resize
+from puna.stages.training.train import divergence_named
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -154,6 +156,29 @@ def test_shapes_are_resized_in_proportion() -> None:
 
 
 def planted(store: Store, largest: ModelShape = SHAPE) -> Artifact:
+def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = module.train_proxy
+
+    def training(model: Any, name: str, batches: Any, lengths: Any, settings: Any, *more: Any) -> Any:
+        with divergence_named(name):
+            if settings.schedule.learning_rate > 0.3:
+                raise TrainingDiverged("too hot")
+        return original(model, name, batches, lengths, settings, *more)
+
+    monkeypatch.setattr(module, "train_proxy", training)
+    config = SETTINGS.model_copy(update={"rates": (0.02, 0.4), "multiples": (1.0,), "questions": 0})
+    made = execute(ladder, config, given, store)
+    assert [point["learning_rate"] for point in made.read("points").to_pylist()] == pytest.approx([0.02] * 3)
+    tries = [row["metric"] for row in made.read().to_pylist() if row["task"] == "tuning"]
+    assert made.manifest.metrics["diverged_tries"] == len(tries) == 2 and all("rate 0.02" in name for name in tries)
+    # The parabola through three losses needs all of them.
+    assert module._lowest((1.0, 2.0, 4.0), (3.0, 1.0, np.inf)) == 2.0
+    with pytest.raises(PunaError, match=r"ladder: the training diverges at every one of rates=\(0.4, 0.5\); give lower ones"):
+        execute(ladder, config.model_copy(update={"rates": (0.4, 0.5)}), given, store)
+    with pytest.raises(PunaError, match="a model of width 16 at rate 0.4 diverged: too hot"):
+        execute(ladder, config.model_copy(update={"rates": (0.4,)}), given, store)
+
+
     """Return a ladder whose points lie on a known surface."""
     rows = []
     for width in (32, 40, 48, 56, 64):
