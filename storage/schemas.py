@@ -256,6 +256,7 @@ TABLES: dict[str, TableSchema] = {
             key=("trial", "name"), identity=False),
         _table("points", column("point", pa.int32(), "number of the point"),
             column("heldout", pa.string(), "text that the loss is of: validation, or a further input"),
+            column("heldout_tokens", pa.int64(), "tokens of this text that are predicted", "tokens", nullable=True),
             column("shape", pa.string(), "sizes of the model, as pretrain has them", "JSON"),
             column("parameters", pa.int64(), "parameters that multiply every token, output layer included"),
             column("tokens", pa.int64(), "tokens it was trained on", "tokens"),

@@ -73,13 +73,16 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     error grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer.
     `pretrain` takes these from the input `size`, or from a recipe.
     """
-    rows = read_points(law)
+    rows = read_points([law], config, run)
     forecaster = forecaster_of(rows, config, run)
     sizes = _sizes(config, rows)
     size = sizes[int(np.argmin(forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]))]
     loss = Interval(*forecaster.at(size.parameters, size.tokens, size.flops))
     numbers = {"parameters": float(size.parameters), "tokens": size.tokens, "flops": size.flops}
     numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
+    # 0: this forecast is not of a validation loss that `pretrain` can measure.
+    texts = {row.get("heldout_tokens") or 0 for row in rows}
+    numbers["validation_tokens"] = float(texts.pop()) if len(texts) == 1 and config.heldout == "validation" else 0.0
     for name, number in numbers.items():
         run.metric(name, number)
     if asked := with_accuracy(rows):

@@ -216,6 +216,7 @@ def _trunk(
     sets = {"validation": packed.validation_pieces(held)}
     for one in heldout:
         sets[one.id] = (whole := Packed.read(one)).validation_pieces(np.ones(len(whole.owners), dtype=bool))
+    same = {"heldout_tokens": {one: sum(map(len, pieces)) - len(pieces) for one, pieces in sets.items()}}
     questions = _questions(sets["validation"], config.questions)
     model, moments, at, points = fresh(rung.shape, seed).to(place), None, 0, []
     warmup = round(config.warmup_share * rung.steps[0])
@@ -230,7 +231,7 @@ def _trunk(
         point = cached_object(folder / f"point-{number}.json", decay)
         read = sum(sum(reader.lengths(step)) for step in range(1, steps + 1))
         about = {"shape": rung.shape.model_dump_json(), "parameters": matrix_parameters(rung.shape), "tokens": read, "steps": steps}
-        points.append({**about, "rows": rung.rows, "learning_rate": rung.rate, "seed": seed, **point})
+        points.append({**about, "rows": rung.rows, "learning_rate": rung.rate, "seed": seed, **same, **point})
     return {"name": f"width {name}", "points": points}
 
 
@@ -324,7 +325,8 @@ def _report(points: Sequence[dict[str, Any]], tuned: Tuned, optimizer: Optimizer
             own.append(point["seed"])
         again = f", seed {len(own)}" if len(own) > 1 else ""
         columns = {name: point[name] for name in COLUMNS} | {"optimizer": optimizer.model_dump_json()}
-        rows += [{"point": number, "heldout": name, "loss": loss, **columns} for name, loss in point["losses"].items()]
+        for name, loss in point["losses"].items():
+            rows.append({"point": number, "heldout": name, "heldout_tokens": point["heldout_tokens"][name], "loss": loss, **columns})
         loss = point["losses"]["validation"]
         series.setdefault(f"{point['parameters']:,} parameters", []).append((point["flops"], loss))
         evaluations.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens{again}", loss, 1))

@@ -84,7 +84,7 @@ def pretrain(
     average checkpoints. A few documents of the initial tokens are held out from all phases: their loss is logged, and averaged weights are
     used only if they lower it. Moments pass from phase to phase (unless `fresh`) and are saved with the model. A crashed run resumes
     bit-identically (on a GPU: with `compute.deterministic`). `size`, from `choose_size`, sets the model, the optimizer and the first phase;
-    that phase's final loss and the forecast are metrics. Scores on `tasks` (folders of task files and
+    that phase's final loss and the forecast are metrics if both are of one held-out text. Scores on `tasks` (folders of task files and
     data) are in the log and the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
@@ -119,7 +119,7 @@ def pretrain(
             if not phase.accept or watch.accepts(network, phase, phase.accept, attempt + 1, own.row_length, short):
                 break
         if size is not None and not number:
-            report_outcome(size, watch.after, run)
+            report_outcome(size, watch.after, run.metrics["validation_tokens"], run)
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
     assert isinstance(state, Path)

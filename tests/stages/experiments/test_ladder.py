@@ -121,8 +121,8 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
             loss = 3 + np.log(rung.rate / best.get(width, rung.rate)) ** 2 + (rung.rows - 2) ** 2
             point = {
                 "shape": rung.shape.model_dump_json(), "parameters": accounting.matrix_parameters(rung.shape), "tokens": 1, "steps": 1, "flops": 1.0,
-                "rows": rung.rows, "learning_rate": rung.rate, "seed": 0, "losses": {"validation": float(loss)}, "task_loss": None,
-                "accuracy": None,
+                "rows": rung.rows, "learning_rate": rung.rate, "seed": 0, "losses": {"validation": float(loss)},
+                "heldout_tokens": {"validation": 1}, "decay_share": 0.25, "task_loss": None, "accuracy": None,
             }  # fmt: skip
             yield {"name": name, "points": [point]}
 
@@ -179,7 +179,20 @@ def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monke
         execute(ladder, config.model_copy(update={"rates": (0.4,)}), given, store)
 
 
-    """Return a ladder whose points lie on a known surface."""
+def test_shapes_are_resized_in_proportion() -> None:
+    target = SHAPE.replace(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
+    assert resize(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})
+    half = resize(target, 96)
+    assert (half.intermediate_size, half.num_hidden_layers, half.num_attention_heads, half.num_key_value_heads) == (256, 2, 3, 1)
+    assert half.initializer_range == pytest.approx(target.initializer_range * 2**0.5)
+    assert resize(target, 384).num_hidden_layers == 8
+    for width in (32, 48, 64, 80, 96, 128):
+        config = resize(target, width).complete(1000, 64)
+        assert config.num_attention_heads * config.head_dim == width
+
+
+def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = None) -> Artifact:
+    """Return a ladder whose points lie on a known surface. With `above`, a second text set, poems, has losses higher by so much."""
     rows = []
     for width in (32, 40, 48, 56, 64):
         shape = resize(largest, width).complete(1024, 256)
@@ -188,11 +201,13 @@ def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monke
             d = round(20 * n * multiple)
             loss = 1.7 + 20 / n**0.35 + 30 / d**0.3
             rows.append({
-                "point": len(rows), "heldout": "validation", "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
+                "point": len(rows), "heldout": "validation", "heldout_tokens": 500, "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
                 "flops": accounting.training_flops(shape, [256]) / 256 * d, "loss": loss, "task_loss": loss / 2,
                 "accuracy": 0.25 + 0.75 / (1 + float(np.exp(3 * loss / 2 - 5))), "seed": 0, "rows": 2, "learning_rate": 0.04 * (n / 1e5) ** -0.5,
                 "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(),
             })  # fmt: skip
+    if above is not None:
+        rows += [{**row, "heldout": "poems", "heldout_tokens": 300, "loss": row["loss"] + above} for row in rows]
     table = pa.Table.from_pylist(rows, schema=table_schema("points").schema)
     return store.import_table("evaluation", pa.Table.from_pylist([], schema=table_schema("evaluation").schema), points=table)
 
@@ -273,6 +288,25 @@ def test_wrong_budgets_are_refused(store) -> None:
 
 
 def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: None) -> None:
+def test_a_forecast_is_of_one_text_set(store) -> None:
+    """Two sets' losses in one ladder are two laws: the forecast of either is as narrow as that of a ladder with this set alone."""
+    both, budget = planted(store, above=1.0), {"flops": 1e14, "draws": 100}
+    alone = execute(choose_size, ChooseSizeConfig(**budget), {"law": planted(store)}, store)
+    same, poems = (execute(choose_size, ChooseSizeConfig(**budget, heldout=name), {"law": both}, store) for name in ("validation", "poems"))
+    columns = ("predicted_loss", "predicted_loss_low", "predicted_loss_high")
+    assert [same.manifest.metrics[name] for name in columns] == [alone.manifest.metrics[name] for name in columns]
+    assert poems.manifest.metrics["predicted_loss"] == pytest.approx(same.manifest.metrics["predicted_loss"] + 1, abs=0.03)
+    # An outcome is a loss on as many validation tokens; no outcome is of the poems.
+    stored = [{row["metric"]: row["value"] for row in made.read().to_pylist()}["validation_tokens"] for made in (same, poems)]
+    assert stored == [500, 0] and poems.manifest.config["heldout"] == "poems"
+    surface = execute(law, LawConfig(draws=100, heldout="poems"), {"ladders": [both]}, store)
+    with pytest.raises(PunaError, match="choose_size: evaluation/.*: 0 points of heldout='validation' .* held-out texts are poems"):
+        execute(choose_size, ChooseSizeConfig(**budget), {"law": surface}, store)
+    store.set_alias("law@latest", surface)
+    said = CliRunner().invoke(app, ["predict", "--flops", "1e14", "--json", "--store", str(store.root)])
+    assert json.loads(said.stdout)["predicted_loss"] == pytest.approx(poems.manifest.metrics["predicted_loss"], abs=0.03)
+
+
     """From the command line: a forecast is kept, and a pretraining of its size on the ladder's tokens is its outcome."""
     rungs = execute(ladder, SETTINGS, given, store)
     points = rungs.read("points").to_pylist()
@@ -314,6 +348,13 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     assert [row["measured"] for row in outcomes()] == [loss, loss]
     assert forecasts_view(SimpleNamespace(store=store)).count(f"{loss:.3f}, {'in' if after['inside'] else 'out'}side") == 2  # type: ignore[arg-type]
     refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
+    # Other documents held out: the loss is no outcome, and the run and the views say so.
+    fewer = execute(pretrain, PretrainConfig(validation_share=0.05, validation_tokens=100), {**given, "size": size}, store)
+    numbers = fewer.manifest.metrics
+    assert not {"measured_loss", "predicted_loss"} & set(numbers) and numbers["validation_tokens"] < longer["validation_tokens"]
+    assert numbers["outcome"].startswith(f"none: {size.id} has no forecast for these {numbers['validation_tokens']} held-out tokens")
+    assert {row["model"]: row["measured"] for row in outcomes()}[fewer.key] is None
+    assert "not yet" in forecasts_view(SimpleNamespace(store=store))  # type: ignore[arg-type]
     assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)
     lacking = runner.invoke(app, ["predict", "--flops", "1e9", "--law", "none@latest", *place])
     assert "none@latest: " in str(lacking.exception) and "`puna run ladder`, then `puna run law" in str(lacking.exception)
