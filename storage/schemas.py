@@ -266,6 +266,7 @@ TABLES: dict[str, TableSchema] = {
             column("accuracy", NUMBER, "share of questions whose right option is likeliest", "fraction", nullable=True),
             column("seed", pa.int64(), "seed of weights and rows"), column("rows", pa.int64(), "rows of a step"),
             column("learning_rate", NUMBER, "learning rate of the trunk"), column("steps", pa.int64(), "steps of trunk and decay"),
+            column("decay_share", NUMBER, "share of the steps in which the rate falls to 0", "fraction", nullable=True),
             column("optimizer", pa.string(), "the optimizer, as pretrain has it", "JSON"),
             key=("point", "heldout")),
         _table("weights", column("category", pa.string(), "knowledge type"),

@@ -216,7 +216,7 @@ def _trunk(
     sets = {"validation": packed.validation_pieces(held)}
     for one in heldout:
         sets[one.id] = (whole := Packed.read(one)).validation_pieces(np.ones(len(whole.owners), dtype=bool))
-    same = {"heldout_tokens": {one: sum(map(len, pieces)) - len(pieces) for one, pieces in sets.items()}}
+    same = {"decay_share": config.decay_share, "heldout_tokens": {one: sum(map(len, pieces)) - len(pieces) for one, pieces in sets.items()}}
     questions = _questions(sets["validation"], config.questions)
     model, moments, at, points = fresh(rung.shape, seed).to(place), None, 0, []
     warmup = round(config.warmup_share * rung.steps[0])
@@ -312,7 +312,7 @@ def _answer(model: Transformer, questions: Sequence[Question], micro_batch_token
 
 # --- results --------------------------------------------------------------------------------------------
 
-COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps")
+COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps", "decay_share")
 
 
 def _report(points: Sequence[dict[str, Any]], tuned: Tuned, optimizer: OptimizerSettings, run: StageRun) -> None:

@@ -54,7 +54,9 @@ def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun)
     for artifact in artifacts:
         if "points" not in artifact.tables:
             raise PunaError(f"{artifact.id} has no table `points`: give an artifact of the stage ladder, not of {artifact.manifest.stage}")
-    every = [row for artifact in artifacts for row in artifact.read("points").to_pylist()]
+    # The points of an earlier ladder lack a column that its settings have.
+    settings = [{name: value for name, value in one.manifest.config.items() if name == "decay_share"} for one in artifacts]
+    every = [row | own for own, artifact in zip(settings, artifacts, strict=True) for row in artifact.read("points").to_pylist()]
     rows: list[dict[str, Any]] = [row for row in every if row["heldout"] == config.heldout]
     if len(rows) < scaling_laws.FEWEST:
         raise PunaError(f"{run.stage}: {', '.join(one.id for one in artifacts)}: {len(rows)} points of heldout={config.heldout!r} are too "

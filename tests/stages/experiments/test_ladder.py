@@ -25,7 +25,7 @@ from puna.stages.experiments import choose_size as chosen_sizes
 from puna.stages.experiments import ladder as module
 from puna.stages.experiments.choose_size import ChooseSizeConfig, choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
-from puna.stages.experiments.law import LawConfig, law
+from puna.stages.experiments.law import LawConfig, law, read_points
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.chosen_size import ChosenSize
@@ -54,6 +54,19 @@ def given(store, corpus):
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FEWEST_STEPS", 10)
+
+
+def test_a_forecast_has_the_ladders_schedule(store, given, few_steps: None) -> None:
+    made = execute(ladder, SETTINGS.model_copy(update={"decay_share": 0.5, "questions": 0}), given, store)
+    assert {row["decay_share"] for row in made.read("points").to_pylist()} == {0.5}
+    run = SimpleNamespace(stage="choose_size")
+    # Points of an earlier version, without the share, have it from the ladder's settings; those of an earlier law say nothing.
+    table = made.read("points").drop_columns("decay_share")
+    old = SimpleNamespace(id="old", tables=("points",), manifest=made.manifest, read=lambda name: table)
+    assert {row["decay_share"] for row in read_points([old], LawConfig(), run)} == {0.5}  # type: ignore[list-item, arg-type]
+    old.manifest = SimpleNamespace(config={})
+    with pytest.raises(PunaError, match="in what share of the steps the rate fell to 0: run law again"):
+        chosen_sizes._recipe_of(None, read_points([old], LawConfig(), run))  # type: ignore[arg-type, list-item]
 
 
 def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,19 +156,6 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
     assert points[2]["learning_rate"] == pytest.approx(0.05 * np.exp(slope * (sizes[2] - sizes[1])))
 
 
-def test_shapes_are_resized_in_proportion() -> None:
-    target = SHAPE.replace(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
-    assert resize(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})
-    half = resize(target, 96)
-    assert (half.intermediate_size, half.num_hidden_layers, half.num_attention_heads, half.num_key_value_heads) == (256, 2, 3, 1)
-    assert half.initializer_range == pytest.approx(target.initializer_range * 2**0.5)
-    assert resize(target, 384).num_hidden_layers == 8
-    for width in (32, 48, 64, 80, 96, 128):
-        config = resize(target, width).complete(1000, 64)
-        assert config.num_attention_heads * config.head_dim == width
-
-
-def planted(store: Store, largest: ModelShape = SHAPE) -> Artifact:
 def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     original = module.train_proxy
 
@@ -204,7 +204,7 @@ def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = Non
                 "point": len(rows), "heldout": "validation", "heldout_tokens": 500, "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
                 "flops": accounting.training_flops(shape, [256]) / 256 * d, "loss": loss, "task_loss": loss / 2,
                 "accuracy": 0.25 + 0.75 / (1 + float(np.exp(3 * loss / 2 - 5))), "seed": 0, "rows": 2, "learning_rate": 0.04 * (n / 1e5) ** -0.5,
-                "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(),
+                "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(), "decay_share": 0.1,
             })  # fmt: skip
     if above is not None:
         rows += [{**row, "heldout": "poems", "heldout_tokens": 300, "loss": row["loss"] + above} for row in rows]
@@ -236,6 +236,7 @@ def test_law_and_size_of_planted_points(store) -> None:
     assert forecast["accuracy"] == pytest.approx(0.25 + 0.75 / (1 + np.exp(1.5 * numbers["predicted_loss"] - 5)), abs=0.01)
     size = ChosenSize.read(chosen)
     assert size.phase.schedule.learning_rate == pytest.approx(0.04 * (n / 1e5) ** -0.5, rel=0.01) and size.optimizer == OPTIMIZER
+    assert size.phase.schedule.anneal_steps == 0.1 and size.phase.schedule.shape == "constant"
     # A given size is forecast as it is; hours of a GPU are a budget, too.
     same = execute(choose_size, ChooseSizeConfig(model=SHAPE, tokens=10**7, draws=100), {"law": surface}, store).manifest.metrics
     assert same["parameters"] == accounting.matrix_parameters(SHAPE.complete(1024, 256)) and same["tokens"] == 1e7
@@ -287,7 +288,6 @@ def test_wrong_budgets_are_refused(store) -> None:
         execute(law, LawConfig(heldout="poems"), {"ladders": [planted(store)]}, store)
 
 
-def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: None) -> None:
 def test_a_forecast_is_of_one_text_set(store) -> None:
     """Two sets' losses in one ladder are two laws: the forecast of either is as narrow as that of a ladder with this set alone."""
     both, budget = planted(store, above=1.0), {"flops": 1e14, "draws": 100}
@@ -307,6 +307,7 @@ def test_a_forecast_is_of_one_text_set(store) -> None:
     assert json.loads(said.stdout)["predicted_loss"] == pytest.approx(poems.manifest.metrics["predicted_loss"], abs=0.03)
 
 
+def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: None) -> None:
     """From the command line: a forecast is kept, and a pretraining of its size on the ladder's tokens is its outcome."""
     rungs = execute(ladder, SETTINGS, given, store)
     points = rungs.read("points").to_pylist()
@@ -347,7 +348,6 @@ def test_a_forecast_is_of_one_text_set(store) -> None:
     assert longer["measured_loss"] == loss != longer["validation_loss"] and longer["predicted_loss"] == after["predicted"]
     assert [row["measured"] for row in outcomes()] == [loss, loss]
     assert forecasts_view(SimpleNamespace(store=store)).count(f"{loss:.3f}, {'in' if after['inside'] else 'out'}side") == 2  # type: ignore[arg-type]
-    refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
     # Other documents held out: the loss is no outcome, and the run and the views say so.
     fewer = execute(pretrain, PretrainConfig(validation_share=0.05, validation_tokens=100), {**given, "size": size}, store)
     numbers = fewer.manifest.metrics
@@ -355,6 +355,7 @@ def test_a_forecast_is_of_one_text_set(store) -> None:
     assert numbers["outcome"].startswith(f"none: {size.id} has no forecast for these {numbers['validation_tokens']} held-out tokens")
     assert {row["model"]: row["measured"] for row in outcomes()}[fewer.key] is None
     assert "not yet" in forecasts_view(SimpleNamespace(store=store))  # type: ignore[arg-type]
+    refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
     assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)
     lacking = runner.invoke(app, ["predict", "--flops", "1e9", "--law", "none@latest", *place])
     assert "none@latest: " in str(lacking.exception) and "`puna run ladder`, then `puna run law" in str(lacking.exception)
