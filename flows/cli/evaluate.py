@@ -256,4 +256,4 @@ def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
         artifact = store.resolve(law)
     except PunaError as error:
         raise PunaError(f"{error}; a law of the loss comes from `puna run ladder`, then `puna run law … --as law`") from error
-    return execute(choose_size, config, {"law": artifact}, store)
+    return execute(choose_size, config.replace(heldout=artifact.manifest.config.get("heldout", config.heldout)), {"law": artifact}, store)

@@ -68,7 +68,7 @@ def forecasts_view(run: Run) -> Html:
     rows: list[list[Content]] = []
     for one in query(run.store, "select * from forecasts").to_pylist():
         interval = f"{one['predicted']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
-        outcome = "not yet" if one["model"] is None else f"{one['measured']:.3f}, {'inside' if one['inside'] else 'outside'}"
+        outcome = "not yet" if one["measured"] is None else f"{one['measured']:.3f}, {'inside' if one['inside'] else 'outside'}"
         rows.append([one["forecast"][:12], f"{one['flops']:.2g}", short(one["tokens"]), interval, outcome, (one["model"] or "")[:12]])
     head: list[Content] = ["forecast", "operations", "tokens", "predicted loss (95 %)", "measured", "model"]
     return part("Forecasts and outcomes", table(head, rows, numeric=(1, 2)) if rows else None)

@@ -108,21 +108,24 @@ def anneal_experiment(
     row = Packed.read(tokens).row_length
     tokens_needed = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(tokens_needed, config.heldout_tokens, row, config.document_tokens)
-    groups = grouped_documents(documents, mixture, config.categories, sizes, run)
+    # A set of one document comes last, without a pool: it cannot be both trained on and measured.
+    groups = sorted(grouped_documents(documents, mixture, config.categories, sizes, run), key=lambda group: group.amount.documents == 1)
+    pooled = sum(group.amount.documents > 1 for group in groups)
     names = [group.name if mixture is not None else "candidate" for group in groups]
     if unknown := sorted(set(config.sets) - set(names)):
-        raise PunaError(f"anneal_experiment.sets: {unknown[0]!r} is not among the data sets {', '.join(names)}")
-    pools = build_pools(documents, mixture, groups, source, sizes, run)
+        raise PunaError(f"anneal_experiment.sets: {unknown[0]!r} is not among the data sets {', '.join(sorted(names))}")
+    pools = build_pools(documents, mixture, groups[: pooled or None], source, sizes, run)
     judged = [number for number, name in enumerate(names) if not config.sets or name in config.sets]
-    different = {number: _different(Pools.read(pools), number) for number in judged}
-    read = {number: tokens_needed / max(1, size) for number, (_, size, _) in different.items()}
-    small = {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
+    different = {number: _different(Pools.read(pools), number) for number in judged if number < pooled}
+    read = {number: tokens_needed / max(1, different[number][1] if number < pooled else 0) for number in judged}
+    small = dict.fromkeys(judged, "it has one document: one is needed to train on and one to measure the loss on")
+    small |= {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
     candidates = [number for number in judged if not small[number]]
-    start = _start(tokens, source, model, config, run) if candidates else ""
+    start = _base(tokens, source, model, pools, config, run) if candidates else ""
     runs = [(number, arm, repeat) for number in candidates for arm in ARMS for repeat in range(config.repeats)]
     runs = [(-1, DEFAULT, repeat) for repeat in range(config.repeats)] + runs if candidates else []
     jobs = [(job, number, arm, repeat, run.seed("repeat", repeat)) for job, (number, arm, repeat) in enumerate(runs)]
-    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names)) if candidates else []
+    trials = list(run_trials(run, _anneal, jobs, tokens, start, pools, names[:pooled])) if candidates else []
     if trials:
         run.write_rows([{k: v for k, v in trial.items() if k != "losses"} for trial in trials], "trials")
     losses = {(number, arm, repeat): trial["losses"] for (number, arm, repeat), trial in zip(runs, trials, strict=True)}
@@ -137,20 +140,21 @@ def anneal_experiment(
         run.write_rows(_weights(mixture, groups, accepted, config.share), "weights")
 
 
-def _start(tokens: Artifact, tokenizer: Artifact, model: Artifact | None, config: AnnealExperimentConfig, run: StageRun) -> str:
+def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: PoolRows, config: AnnealExperimentConfig, run: StageRun) -> str:
     """Return the folder of the model to anneal: the input model, grown to the tokenizer's vocabulary, or a small model trained on the
-    default tokens that are not held out."""
+    default tokens, without documents that these tokens or a set hold out."""
     from puna.models.formats.checkpoint import save
 
-    vocabulary, seed, folder = tokenizer_of(tokenizer), run.seed("base"), run.scratch / "base-model"
+    vocabulary, seed, folder = tokenizer_of(source), run.seed("base"), run.scratch / "base-model"
     if model is not None and tokenizer_of(model).vocab_size == vocabulary.vocab_size:
         check_tokens(tokens, model)
         return str(model.path())
     if model is not None:
-        save(load_grown(model, tokenizer), folder, vocabulary)
+        save(load_grown(model, source), folder, vocabulary)
         return str(folder)
     packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
-    reader = Reader(packed, heldout, config.base.rows_per_step, seed, vocabulary.begin)
+    aside = frozenset[str]().union(*Pools.read(sets).heldout_ids)
+    reader = Reader(packed, heldout | packed.of(aside), config.base.rows_per_step, seed, vocabulary.begin)
     with one_thread():
         network = fresh(config.model.complete(vocabulary.vocab_size, packed.row_length), seed)
         settings, size = config.base.train_config(config.optimizer, config.compute), config.compute.micro_batch_tokens

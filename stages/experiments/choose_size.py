@@ -73,13 +73,16 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     error grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer.
     `pretrain` takes these from the input `size`, or from a recipe.
     """
-    rows = read_points(law)
+    rows = read_points([law], config, run)
     forecaster = forecaster_of(rows, config, run)
     sizes = _sizes(config, rows)
     size = sizes[int(np.argmin(forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]))]
     loss = Interval(*forecaster.at(size.parameters, size.tokens, size.flops))
     numbers = {"parameters": float(size.parameters), "tokens": size.tokens, "flops": size.flops}
     numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
+    # 0: this forecast is not of a validation loss that `pretrain` can measure.
+    texts = {row.get("heldout_tokens") or 0 for row in rows}
+    numbers["validation_tokens"] = float(texts.pop()) if len(texts) == 1 and config.heldout == "validation" else 0.0
     for name, number in numbers.items():
         run.metric(name, number)
     if asked := with_accuracy(rows):
@@ -170,11 +173,13 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
 
 def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
     """Return the chosen size, with batch size and learning rate by power laws of the ladder's runs, and their schedule and optimizer."""
+    if (decay := max(rows, key=lambda row: row["flops"]).get("decay_share")) is None:
+        raise PunaError("choose_size: this law's points do not say in what share of the steps the rate fell to 0: run law again")
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]
     many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))
     # The schedule of a ladder's points: constant, then linear to 0.
-    schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=0.25)
+    schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=decay)
     phase = Phase(until=round(size.tokens), rows_per_step=max(1, round(many)), schedule=schedule)
     optimizer = OptimizerSettings.model_validate_json(rows[0]["optimizer"])
     return ChosenSize(sequence_length=size.shape.max_position_embeddings, model=shape, optimizer=optimizer, phase=phase)

@@ -38,7 +38,7 @@ class FilterAblationConfig(SeededConfig):
     )
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
-    repeats: int = Field(3, ge=3, le=100, description="Seeds of weights by which the runs are paired; two pairs decide nothing")
+    repeats: int = Field(3, ge=3, le=100, description="Seeds of weights and rows by which the runs are paired; two pairs decide nothing")
     sequence_length: int = Field(256, ge=8, description="Tokens of a row")
     document_tokens: int = Field(1024, ge=8, description="Tokens read of a document, from its beginning")
     heldout_tokens: int = Field(20_000, ge=100, description="Tokens of kept documents that are held out to measure on")
@@ -115,7 +115,7 @@ def _trial(
     shares[kept] = 1.0
     if arm != kept:
         shares[[arm, kept]] = config.share, 1 - config.share
-    mixed = text.mix(shares.tolist(), config.phase.rows_per_step, begin)
+    mixed = text.mix(shares.tolist(), config.phase.rows_per_step, seed, begin)
     size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
     network = fresh(config.model.complete(vocab_size, config.sequence_length), seed)
     proxy = train_proxy(network, f"a small run, {name},", lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)

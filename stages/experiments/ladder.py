@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
 
 
 class Tuned(NamedTuple):
-    """Tuned batch sizes (rows) and learning rates at two model sizes (parameters), and the tuning runs' losses by name."""
+    """Tuned batch sizes (rows) and learning rates at two model sizes (parameters), and the tuning runs' losses by name (inf: diverged)."""
 
     parameters: tuple[float, ...]
     rows: tuple[float, ...]
@@ -145,9 +146,10 @@ def _tune(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], conf
             tries = [(i, rows, rates[i]) for i in (0, 1) for rows in config.rows[1:]]
         rungs = [(i, _rung(scales[i], rows, rate, row, config, slice(middle, middle + 1))) for i, rows, rate in tries]
         jobs = [(f"tuning-{i}-{rung.rows}-{rung.rate:.6g}", rung, run.seed("tuning", i)) for i, rung in rungs]
-        trials = run_trials(run, _trunk, jobs, *shared, here=shared[-1].type != "cpu")
+        trials = run_trials(run, _try, jobs, *shared, here=shared[-1].type != "cpu")
         for (i, rung), trial in zip(rungs, trials, strict=True):
-            losses[i][rung.rows, rung.rate] = trial["points"][0]["losses"]["validation"]
+            loss = trial["points"][0]["losses"]["validation"]
+            losses[i][rung.rows, rung.rate] = float(np.nan_to_num(loss, nan=math.inf, posinf=math.inf))
     best = [min(some, key=some.__getitem__)[0] for some in losses]
     names = {
         f"width {shape.hidden_size}, {rows} rows, rate {rate:.3g}": loss
@@ -156,12 +158,25 @@ def _tune(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], conf
     return Tuned(tuple(float(matrix_parameters(shape)) for shape in scales), tuple(map(float, best)), tuple(rates), names)
 
 
+def _try(name: str, *arguments: Any) -> dict[str, Any]:
+    """Return what `_trunk` does, or one point of infinite loss if the training diverges: the rate is then only too high."""
+    from puna.models.training.loop import TrainingDiverged
+
+    try:
+        return _trunk(name, *arguments)
+    except PunaError as error:
+        if not isinstance(error.__cause__, TrainingDiverged):
+            raise
+        return {"name": name, "points": [{"losses": {"validation": math.inf}}]}
+
+
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
     """Return the value with the lowest loss; if it lies between two others, the minimum of the parabola through all three in log(value)."""
-    best = int(np.argmin(losses))
-    if not 0 < best < len(values) - 1:
-        return values[best]
+    if losses[best := int(np.argmin(losses))] == math.inf:
+        raise PunaError(f"ladder: the training diverges at every one of rates={values}; give lower ones")
     around = slice(best - 1, best + 2)
+    if not 0 < best < len(values) - 1 or not np.isfinite(losses[around]).all():
+        return values[best]
     a, b, _ = np.polyfit(np.log(values[around]), losses[around], 2)
     return float(np.exp(-b / (2 * a)))
 
@@ -194,6 +209,7 @@ def _trunk(
     sets = {"validation": packed.validation_pieces(held)}
     for one in heldout:
         sets[one.id] = (whole := Packed.read(one)).validation_pieces(np.ones(len(whole.owners), dtype=bool))
+    same = {"decay_share": config.decay_share, "heldout_tokens": {one: sum(map(len, pieces)) - len(pieces) for one, pieces in sets.items()}}
     questions = _questions(sets["validation"], config.questions)
     model, moments, at, points = fresh(rung.shape, seed).to(place), None, 0, []
     warmup = round(config.warmup_share * rung.steps[0])
@@ -208,7 +224,7 @@ def _trunk(
         point = cached_object(folder / f"point-{number}.json", decay)
         read = sum(sum(reader.lengths(step)) for step in range(1, steps + 1))
         about = {"shape": rung.shape.model_dump_json(), "parameters": matrix_parameters(rung.shape), "tokens": read, "steps": steps}
-        points.append({**about, "rows": rung.rows, "learning_rate": rung.rate, "seed": seed, **point})
+        points.append({**about, "rows": rung.rows, "learning_rate": rung.rate, "seed": seed, **same, **point})
     return {"name": f"width {name}", "points": points}
 
 
@@ -285,19 +301,21 @@ def _answer(model: Transformer, questions: Sequence[Question], micro_batch_token
     return nats / (OPTION_TOKENS * len(questions)), right / len(questions)
 
 
-COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps")
+COLUMNS = ("shape", "parameters", "tokens", "flops", "task_loss", "accuracy", "seed", "rows", "learning_rate", "steps", "decay_share")
 
 
 def _report(points: Sequence[dict[str, Any]], tuned: Tuned, optimizer: OptimizerSettings, run: StageRun) -> None:
     rows, series = [], dict[str, list[tuple[Any, float]]]()
-    evaluations = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items()]
+    evaluations = [evaluation_row("tuning", name, loss, 1) for name, loss in tuned.trials.items() if loss < math.inf]
+    run.metric("diverged_tries", len(tuned.trials) - len(evaluations))
     seeds: dict[int, list[int]] = {}
     for number, point in enumerate(points):
         if point["seed"] not in (own := seeds.setdefault(point["parameters"], [])):
             own.append(point["seed"])
         again = f", seed {len(own)}" if len(own) > 1 else ""
         columns = {name: point[name] for name in COLUMNS} | {"optimizer": optimizer.model_dump_json()}
-        rows += [{"point": number, "heldout": name, "loss": loss, **columns} for name, loss in point["losses"].items()]
+        for name, loss in point["losses"].items():
+            rows.append({"point": number, "heldout": name, "heldout_tokens": point["heldout_tokens"][name], "loss": loss, **columns})
         loss = point["losses"]["validation"]
         series.setdefault(f"{point['parameters']:,} parameters", []).append((point["flops"], loss))
         evaluations.append(evaluation_row(f"{point['parameters']:,} parameters", f"loss after {point['tokens']:,} tokens{again}", loss, 1))

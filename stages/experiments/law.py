@@ -32,11 +32,7 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     parameters. The loss of the questions' right options has its own surface, and accuracy is a sigmoid of that loss. To test the method,
     known budgets are forecast from points of lower budgets. Several ladders are fitted together.
     """
-    rows = [row for artifact in ladders for row in read_points(artifact) if row["heldout"] == config.heldout]
-    names = sorted({row["heldout"] for artifact in ladders for row in read_points(artifact)})
-    if len(rows) < scaling_laws.FEWEST:
-        raise PunaError(f"law: the ladders have {len(rows)} points of heldout={config.heldout!r}, which are too few for a law; "
-                        f"held-out texts are {', '.join(names)}")  # fmt: skip
+    rows = read_points(ladders, config, run)
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
     forecaster = forecaster_of(rows, config, run)
     lines = scaling_laws.parabolas(forecaster.points)
@@ -53,10 +49,18 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     run.write_rows(table)
 
 
-def read_points(artifact: Artifact) -> list[dict[str, Any]]:
-    if "points" not in artifact.tables:
-        raise PunaError(f"{artifact.id} has no table `points`: give an artifact of the stage ladder, not of {artifact.manifest.stage}")
-    rows: list[dict[str, Any]] = artifact.read("points").to_pylist()
+def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun) -> list[dict[str, Any]]:
+    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if there are too few for a law."""
+    for artifact in artifacts:
+        if "points" not in artifact.tables:
+            raise PunaError(f"{artifact.id} has no table `points`: give an artifact of the stage ladder, not of {artifact.manifest.stage}")
+    # The points of an earlier ladder lack a column that its settings have.
+    settings = [{name: value for name, value in one.manifest.config.items() if name == "decay_share"} for one in artifacts]
+    every = [row | own for own, artifact in zip(settings, artifacts, strict=True) for row in artifact.read("points").to_pylist()]
+    rows: list[dict[str, Any]] = [row for row in every if row["heldout"] == config.heldout]
+    if len(rows) < scaling_laws.FEWEST:
+        raise PunaError(f"{run.stage}: {', '.join(one.id for one in artifacts)}: {len(rows)} points of heldout={config.heldout!r} are too "
+                        f"few for a law; held-out texts are {', '.join(sorted({row['heldout'] for row in every}))}")  # fmt: skip
     return rows
 
 

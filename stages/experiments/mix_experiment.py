@@ -174,7 +174,7 @@ def _trial(
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
     texts = Pools.read(pools)
-    mixed = texts.mix(shares, config.phase.rows_per_step, begin)
+    mixed = texts.mix(shares, config.phase.rows_per_step, seed, begin)
     shape = config.model.complete(vocab_size, config.sequence_length)
     size, settings = config.compute.micro_batch_tokens, config.phase.train_config(config.optimizer, config.compute)
     what = f"a small run of width {shape.hidden_size}"

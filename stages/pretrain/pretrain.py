@@ -21,7 +21,7 @@ from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_
 from puna.stages.executors import ranks
 from puna.stages.training.chosen_size import ChosenSize, SizedConfig, report_outcome
 from puna.stages.training.needs import GRADIENT_BYTES, HELD_BYTES, memory, other_moments, training_memory
-from puna.stages.training.phase import Acceptance, Phase
+from puna.stages.training.phase import Acceptance, Phase, Places
 from puna.stages.training.token_rows import Packed, Relay, mean_loss
 from puna.stages.training.train import code_of_tasks, device, divergence_named, load_grown, on_threads, save_model, task_watch
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
@@ -79,13 +79,14 @@ def pretrain(
 ) -> None:  # fmt: skip
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from scratch or from an input model.
 
-    Attention stays inside each document. Every row is read once per epoch, in a new order in each epoch. Phases run in order; a phase reads
-    the tokens that it names (the input `tokens` is named initial). A phase may lengthen the context; with `accept`, it runs up to
-    `attempts` times to pass a test. Annealing lowers the learning rate to 0 and may average checkpoints. A few documents of the initial
-    tokens are held out from all phases: their loss is logged, and averaged weights are used only if they lower it. Moments pass from phase
-    to phase (unless `fresh`) and are saved with the model. A crashed run resumes bit-identically (on a GPU: with `compute.deterministic`).
-    `size`, from `choose_size`, sets the model, the optimizer and the first phase; that phase's final loss and the forecast are metrics.
-    Scores on `tasks` (folders of task files and data) are in the log and the metrics.
+    Attention stays inside each document. Every row is read once per epoch, in a new order in each epoch; phases on the same tokens and row
+    length share their epochs. Phases run in order; a phase reads the tokens that it names (the input `tokens` is named initial). A phase
+    may lengthen the context; with `accept`, it runs up to `attempts` times to pass a test. Annealing lowers the learning rate to 0 and may
+    average checkpoints. A few documents of the initial tokens are held out from all phases: their loss is logged, and averaged weights are
+    used only if they lower it. Moments pass from phase to phase (unless `fresh`) and are saved with the model. A crashed run resumes
+    bit-identically (on a GPU: with `compute.deterministic`). `size`, from `choose_size`, sets the model, the optimizer and the first phase;
+    that phase's final loss and the forecast are metrics if both are of one held-out text. Scores on `tasks` (folders of task files and
+    data) are in the log and the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
     choice = None if size is None else ChosenSize.read(size)
@@ -106,6 +107,7 @@ def pretrain(
     else:
         network = load_grown(model, tokenizer, config.compute.layout)
         state = _moments(model, network)
+    places: Places = {}
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
@@ -113,12 +115,12 @@ def pretrain(
         network = _prepare(network, phase, own.row_length)
         for attempt in range(phase.accept.attempts if phase.accept else 1):
             place = (number, attempt) if attempt else (number,)
-            relay = phase.relay(sources, aside, run.seed("rows", *place), vocabulary.begin, before)
+            relay = phase.relay(sources, aside, run.seed("rows", *place), vocabulary.begin, places, before)
             state = _train(network, phase, place, relay, watch, config, run, state if attempt or phase.optimizer == "keep" else None)
             if not phase.accept or watch.accepts(network, phase, phase.accept, attempt + 1, own.row_length, short):
                 break
         if size is not None and not number:
-            report_outcome(size, watch.after, run)
+            report_outcome(size, watch.after, run.metrics["validation_tokens"], run)
     _finish(network, watch, run)
     save_model(network, vocabulary, run.folder)
     assert isinstance(state, Path)

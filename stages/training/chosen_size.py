@@ -61,9 +61,11 @@ class SizedConfig(SeededConfig):
         return self.replace(model=size.model, optimizer=size.optimizer, phases=(first, *self.phases[1:]))
 
 
-def report_outcome(size: Artifact, loss: float, run: StageRun) -> None:
-    """Write as metrics the measured loss of a chosen size, and the forecast loss with its bounds."""
-    (forecast,) = (row for row in size.read().to_pylist() if row["metric"] == "loss")
+def report_outcome(size: Artifact, loss: float, tokens: int, run: StageRun) -> None:
+    """Write as metrics the measured loss of a chosen size on `tokens` held-out tokens, and the forecast loss with its bounds."""
+    forecast = {row["metric"]: row for row in size.read().to_pylist()}
+    if forecast.get("validation_tokens", {}).get("value") != tokens:
+        return run.metric("outcome", f"none: {size.id} has no forecast for these {tokens:,} held-out tokens; see ladder.validation_tokens")
     columns = {"predicted_loss": "value", "predicted_loss_low": "low", "predicted_loss_high": "high"}
-    for name, value in {**{name: forecast[column] for name, column in columns.items()}, "measured_loss": loss}.items():
+    for name, value in {**{name: forecast["loss"][column] for name, column in columns.items()}, "measured_loss": loss}.items():
         run.metric(name, value)

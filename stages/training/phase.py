@@ -28,6 +28,8 @@ OPTIMIZER = OptimizerSettings(beta2=0.98)
 
 Source = Literal["initial", "fresh", "long", "best"]
 """Tokens that a phase reads, by the step of the flow that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`, `tokenize_best`."""
+Places = dict[tuple[str, int], tuple[int, int]]
+"""Name of tokens, and number of packed rows joined into one → seed of the rows' order, and rows read so far."""
 
 
 class Growth(StageConfig):
@@ -142,19 +144,25 @@ class Phase(StageConfig):
         starts, rows, *_ = zip(*self._changes(row, before)[0], strict=True)
         return Ramp(rows, starts)
 
-    def relay(self, sources: Mapping[str, Packed], aside: Collection[str], seed: int, begin: int, before: int = 0) -> Relay:
-        """Return the readers of this phase, which begins after `before` tokens of the run; they skip the documents in `aside`."""
+    def relay(self, sources: Mapping[str, Packed], aside: Collection[str], seed: int, begin: int, places: Places, before: int = 0) -> Relay:
+        """Return the readers of a phase that begins after `before` tokens of the run. They skip documents in `aside`, and move `places`."""
         row = sources[self.tokens].row_length * self.join_rows
         starts, _, _, names = zip(*self._changes(row, before)[0], strict=True)
-        readers = {name: self.reader(sources[name], sources[name].of(aside), seed, begin, before) for name in names}
-        return Relay([readers[name] for name in names], starts)
+        rows = [self.growth(row, before).before(min(step, self.steps + 1)) for step in (*starts, self.steps + 1)]
+        readers = list[Reader]()
+        for name, (start, end) in zip(names, pairwise(rows), strict=True):
+            order, read = places.get((name, self.join_rows), (seed, 0))
+            places[name, self.join_rows] = order, read + end - start
+            same = [one for one in readers if one.packed is sources[name] and one.first == read - start]
+            readers += same[:1] or [self.reader(sources[name], sources[name].of(aside), order, begin, before, read - start)]
+        return Relay(readers, starts)
 
-    def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0) -> Reader:
+    def reader(self, packed: Packed, excluded: NDArray[np.bool_], seed: int, begin: int, before: int = 0, first: int = 0) -> Reader:
         """Return this phase's reader of `packed`, without the `excluded` pieces; the phase begins after `before` tokens of the run."""
         row = packed.row_length * self.join_rows
         starts, _, lengths, _ = zip(*self._changes(row, before)[0], strict=True)
         longest = Ramp(lengths, starts) if min(lengths) < row else None
-        return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest)
+        return Reader(packed, excluded, self.rows_per_step, seed, begin, self.join_rows, self.growth(row, before), longest, first)
 
     def check_plain(self, why: str) -> None:
         """Raise ValueError if the phase reads tokens other than `initial`, sets `until`, or joins, cuts or ramps rows."""

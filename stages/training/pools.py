@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from puna.models.training.packing import batch_by_size
 from puna.stages.contract import StageRun
-from puna.stages.training.corpus import Chosen, chosen_of, rank
+from puna.stages.training.corpus import KEPT, Chosen, chosen_of, rank
 from puna.stages.training.token_rows import Packed, Reader, pack
 from puna.stages.training.vocabulary import load
 from puna.storage import Artifact, Part, PunaError
@@ -67,14 +67,14 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: the largest categories by bytes, and one of the rest. PunaError without text."""
+    """Return at most `most` groups of training documents: `KEPT`, the largest others by bytes, one of the rest. PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
             totals[name] = totals[name] + one if name in totals else one
     if not totals:
         raise PunaError(f"{documents.id} has no {'documents' if mixture is None else 'training documents'} with text")
-    ranked = sorted(totals, key=lambda name: (-totals[name].bytes, name))
+    ranked = sorted(totals, key=lambda name: (name != KEPT, -totals[name].bytes, name))
     single = ranked if len(ranked) <= most else ranked[: most - 1]
     groups = [(name, [name]) for name in sorted(single)]
     if len(ranked) > len(single):
@@ -120,7 +120,7 @@ def build_pools(
         if group.amount.documents == 1:
             raise PunaError(
                 f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
-                "lower mix_experiment.categories, so that small ones are taken together"
+                f"lower {run.stage}.categories, so that small ones are taken together"
             )
         bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
         last |= dict.fromkeys(group.members, (number, int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))))
@@ -180,9 +180,9 @@ class Pools:
             tuple(frozenset(held.ids) for _, held in divided),
         )
 
-    def mix(self, shares: Sequence[float], rows_per_step: int, begin: int) -> Mixed:
-        """Return steps whose rows come from the groups in these shares."""
-        readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed=0, begin=begin) for p in self.training]
+    def mix(self, shares: Sequence[float], rows_per_step: int, seed: int, begin: int) -> Mixed:
+        """Return steps whose rows come from the groups in these shares. `seed`: of each group's order of rows."""
+        readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed, begin) for p in self.training]
         return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)
 
 
@@ -198,7 +198,7 @@ class Mixed:
     """Steps that draw rows from several readers in fixed shares.
 
     Row t comes from the reader that is farthest behind its share, so that the rows so far match the shares to
-    about one row. The k-th row of a reader is the same in every mixture.
+    about one row. The k-th row of a reader is the same in every mixture of one seed.
     """
 
     readers: list[Reader]

@@ -183,6 +183,7 @@ class Reader:
     join: int = 1
     growth: Ramp | None = None
     longest: Ramp | None = None
+    first: int = 0  # row of the order at which step 1 begins; negative if the reader takes over in a later step
     _groups: Ints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class Reader:
         """Return (start, stop) in `packed.tokens` of all pieces of step `step` (1-based)."""
         results: list[tuple[int, int]] = []
         for position in range(self.rows_before(step), self.rows_before(step + 1)):
-            epoch, index = divmod(position, len(self._groups))
+            epoch, index = divmod(self.first + position, len(self._groups))
             row = self._row(int(self._order(epoch)[index]))
             results += row if self.longest is None else _cut(row, self.longest.at(step))
         return results
@@ -260,7 +261,7 @@ class Relay:
 
     @property
     def epoch_rows(self) -> int:
-        return sum({id(reader): reader.epoch_rows for reader in self.readers}.values())
+        return sum({id(reader.packed): reader.epoch_rows for reader in self.readers}.values())
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:

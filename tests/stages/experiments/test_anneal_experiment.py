@@ -15,7 +15,8 @@ from puna.stages.pretrain.mix import MixConfig, mix
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.phase import SHAPE, Phase
-from puna.stages.training.pools import Group
+from puna.stages.training.pools import Group, Pools
+from puna.stages.training.proxy_runs import Proxy
 from puna.stages.training.token_rows import Packed
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
@@ -127,6 +128,45 @@ def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
     assert [row["weight"] for row in found] == [pytest.approx(0.7 * natural["high"] + 0.3 * 500 / 600), pytest.approx(0.7 * natural["low"])]
     with pytest.raises(PunaError, match="'books' is not among the data sets high, low"):
         execute(anneal_experiment, config.replace(sets=("books",)), given, store)
+
+
+@pytest.fixture
+def three(store, corpus, monkeypatch: pytest.MonkeyPatch):
+    """Default tokens of three categories, one of them of a single document; nothing is trained."""
+    monkeypatch.setattr(module, "train_proxy", lambda model, *_: Proxy(model, 1, 1.0, 1.0))
+    both = corpus([("high", 60)] * 40 + [("low", 60)] * 12 + [("code", 60)])
+    tokens = execute(tokenize, TokenizeConfig(sequence_length=32), {"documents": both["documents"], "tokenizer": both["tokenizer"]}, store)
+    return {"tokens": tokens, "tokenizer": both["tokenizer"], "documents": both["documents"], "mixture": both["split"]}
+
+
+def test_a_set_of_one_document_is_refused_alone(store, three) -> None:
+    made = execute(anneal_experiment, SETTINGS.replace(sets=("low",)), three, store)
+    assert {row["category"] for row in made.read("weights").to_pylist()} == {"code", "high", "low"}
+    assert [name for name in made.manifest.metrics if name.startswith("verdict")] == ["verdict_low"]
+    verdicts = execute(anneal_experiment, SETTINGS, three, store).manifest.metrics
+    assert verdicts["verdict_code"] == "refused: it has one document: one is needed to train on and one to measure the loss on"
+    assert all(verdicts[f"verdict_{name}"].startswith("refused: its gain over the default") for name in ("high", "low"))
+    alone = execute(anneal_experiment, SETTINGS.replace(sets=("code",)), three, store)
+    assert alone.manifest.metrics["accepted_sets"] == 0 and "trials" not in alone.tables
+
+
+def test_the_base_model_reads_no_held_out_document_of_a_set(store, three, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, read, pools = module.Reader, [], []
+
+    def spying(packed, excluded, *rest):
+        read.append({packed.ids[owner] for owner in packed.owners[~excluded]})
+        return original(packed, excluded, *rest)
+
+    def pool(rows):
+        pools.append(build(rows))
+        return pools[-1]
+
+    build = Pools.read
+    monkeypatch.setattr(module, "Reader", spying)
+    monkeypatch.setattr(Pools, "read", staticmethod(pool))
+    execute(anneal_experiment, SETTINGS, three, store)
+    held = set().union(*pools[0].heldout_ids)
+    assert len(held) >= 2 and not any(held & ids for ids in read) and read[0] == read[1]
 
 
 def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None:

@@ -10,8 +10,11 @@ import pyarrow as pa
 import pytest
 
 from puna.stages.contract import execute
+from puna.stages.experiments import filter_ablation as module
 from puna.stages.experiments.filter_ablation import FilterAblationConfig, filter_ablation
 from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.pools import Mixed, Pools
+from puna.stages.training.proxy_runs import Proxy
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 from puna.storage.schemas import table_schema
@@ -57,6 +60,28 @@ def test_a_rule_earns_what_the_documents_it_drops_would_cost(store, given) -> No
     assert sound["value"] - sound["low"] == pytest.approx(4.302653 * unit * pairs.std(ddof=1) / 3**0.5)
     encoded = tokenizer_of(given["tokenizer"]).encode_batch(given["selected"].read()["text"].to_pylist())
     assert found["sound", "tokens"]["n"] == 20 and found["kept", "tokens"]["value"] == pytest.approx(sum(map(len, encoded)), rel=0.05)
+
+
+def test_the_runs_of_a_pair_read_kept_rows_in_one_order_and_each_pair_in_its_own(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "train_proxy", lambda model, *_: Proxy(model, 1, 1.0, 1.0))
+    original, made = Pools.mix, list[Mixed]()
+    monkeypatch.setattr(Pools, "mix", lambda self, *arguments: made.append(original(self, *arguments)) or made[-1])
+    execute(filter_ablation, SETTINGS, given, store)
+    orders = [[reader.pieces(step) for reader in mixed.readers for step in range(1, 9)] for mixed in made]
+    assert orders == orders[:3] * 3 and orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_kept_documents_are_a_group_of_their_own_where_rules_drop_more(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "train_proxy", lambda model, *_: Proxy(model, 1, 1.0, 1.0))
+    made = corpus([("high", 60)] * 15 + [("low", 60)] * 40 + [("code", 60)] * 5)
+    rows = made["documents"].read()
+    rules = ["harsh"] * 40 + ["sound"] * 5
+    dropped = [dict.fromkeys(("value", "threshold", "detail")) | {"id": i, "rule": r} for i, r in zip(rows["id"].to_pylist()[15:], rules, strict=True)]
+    table = pa.Table.from_pylist(dropped, schema=table_schema("dropped").schema)
+    selected = store.import_table("documents", rows.slice(0, 15), dropped=table)
+    given = {"documents": made["documents"], "selected": selected, "tokenizer": made["tokenizer"]}
+    found = {row["task"]: row["n"] for row in execute(filter_ablation, SETTINGS.replace(rules=1), given, store).read().to_pylist() if row["metric"] == "tokens"}
+    assert found == {"kept": 15, "other": 45}
 
 
 def test_what_is_no_selection_is_refused(store, given) -> None:

@@ -18,18 +18,20 @@ from puna.flows.cli.main import app
 from puna.flows.report.training import forecasts_view
 from puna.models import accounting
 from puna.models.config import ModelConfig, ModelShape
+from puna.models.training.loop import TrainingDiverged
 from puna.stages.contract import Facts, execute
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
 from puna.stages.experiments import ladder as module
 from puna.stages.experiments.choose_size import ChooseSizeConfig, choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
-from puna.stages.experiments.law import LawConfig, law
+from puna.stages.experiments.law import LawConfig, law, read_points
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.proxy_runs import resize
+from puna.stages.training.train import divergence_named
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -52,6 +54,19 @@ def given(store, corpus):
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FEWEST_STEPS", 10)
+
+
+def test_a_forecast_has_the_ladders_schedule(store, given, few_steps: None) -> None:
+    made = execute(ladder, SETTINGS.model_copy(update={"decay_share": 0.5, "questions": 0}), given, store)
+    assert {row["decay_share"] for row in made.read("points").to_pylist()} == {0.5}
+    run = SimpleNamespace(stage="choose_size")
+    # Points of an earlier version, without the share, have it from the ladder's settings; those of an earlier law say nothing.
+    table = made.read("points").drop_columns("decay_share")
+    old = SimpleNamespace(id="old", tables=("points",), manifest=made.manifest, read=lambda name: table)
+    assert {row["decay_share"] for row in read_points([old], LawConfig(), run)} == {0.5}  # type: ignore[list-item, arg-type]
+    old.manifest = SimpleNamespace(config={})
+    with pytest.raises(PunaError, match="in what share of the steps the rate fell to 0: run law again"):
+        chosen_sizes._recipe_of(None, read_points([old], LawConfig(), run))  # type: ignore[arg-type, list-item]
 
 
 def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +134,8 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
             loss = 3 + np.log(rung.rate / best.get(width, rung.rate)) ** 2 + (rung.rows - 2) ** 2
             point = {
                 "shape": rung.shape.model_dump_json(), "parameters": accounting.matrix_parameters(rung.shape), "tokens": 1, "steps": 1, "flops": 1.0,
-                "rows": rung.rows, "learning_rate": rung.rate, "seed": 0, "losses": {"validation": float(loss)}, "task_loss": None,
-                "accuracy": None,
+                "rows": rung.rows, "learning_rate": rung.rate, "seed": 0, "losses": {"validation": float(loss)},
+                "heldout_tokens": {"validation": 1}, "decay_share": 0.25, "task_loss": None, "accuracy": None,
             }  # fmt: skip
             yield {"name": name, "points": [point]}
 
@@ -141,6 +156,29 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
     assert points[2]["learning_rate"] == pytest.approx(0.05 * np.exp(slope * (sizes[2] - sizes[1])))
 
 
+def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = module.train_proxy
+
+    def training(model: Any, name: str, batches: Any, lengths: Any, settings: Any, *more: Any) -> Any:
+        with divergence_named(name):
+            if settings.schedule.learning_rate > 0.3:
+                raise TrainingDiverged("too hot")
+        return original(model, name, batches, lengths, settings, *more)
+
+    monkeypatch.setattr(module, "train_proxy", training)
+    config = SETTINGS.model_copy(update={"rates": (0.02, 0.4), "multiples": (1.0,), "questions": 0})
+    made = execute(ladder, config, given, store)
+    assert [point["learning_rate"] for point in made.read("points").to_pylist()] == pytest.approx([0.02] * 3)
+    tries = [row["metric"] for row in made.read().to_pylist() if row["task"] == "tuning"]
+    assert made.manifest.metrics["diverged_tries"] == len(tries) == 2 and all("rate 0.02" in name for name in tries)
+    # The parabola through three losses needs all of them.
+    assert module._lowest((1.0, 2.0, 4.0), (3.0, 1.0, np.inf)) == 2.0
+    with pytest.raises(PunaError, match=r"ladder: the training diverges at every one of rates=\(0.4, 0.5\); give lower ones"):
+        execute(ladder, config.model_copy(update={"rates": (0.4, 0.5)}), given, store)
+    with pytest.raises(PunaError, match="a model of width 16 at rate 0.4 diverged: too hot"):
+        execute(ladder, config.model_copy(update={"rates": (0.4,)}), given, store)
+
+
 def test_shapes_are_resized_in_proportion() -> None:
     target = SHAPE.replace(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
     assert resize(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})
@@ -153,8 +191,8 @@ def test_shapes_are_resized_in_proportion() -> None:
         assert config.num_attention_heads * config.head_dim == width
 
 
-def planted(store: Store, largest: ModelShape = SHAPE) -> Artifact:
-    """Return a ladder whose points lie on a known surface."""
+def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = None) -> Artifact:
+    """Return a ladder whose points lie on a known surface. With `above`, a second text set, poems, has losses higher by so much."""
     rows = []
     for width in (32, 40, 48, 56, 64):
         shape = resize(largest, width).complete(1024, 256)
@@ -163,11 +201,13 @@ def planted(store: Store, largest: ModelShape = SHAPE) -> Artifact:
             d = round(20 * n * multiple)
             loss = 1.7 + 20 / n**0.35 + 30 / d**0.3
             rows.append({
-                "point": len(rows), "heldout": "validation", "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
+                "point": len(rows), "heldout": "validation", "heldout_tokens": 500, "shape": shape.model_dump_json(), "parameters": n, "tokens": d,
                 "flops": accounting.training_flops(shape, [256]) / 256 * d, "loss": loss, "task_loss": loss / 2,
                 "accuracy": 0.25 + 0.75 / (1 + float(np.exp(3 * loss / 2 - 5))), "seed": 0, "rows": 2, "learning_rate": 0.04 * (n / 1e5) ** -0.5,
-                "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(),
+                "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(), "decay_share": 0.1,
             })  # fmt: skip
+    if above is not None:
+        rows += [{**row, "heldout": "poems", "heldout_tokens": 300, "loss": row["loss"] + above} for row in rows]
     table = pa.Table.from_pylist(rows, schema=table_schema("points").schema)
     return store.import_table("evaluation", pa.Table.from_pylist([], schema=table_schema("evaluation").schema), points=table)
 
@@ -196,6 +236,7 @@ def test_law_and_size_of_planted_points(store) -> None:
     assert forecast["accuracy"] == pytest.approx(0.25 + 0.75 / (1 + np.exp(1.5 * numbers["predicted_loss"] - 5)), abs=0.01)
     size = ChosenSize.read(chosen)
     assert size.phase.schedule.learning_rate == pytest.approx(0.04 * (n / 1e5) ** -0.5, rel=0.01) and size.optimizer == OPTIMIZER
+    assert size.phase.schedule.anneal_steps == 0.1 and size.phase.schedule.shape == "constant"
     # A given size is forecast as it is; hours of a GPU are a budget, too.
     same = execute(choose_size, ChooseSizeConfig(model=SHAPE, tokens=10**7, draws=100), {"law": surface}, store).manifest.metrics
     assert same["parameters"] == accounting.matrix_parameters(SHAPE.complete(1024, 256)) and same["tokens"] == 1e7
@@ -247,6 +288,25 @@ def test_wrong_budgets_are_refused(store) -> None:
         execute(law, LawConfig(heldout="poems"), {"ladders": [planted(store)]}, store)
 
 
+def test_a_forecast_is_of_one_text_set(store) -> None:
+    """Two sets' losses in one ladder are two laws: the forecast of either is as narrow as that of a ladder with this set alone."""
+    both, budget = planted(store, above=1.0), {"flops": 1e14, "draws": 100}
+    alone = execute(choose_size, ChooseSizeConfig(**budget), {"law": planted(store)}, store)
+    same, poems = (execute(choose_size, ChooseSizeConfig(**budget, heldout=name), {"law": both}, store) for name in ("validation", "poems"))
+    columns = ("predicted_loss", "predicted_loss_low", "predicted_loss_high")
+    assert [same.manifest.metrics[name] for name in columns] == [alone.manifest.metrics[name] for name in columns]
+    assert poems.manifest.metrics["predicted_loss"] == pytest.approx(same.manifest.metrics["predicted_loss"] + 1, abs=0.03)
+    # An outcome is a loss on as many validation tokens; no outcome is of the poems.
+    stored = [{row["metric"]: row["value"] for row in made.read().to_pylist()}["validation_tokens"] for made in (same, poems)]
+    assert stored == [500, 0] and poems.manifest.config["heldout"] == "poems"
+    surface = execute(law, LawConfig(draws=100, heldout="poems"), {"ladders": [both]}, store)
+    with pytest.raises(PunaError, match="choose_size: evaluation/.*: 0 points of heldout='validation' .* held-out texts are poems"):
+        execute(choose_size, ChooseSizeConfig(**budget), {"law": surface}, store)
+    store.set_alias("law@latest", surface)
+    said = CliRunner().invoke(app, ["predict", "--flops", "1e14", "--json", "--store", str(store.root)])
+    assert json.loads(said.stdout)["predicted_loss"] == pytest.approx(poems.manifest.metrics["predicted_loss"], abs=0.03)
+
+
 def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: None) -> None:
     """From the command line: a forecast is kept, and a pretraining of its size on the ladder's tokens is its outcome."""
     rungs = execute(ladder, SETTINGS, given, store)
@@ -288,6 +348,13 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     assert longer["measured_loss"] == loss != longer["validation_loss"] and longer["predicted_loss"] == after["predicted"]
     assert [row["measured"] for row in outcomes()] == [loss, loss]
     assert forecasts_view(SimpleNamespace(store=store)).count(f"{loss:.3f}, {'in' if after['inside'] else 'out'}side") == 2  # type: ignore[arg-type]
+    # Other documents held out: the loss is no outcome, and the run and the views say so.
+    fewer = execute(pretrain, PretrainConfig(validation_share=0.05, validation_tokens=100), {**given, "size": size}, store)
+    numbers = fewer.manifest.metrics
+    assert not {"measured_loss", "predicted_loss"} & set(numbers) and numbers["validation_tokens"] < longer["validation_tokens"]
+    assert numbers["outcome"].startswith(f"none: {size.id} has no forecast for these {numbers['validation_tokens']} held-out tokens")
+    assert {row["model"]: row["measured"] for row in outcomes()}[fewer.key] is None
+    assert "not yet" in forecasts_view(SimpleNamespace(store=store))  # type: ignore[arg-type]
     refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
     assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)
     lacking = runner.invoke(app, ["predict", "--flops", "1e9", "--law", "none@latest", *place])

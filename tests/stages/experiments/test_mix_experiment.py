@@ -81,6 +81,16 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     assert all(trial["tokens"] <= 15 * 4 * 32 and trial["flops"] > 0 for trial in trials)
 
 
+def test_each_repeat_reads_the_rows_in_its_own_order(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval over the seeds holds the noise of the order; the two mixtures of a pair read each category's rows in one order."""
+    original, made = Pools.mix, list[Mixed]()
+    monkeypatch.setattr(Pools, "mix", lambda self, *arguments: made.append(original(self, *arguments)) or made[-1])
+    execute(mix_experiment, SETTINGS, corpus(ROWS), store)
+    orders = [[reader.pieces(step) for reader in mixed.readers for step in range(1, 9)] for mixed in made]
+    first, second, third = orders[0], orders[7], orders[9]
+    assert orders == [first] * 7 + [second] * 2 + [third] * 2 and first != second != third != first
+
+
 def test_trials_are_not_repeated_after_a_crash(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     given = corpus(ROWS)
     original, calls = module.train_proxy, []

@@ -15,6 +15,7 @@ from puna.stages.pretrain.pretrain import PretrainConfig, needs, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.phase import SHAPE, Phase
+from puna.stages.training.token_rows import Reader
 from puna.storage import PunaError
 
 from .conftest import sentences
@@ -162,6 +163,17 @@ def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
     assert judged["needle"]["model"] == ("pretrain",) and judged["mix"]["weights"] == ("input weights",)
     with pytest.raises(PunaError, match="mix_best: no step reads this mixture; name tokenize_best"):
         inputs("mix_best={}")
+
+
+def test_phases_on_the_same_tokens_share_an_epoch(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second phase goes on where the first ended, in the first one's order; rows of another length begin an order of their own."""
+    relays, original = [], Phase.relay
+    monkeypatch.setattr(Phase, "relay", lambda self, *arguments: relays.append(original(self, *arguments)) or relays[-1])
+    execute(pretrain, config(phase("a", 4), phase("b", 3, rows_per_step=3), phase("c", 2, join_rows=2)), given, store)
+    first, second, joined = (relay.at(1) for relay in relays)
+    whole = Reader(first.packed, first.excluded, 4 * 2 + 3 * 3, first.seed, first.begin)
+    read = [piece for reader, steps in ((first, 4), (second, 3)) for step in range(1, steps + 1) for piece in reader.pieces(step)]
+    assert read == whole.pieces(1) and len(read) == len(set(read)) and (joined.first, joined.seed != first.seed) == (0, True)
 
 
 def test_a_phase_reads_the_tokens_that_it_names(store, docs, given) -> None:

@@ -16,7 +16,7 @@ from puna.stages.pretrain.pretrain import PretrainConfig, Watch, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.phase import SHAPE, Phase
-from puna.stages.training.token_rows import Packed
+from puna.stages.training.token_rows import Packed, Reader
 from puna.stages.training.train import divergence_named
 from puna.storage import PunaError
 
@@ -169,9 +169,15 @@ def test_the_mixture_changes_within_a_phase(store, given, documents) -> None:
     ramp = ({"after_tokens": 5 * 256, "rows": 4, "tokens": "fresh"}, {"after_tokens": 8 * 256, "rows": 8})
     phase = config(ramp=ramp, steps=10).phases[0]
     sources = {"initial": Packed.read(given["tokens"]), "fresh": Packed.read(fresh)}
-    relay = phase.relay(sources, (), 0, 0)
+    relay = phase.relay(sources, (), 0, 0, {})
     assert [relay.at(step).packed is sources["fresh"] for step in range(1, 11)] == [False] * 5 + [True] * 5
     assert relay.epoch_rows == relay.at(1).epoch_rows + relay.at(6).epoch_rows and relay.at(1).rows_before(11) == 8 * 4 + 2 * 8
+    # Each reads the first rows of its own order, and goes on with them when its turn comes again: none twice before all others.
+    back = config(ramp=(ramp[0], ramp[1] | {"tokens": "initial"}), steps=10).phases[0].relay(sources, (), 0, 0, places := {})
+    for name, turns, steps, count in (("fresh", relay, (6, 11), 28), ("initial", back, (1, 6, 9, 11), 36), ("fresh", back, (6, 9), 12)):
+        pieces = [piece for a, b in zip(steps[::2], steps[1::2], strict=True) for step in range(a, b) for piece in turns.at(step).pieces(step)]
+        assert pieces == Reader(sources[name], np.zeros(len(sources[name].owners), dtype=bool), count, 0, 0).pieces(1)
+    assert places == {("initial", 1): (0, 36), ("fresh", 1): (0, 12)} and back.epoch_rows == relay.epoch_rows
     made = execute(pretrain, config(ramp=ramp, steps=10), {**given, "fresh": fresh}, store)
     plain = execute(pretrain, config(ramp=ramp[1:], steps=10), given, store)
     losses, same = ([row["loss"] for row in one.read("training_log").to_pylist()] for one in (made, plain))
