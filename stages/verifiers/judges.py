@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from puna.stages.contract import StageRun
 from puna.stages.endpoint import Endpoint
 from puna.stages.verifiers.base import ScoringConfig
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
@@ -61,10 +61,8 @@ class Judges:
             from puna.models.formats.checkpoint import CheckpointError, load
             from puna.models.tokens.tokenizer import Tokenizer
 
-            try:
+            with errors_at(f"{artifact.id} cannot be read", CheckpointError):
                 model = load(artifact.path(), device="cuda" if torch.cuda.is_available() else "cpu")
-            except CheckpointError as error:
-                raise PunaError(f"{artifact.id} cannot be read: {error}") from error
             self._loaded[artifact.data_digest] = Loaded(model.eval(), Tokenizer.load(artifact.path()))
         return self._loaded[artifact.data_digest]
 

@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, model_validator
 from puna.stages.verifiers.base import Question, Score, Verifier, is_correct
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -168,7 +168,5 @@ def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> Proce
     names = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     if unknown := sorted(set(values) - names):
         raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(names))}")
-    try:
+    with errors_at(f"task {task}: its parameters {parameters} are refused", AssertionError, AttributeError, TypeError, ValueError):
         return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        raise PunaError(f"task {task}: its parameters {parameters} are refused: {error}") from error
