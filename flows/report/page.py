@@ -139,12 +139,11 @@ def _claim_tiles(run: Run) -> list[Html]:
     """Return a tile per round with its gain over the strongest control arm."""
     tiles = []
     for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
-        whole = [claim for claim in arms_of_round.claims() if claim.arm == "round" and claim.name == next(iter(arms.CLAIMS))]
         lines = [
             tag("li", tag("b", f"{100 * claim.gain.value:+.1f}"),
                 tag("small", f"{100 * claim.gain.low:+.1f} to {100 * claim.gain.high:+.1f}"),
                 tag("span", f"{arms.METRICS[claim.metric]}: {claim.verdict}"))
-            for claim in whole
+            for claim in arms_of_round.claims() if claim.name == next(iter(arms.CLAIMS))
         ]  # fmt: skip
         if lines:
             claims = tag("ul", lines, class_="chain plain")
