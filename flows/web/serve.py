@@ -248,7 +248,8 @@ class Worker:
             if self._stopping.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > STEADY_SECONDS else min(2 * wait, 60.0)
-            print(f"the worker that starts runs ended ({_exit_text(code)}); it restarts in {wait:.0f} s", file=sys.stderr, flush=True)
+            status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            print(f"the worker that starts runs ended ({status}); it restarts in {wait:.0f} s", file=sys.stderr, flush=True)
             if self._stopping.wait(wait):
                 return
             with self._lock:
@@ -270,7 +271,3 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _exit_text(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
