@@ -101,6 +101,10 @@ def invalid(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
 
 
+def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
 async def form_fields(request: Request) -> dict[str, list[str]]:
     """Return a form's fields, name → values. Raise HTTPException (400) if the body is no UTF-8 form, has too many fields, or holds NUL."""
     try:
@@ -179,8 +183,7 @@ def duration_of(log: RunLog) -> str:
 
 def bar(share: float, words: str) -> Html:
     """Return a bar that is filled up to `share` (0 to 1). `words`: label for screen readers."""
-    filled = max(0.0, min(1.0, share))
-    fill = tag("i", class_="kept", style=f"width:{100 * filled:.1f}%")
+    fill = tag("i", class_="kept", style=f"width:{100 * max(0.0, min(1.0, share)):.1f}%")
     return tag("span", fill, class_="bar", role="img", aria_label=words)
 
 
