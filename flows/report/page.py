@@ -21,8 +21,7 @@ HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
 """Digest of the code that makes pages, recorded in each page."""
 PREFERENCE_KINDS = ("preferences", "instructions")
-SHARES = (("language", "language"), ("domain", "knowledge type"))
-"""Columns of signals whose shares are shown, and their names."""
+SHARES = (("language", "language"), ("domain", "knowledge type"))  # columns of signals whose shares are shown, and their names
 EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
 LINEAGE = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
 NAVIGATION = {

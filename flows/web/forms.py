@@ -25,10 +25,8 @@ from puna.storage.explain import flat
 
 Asked = Mapping[str, Sequence[str]]
 """Name of a form's field → its values, as a browser sends them."""
-FEW = 2
-"""Maximum number of fields in a group of settings that is unfolded at first."""
-MANY = 8
-"""Number of ungrouped fields above which rarely changed fields are folded."""
+FEW = 2  # maximum number of fields in a group of settings that is unfolded at first
+MANY = 8  # number of ungrouped fields above which rarely changed fields are folded
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:

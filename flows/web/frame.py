@@ -25,8 +25,7 @@ from puna.storage.runs import RunLog
 
 HERE = Path(__file__).parent
 STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"
-MOST_FIELDS = 2000
-"""Maximum number of fields in a form."""
+MOST_FIELDS = 2000  # maximum number of fields in a form
 STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
 
 

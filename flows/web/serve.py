@@ -37,12 +37,9 @@ from puna.storage.store import explain_write_errors
 if TYPE_CHECKING:
     from puna.flows.web.annotate import Desk
 
-STOP_SECONDS = 30.0
-"""Seconds that runs in progress have to end and to report their end."""
-BODY_BYTES = 32 << 20
-"""Maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs."""
-LINE = 200
-"""Maximum length of a log line of Prefect's services."""
+STOP_SECONDS = 30.0  # seconds that runs in progress have to end and to report their end
+BODY_BYTES = 32 << 20  # maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs
+LINE = 200  # maximum length of a log line of Prefect's services
 STEADY_SECONDS = 60.0
 """Seconds that a worker must have lived for its restart to wait only 1 s; after shorter lives the wait doubles."""
 

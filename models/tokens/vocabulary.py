@@ -24,8 +24,7 @@ Encoded = tuple[list[int], list[Span]]
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
-LONG = 1 << 14
-"""Number of characters above which a text is encoded without blocking other threads."""
+LONG = 1 << 14  # number of characters above which a text is encoded without blocking other threads
 
 
 class Vocabulary:

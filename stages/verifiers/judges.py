@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 Head = Literal["lm", "scalar"]
 HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
 T = TypeVar("T")
-DIGEST = 8
-"""Minimum hex digits of a data digest that name a model."""
-BATCH_TOKENS = 8192
-"""Approximate tokens of one forward pass of a judge."""
+DIGEST = 8  # minimum hex digits of a data digest that name a model
+BATCH_TOKENS = 8192  # approximate tokens of one forward pass of a judge
 
 
 class Loaded(NamedTuple):

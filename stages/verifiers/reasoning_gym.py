@@ -24,8 +24,7 @@ FUNCTIONS = frozenset((
     "tan", "tanh",
 ))  # fmt: skip
 MOST_CHARACTERS = 2000
-MOST_BITS = 10_000.0
-"""Maximum bits of a number that a formula may compute."""
+MOST_BITS = 10_000.0  # maximum bits of a number that a formula may compute
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,15}")
 PLAIN = (ast.Expression, ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
