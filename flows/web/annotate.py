@@ -27,8 +27,7 @@ PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
 """The page's content security policy: style and script are inline, and requests go only to this server."""
 DESKS = 8  # maximum number of `Desk` objects in memory
-LINKED = re.compile("/")
-"""Paths that other sites may link to: only the page itself, which does no work when it is opened."""
+LINKED = re.compile("/")  # paths that other sites may link to: only the page itself, which does no work when it is opened
 
 
 class Desk:

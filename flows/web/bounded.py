@@ -22,8 +22,7 @@ from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED
 from puna.flows.html.markup import Html
 from puna.storage import PunaError, Store
 
-SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
-"""Kind of question → maximum seconds for an answer."""
+SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}  # kind of question → maximum seconds for an answer
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
 """Maximum bytes of memory that a child allocates after its start; all working children together use at most half of the RAM."""
 ANSWER_BYTES = 16 << 20

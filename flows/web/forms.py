@@ -23,8 +23,7 @@ from puna.storage import PunaError, Store
 from puna.storage.aliases import DEFAULT
 from puna.storage.explain import flat
 
-Asked = Mapping[str, Sequence[str]]
-"""Name of a form's field → its values, as a browser sends them."""
+Asked = Mapping[str, Sequence[str]]  # name of a form's field → its values, as a browser sends them
 FEW = 2  # maximum number of fields in a group of settings that is unfolded at first
 MANY = 8  # number of ungrouped fields above which rarely changed fields are folded
 

@@ -89,8 +89,7 @@ def _site(request: Request) -> Site:
     return site
 
 
-Here = Annotated[Site, Depends(_site)]
-"""A parameter of a page's function: the site that the page belongs to."""
+Here = Annotated[Site, Depends(_site)]  # a parameter of a page's function: the site that the page belongs to
 
 
 def invalid(_: Request, error: Exception) -> Response:

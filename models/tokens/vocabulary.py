@@ -19,8 +19,7 @@ from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode's noncharacters, which no text should hold
 Span = tuple[int, int]
-Encoded = tuple[list[int], list[Span]]
-"""Ids of tokens, and each one's character span [start, stop)."""
+Encoded = tuple[list[int], list[Span]]  # ids of tokens, and each one's character span [start, stop)
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""

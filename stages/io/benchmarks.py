@@ -307,5 +307,4 @@ _ALL = (
     Benchmark("needle", _needle, QUESTION | {"context": ("context", "haystack"), "needle": ("needle",)}, _same("answer")),
     Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_has_lists),
 )  # fmt: skip
-BENCHMARKS = {one.name: one for one in _ALL}
-"""Name → benchmark, in the order in which `find` tries the benchmarks."""
+BENCHMARKS = {one.name: one for one in _ALL}  # name → benchmark, in the order in which `find` tries the benchmarks
