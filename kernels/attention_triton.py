@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.configurations import Configuration, capability, configuration
+from puna.kernels.configurations import Configuration, capability, configuration, in_full
 from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.forest_mask import ForestMask
 
@@ -243,14 +243,9 @@ def _argument(x: Tensor, rows: int, descriptors: bool) -> Any:
     return TensorDescriptor(x, [len(x), x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
 
 
-def _in_full(q: Tensor) -> bool:
-    """True if products are computed in full fp32, not in TF32 or 16 bits."""
-    return q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-
-
 def tile_config(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
     """Return the kernel's configuration. TF32 needs as much memory as 16-bit heads of twice the width, so it is looked up as such."""
-    full, width = _in_full(q_THK), max(q_THK.shape[2], V)
+    full, width = in_full(q_THK), max(q_THK.shape[2], V)
     return configuration(kernel, capability(q_THK.device), width if full else width * max(2, q_THK.itemsize) // 2, window > 0, full)
 
 
@@ -259,7 +254,7 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, sizes: Configuration, window: in
     descriptors = sizes.descriptors and (_power(K), _power(V)) == (K, V)
     return {
         "R": q.shape[1] // k.shape[1], "K": K, "V": V, "BLOCK_K": _power(K), "BLOCK_V": _power(V), "M": sizes.rows, "N": sizes.columns,
-        "WINDOW": window > 0, "PRECISION": "ieee" if _in_full(q) else "tf32", "DESCRIPTORS": descriptors,
+        "WINDOW": window > 0, "PRECISION": "ieee" if in_full(q) else "tf32", "DESCRIPTORS": descriptors,
         "num_warps": sizes.warps, "num_stages": sizes.stages,
     }  # fmt: skip
 

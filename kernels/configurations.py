@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 FILE = Path(__file__).parent / "configurations.json"
 
@@ -45,6 +46,11 @@ class Place:
     width: int = 0
     window: bool = False
     fp32: bool = False
+
+
+def in_full(x: Tensor) -> bool:
+    """True if products of `x` are computed in full fp32, not in TF32 or 16 bits."""
+    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from puna.kernels.configurations import capability, configuration
+from puna.kernels.configurations import capability, configuration, in_full
 from puna.kernels.cpu.lazy_jit import triton_jit
 from puna.kernels.linear import product
 from puna.kernels.operators import differentiable, operator
@@ -105,10 +105,6 @@ def _grouped_weights_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, acc.to(dw.dtype.element_ty), (f[:, None] < F) & (d[None, :] < D))
 
 
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 def _tiles(rows: int, offsets_E1: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return ([tiles] int64 first rows, [tiles] int64 experts) of enough `size`-row tiles for any offsets; spare tiles have expert -1."""
     E = len(offsets_E1) - 1
@@ -142,7 +138,7 @@ def _grouped_triton(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
         firsts, owners = _tiles(N, offsets_E1, tile.rows)
         _grouped_kernel[(-(-F // tile.columns), len(owners))](
             x_ND, w_EFD, offsets_E1, firsts, owners, y_NF, F, D, x_ND.stride(0), *w_EFD.stride(),
-            M=tile.rows, C=tile.columns, K=tile.depth, PRECISION=_precision(x_ND), EVEN=D % tile.depth == 0,
+            M=tile.rows, C=tile.columns, K=tile.depth, PRECISION="ieee" if in_full(x_ND) else "tf32", EVEN=D % tile.depth == 0,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y_NF
@@ -157,7 +153,8 @@ def _grouped_weights_triton(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> 
     dw_EFD = torch.empty(E, F, D, dtype=dy_NF.dtype, device=dy_NF.device)
     _grouped_weights_kernel[(-(-D // tile.columns), -(-F // tile.rows), E)](
         dy_NF, x_ND, offsets_E1, dw_EFD, F, D, dy_NF.stride(0), x_ND.stride(0),
-        M=tile.rows, C=tile.columns, K=tile.depth, PRECISION=_precision(x_ND), num_warps=tile.warps, num_stages=tile.stages,
+        M=tile.rows, C=tile.columns, K=tile.depth, PRECISION="ieee" if in_full(x_ND) else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dw_EFD
 

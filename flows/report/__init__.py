@@ -15,8 +15,7 @@ from puna.storage.files import write_bytes
 
 __all__ = ["place", "write", "written_before"]
 
-HEAD_BYTES = 1024
-"""Bytes at the start of a page that contain the digest of the code that wrote it."""
+HEAD_BYTES = 1024  # bytes at the start of a page that contain the digest of the code that wrote it
 
 
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:

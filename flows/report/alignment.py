@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,7 +251,8 @@ def answers_view(run: Run) -> Html:
         for row in step.artifact.read("examples").to_pylist():
             answers[row["id"]][step.name] = {**row, "about": json.loads(row["detail"])}
     questions = {i: rows for i, rows in answers.items() if any(row["kind"] != "continuation" for row in rows.values())}
-    ranked = sorted(questions, key=lambda i: (-len(questions[i]), not _differ(questions[i].values()), i))
+    outcomes = {i: {(row["kind"], str(row["about"].get("score"))) for row in rows.values()} for i, rows in questions.items()}
+    ranked = sorted(questions, key=lambda i: (-len(questions[i]), len(outcomes[i]) == 1, i))
     # The first question of every task, then the second of every task, and so on.
     turns: Counter[str] = Counter()
     place = {}
@@ -259,15 +260,11 @@ def answers_view(run: Run) -> Html:
         task = str(next(iter(questions[i].values()))["about"].get("task"))
         place[i] = turns[task]
         turns[task] += 1
-    ids = sorted(ranked, key=lambda i: (place[i], ranked.index(i)))[:ANSWERS_SHOWN]
+    ids = sorted(ranked, key=place.__getitem__)[:ANSWERS_SHOWN]
     blocks = [_question(questions[i], steps) for i in ids]
     continuations = [_continuation(row) for i in sorted(answers) if i not in questions for row in answers[i].values()]
     view = part("Answers before and after", tag("div", blocks, class_="questions") if blocks else None)
     return join([view, part("How the base model writes on", tag("div", continuations, class_="cards") if continuations else None)])
-
-
-def _differ(rows: Iterable[Mapping[str, Any]]) -> bool:
-    return len({(row["kind"], str(row["about"].get("score"))) for row in rows}) > 1
 
 
 def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> Html:

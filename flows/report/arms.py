@@ -123,7 +123,6 @@ class Claim:
     """
 
     name: str
-    arm: str
     control: str
     metric: str
     gain: Interval
@@ -169,7 +168,7 @@ class Arms:
             equal = [control for control in there if (self.ratio(control, arm) or 0) >= 1]
             for metric in self.metrics:
                 strongest = max(equal or there, key=lambda one: self.share(one, metric).value)
-                claims.append(Claim(name, arm, strongest, metric, self.gain(arm, strongest, metric), self.ratio(strongest, arm)))
+                claims.append(Claim(name, strongest, metric, self.gain(arm, strongest, metric), self.ratio(strongest, arm)))
         return claims
 
     def ratio(self, control: str, arm: str) -> float | None:

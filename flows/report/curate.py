@@ -191,7 +191,6 @@ def mark_differences(first: str, second: str) -> tuple[Html, Html]:
 
 
 def lines_view(step: Step) -> Html:
-    """Show the lines that a step removed most often."""
     white = "' ' || chr(9) || chr(10) || chr(13)"
     texts = f"select trim(text, {white}) as said, rule, count(*) as times, sum(length(text)) as size from found group by said, found.rule"
     once = f"create temp table texts as {texts}"

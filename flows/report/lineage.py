@@ -14,10 +14,8 @@ NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
 LANE_WIDTH, SWEEPS = 14.0, 24
 """The width of an edge that passes through a layer, and the number of passes that order and place the nodes of the layers."""
 LETTERS = 20
-Place = tuple[float, int]
-"""The x of a node's centre, and its layer."""
-Lane = tuple[str, int]
-"""A node in its layer, or the point at which the node's outgoing edges pass a later layer."""
+Place = tuple[float, int]  # the x of a node's centre, and its layer
+Lane = tuple[str, int]  # a node in its layer, or the point at which the node's outgoing edges pass a later layer
 FAMILIES = {
     "web": ("pages", "documents"), "signals": ("signals",), "corpus": ("mixture", "tokenizer", "tokens"), "model": ("model",),
     "data": ("prompts", "answers", "preferences", "instructions"), "evaluation": ("evaluation",),

@@ -21,8 +21,7 @@ HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
 """Digest of the code that makes pages, recorded in each page."""
 PREFERENCE_KINDS = ("preferences", "instructions")
-SHARES = (("language", "language"), ("domain", "knowledge type"))
-"""Columns of signals whose shares are shown, and their names."""
+SHARES = (("language", "language"), ("domain", "knowledge type"))  # columns of signals whose shares are shown, and their names
 EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
 LINEAGE = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
 NAVIGATION = {
@@ -139,12 +138,11 @@ def _claim_tiles(run: Run) -> list[Html]:
     """Return a tile per round with its gain over the strongest control arm."""
     tiles = []
     for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
-        whole = [claim for claim in arms_of_round.claims() if claim.arm == "round" and claim.name == next(iter(arms.CLAIMS))]
         lines = [
             tag("li", tag("b", f"{100 * claim.gain.value:+.1f}"),
                 tag("small", f"{100 * claim.gain.low:+.1f} to {100 * claim.gain.high:+.1f}"),
                 tag("span", f"{arms.METRICS[claim.metric]}: {claim.verdict}"))
-            for claim in whole
+            for claim in arms_of_round.claims() if claim.name == next(iter(arms.CLAIMS))
         ]  # fmt: skip
         if lines:
             claims = tag("ul", lines, class_="chain plain")

@@ -18,8 +18,7 @@ from puna.storage.parts import Beside, Follower
 from puna.storage.runs import RunLog
 from puna.storage.tables import connect, parquet
 
-PIECE = 1 << 15
-"""Maximum number of rows that `lengths` reads at once."""
+PIECE = 1 << 15  # maximum number of rows that `lengths` reads at once
 ROUND = re.compile(r"(?:^|_)(?:round_?)?(\d+)$")
 WRITTEN = {"sft": "SFT", "dpo": "DPO", "ppo": "PPO", "grpo": "GRPO", "pii": "PII", "url": "URL", "minhash": "MinHash", "lora": "LoRA"}
 

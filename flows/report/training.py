@@ -87,7 +87,7 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
     first: list[Plot] = []
     more = []
     for step in steps:
-        columns = log_columns(step)
+        columns: dict[str, list[float | None]] = step.artifact.read("training_log").to_pydict() if step.has("training_log") else {}
         plots, others = _plots(step, columns)
         first += with_titles(step, plots)
         account, metrics = None, facts(step)
@@ -112,14 +112,6 @@ def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[
     drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
     first = [c for c in curves if c.y == "loss" and not drawn_by_stage]
     return [*first, *plots], [c for c in curves if c not in first]
-
-
-def log_columns(step: Step) -> dict[str, list[float | None]]:
-    """Return the training log, column by column; empty if there is none."""
-    if not step.has("training_log"):
-        return {}
-    table = step.artifact.read("training_log")
-    return {name: table[name].to_pylist() for name in table.schema.names}
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from puna.flows.server.guard import Bounded, Password
 from puna.flows.web.bounded import Asker
-from puna.flows.web.frame import REGISTRY, Site, invalid, problem, style
+from puna.flows.web.frame import REGISTRY, Site, health, invalid, problem, style
 from puna.storage import PunaError, Store
 
 HERE = Path(__file__).parent
@@ -38,6 +38,7 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_middleware(Bounded)
     app.add_middleware(Password, auth=auth)
+    app.add_api_route("/health", health)
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     for entry in REGISTRY:
@@ -49,10 +50,6 @@ def application(store: Store, *, prefect: str | None, auth: str, urls: bool = Fa
             raise PunaError(f"{name}: no such file")
         kind, content = ("text/css", style()) if name == "style.css" else ("text/javascript", (HERE / name).read_text(encoding="utf-8"))
         return Response(content, media_type=kind, headers={"cache-control": "max-age=60"})
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
 
     @app.exception_handler(PunaError)
     def on_error(request: Request, error: PunaError) -> Response:

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from puna.flows.web.frame import invalid, pages
+from puna.flows.web.frame import health, invalid, pages
 from puna.stages.align.judgements import ALIAS, Judgement, JudgementsConfig, judgements, pairs_to_judge
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import External, execute
@@ -26,10 +26,8 @@ from puna.storage import Artifact, PunaError, Store
 PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
 """The page's content security policy: style and script are inline, and requests go only to this server."""
-DESKS = 8
-"""Maximum number of `Desk` objects in memory."""
-LINKED = re.compile("/")
-"""Paths that other sites may link to: only the page itself, which does no work when it is opened."""
+DESKS = 8  # maximum number of `Desk` objects in memory
+LINKED = re.compile("/")  # paths that other sites may link to: only the page itself, which does no work when it is opened
 
 
 class Desk:
@@ -70,8 +68,7 @@ class Desk:
         pair = self.order[place]
         texts = [answer["text"].strip() for answer in self.pairs[pair]]
         left, right = reversed(texts) if self.is_swapped(pair, by) else texts
-        prompt = self.asked[self.pairs[pair][0]["prompt_id"]]
-        messages = messages_of(prompt)
+        messages = messages_of(self.asked[self.pairs[pair][0]["prompt_id"]])
         before = None if pair not in own else own[pair].model_dump() | {"better": self._side(own[pair].better, pair, by)}
         shows = {"pair": pair, "prompt": as_text(messages), "editable": len(messages) == 1, "left": left, "right": right, "before": before}
         return {**state, **shows}
@@ -134,8 +131,8 @@ def _desk(store: Store, name: str) -> Desk:
 
 def _desk_of(request: Request) -> Desk:
     """Return the desk for the URL `/judge/[PROJECT~]KEY/…`, whose `save` sets that project's alias; in `puna annotate`, the only desk."""
-    if (only := getattr(request.app.state, "desk", None)) is not None:
-        desk: Desk = only
+    desk: Desk | None = getattr(request.app.state, "desk", None)
+    if desk is not None:
         return desk
     with _lock:
         return _desk(request.app.state.site.store, request.path_params["name"])
@@ -192,11 +189,7 @@ def desk_application(desk: Desk) -> FastAPI:
     app.state.desk = desk
     app.include_router(desks)
     app.add_exception_handler(RequestValidationError, invalid)
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
-
+    app.add_api_route("/health", health)
     return app
 
 

@@ -18,12 +18,9 @@ from puna.stages.evaluation.comparison import SURE, TABLE, Difference, Measured,
 from puna.stages.evaluation.task_file import LOWER
 from puna.storage import Artifact, PunaError, Store
 
-MOST = 30
-"""Maximum number of models on the leaderboard."""
-SHOWN = 400
-"""Maximum number of questions on a page."""
-TITLE = 140
-"""Maximum number of characters in a question's heading."""
+MOST = 30  # maximum number of models on the leaderboard
+SHOWN = 400  # maximum number of questions on a page
+TITLE = 140  # maximum number of characters in a question's heading
 WHICH = {"": "all", "differ": "one model is right", "wrong": "no model is right"}
 HOW = "The best first: main metric, 95 % interval, and the difference from {} on the same questions, bold where Holm's p < {}."
 ECE = "Confidence is the probability of the chosen option among the options. A calibrated model lies on the diagonal."

@@ -22,16 +22,13 @@ from puna.flows.engine.defaults import ADDRESSES, ALLOWED, REFUSED
 from puna.flows.html.markup import Html
 from puna.storage import PunaError, Store
 
-SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}
-"""Kind of question → maximum seconds for an answer."""
+SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}  # kind of question → maximum seconds for an answer
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
 """Maximum bytes of memory that a child allocates after its start; all working children together use at most half of the RAM."""
 ANSWER_BYTES = 16 << 20
 START_SECONDS = 120.0
-AT_ONCE = 2
-"""Maximum number of children that work on SQL at once; the same limit holds for plans and checks together."""
-IDLE_SECONDS = 120.0
-"""Seconds without a question after which a child ends."""
+AT_ONCE = 2  # maximum number of children that work on SQL at once; the same limit holds for plans and checks together
+IDLE_SECONDS = 120.0  # seconds without a question after which a child ends
 
 
 class Late(PunaError):

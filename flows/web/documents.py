@@ -20,11 +20,9 @@ from puna.storage import Artifact, PunaError, Store
 
 MOST_FOUND = 20
 MOST_HITS = 40
-SECONDS = 15.0
-"""Maximum seconds for a search; the page reports how many documents were searched."""
+SECONDS = 15.0  # maximum seconds for a search; the page reports how many documents were searched
 ANY = "any rule"
-BEFORE, AFTER = 120, 200
-"""Characters shown before and after a match."""
+BEFORE, AFTER = 120, 200  # characters shown before and after a match
 router = pages("documents", "Documents", at=4)
 
 

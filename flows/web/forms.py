@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
 
@@ -22,12 +23,9 @@ from puna.storage import PunaError, Store
 from puna.storage.aliases import DEFAULT
 from puna.storage.explain import flat
 
-Asked = Mapping[str, Sequence[str]]
-"""Name of a form's field → its values, as a browser sends them."""
-FEW = 2
-"""Maximum number of fields in a group of settings that is unfolded at first."""
-MANY = 8
-"""Number of ungrouped fields above which rarely changed fields are folded."""
+Asked = Mapping[str, Sequence[str]]  # name of a form's field → its values, as a browser sends them
+FEW = 2  # maximum number of fields in a group of settings that is unfolded at first
+MANY = 8  # number of ungrouped fields above which rarely changed fields are folded
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
@@ -227,12 +225,8 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
 
 
 def _as_yaml(value: Any) -> str:
-    return value if isinstance(value, str) and value and _is_plain(value) else json.dumps(value, ensure_ascii=False)
-
-
-def _is_plain(text: str) -> bool:
-    """True if YAML parses the unquoted text as the same string."""
-    try:
-        return bool(yaml.safe_load(text) == text)
-    except yaml.YAMLError:
-        return False
+    """Return a value as YAML: text without quotes if YAML parses this as the same text, else JSON."""
+    with suppress(yaml.YAMLError):
+        if isinstance(value, str) and value and yaml.safe_load(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)

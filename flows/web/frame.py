@@ -25,8 +25,7 @@ from puna.storage.runs import RunLog
 
 HERE = Path(__file__).parent
 STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"
-MOST_FIELDS = 2000
-"""Maximum number of fields in a form."""
+MOST_FIELDS = 2000  # maximum number of fields in a form
 STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
 
 
@@ -90,8 +89,7 @@ def _site(request: Request) -> Site:
     return site
 
 
-Here = Annotated[Site, Depends(_site)]
-"""A parameter of a page's function: the site that the page belongs to."""
+Here = Annotated[Site, Depends(_site)]  # a parameter of a page's function: the site that the page belongs to
 
 
 def invalid(_: Request, error: Exception) -> Response:
@@ -99,6 +97,10 @@ def invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
+
+
+def health() -> dict[str, str]:
+    return {"status": "ok"}
 
 
 async def form_fields(request: Request) -> dict[str, list[str]]:
@@ -179,8 +181,7 @@ def duration_of(log: RunLog) -> str:
 
 def bar(share: float, words: str) -> Html:
     """Return a bar that is filled up to `share` (0 to 1). `words`: label for screen readers."""
-    filled = max(0.0, min(1.0, share))
-    fill = tag("i", class_="kept", style=f"width:{100 * filled:.1f}%")
+    fill = tag("i", class_="kept", style=f"width:{100 * max(0.0, min(1.0, share)):.1f}%")
     return tag("span", fill, class_="bar", role="img", aria_label=words)
 
 

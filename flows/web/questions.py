@@ -18,8 +18,7 @@ from puna.storage.schemas import TABLES
 from puna.storage.views import FACTS
 
 MOST_ROWS = 1000
-MEMORY = "1GB"
-"""Memory limit of a statement."""
+MEMORY = "1GB"  # memory limit of a statement
 LIMITS = f"at most {SECONDS['sql']:.0f} s, {MEMORY} of memory and {MOST_ROWS:,} rows"
 EXAMPLES = {
     "What was dropped, by which rule": "select rule, count(*) as documents from dropped group by rule order by documents desc",

@@ -25,8 +25,7 @@ VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")
 """Metrics of the leaderboard; the first of them that any model has ranks the models."""
 MOST = 40
-LONGEST = 9
-"""Maximum number of digits in the form's number of preferences."""
+LONGEST = 9  # maximum number of digits in the form's number of preferences
 JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."
 router = pages("rounds", "Rounds", at=7)
 

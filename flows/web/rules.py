@@ -26,8 +26,7 @@ from puna.storage import Artifact, PunaError, Store
 
 BINS = 40
 EXAMPLES = 6
-MOST_SELECTIONS = 3
-"""Maximum number of selections in memory."""
+MOST_SELECTIONS = 3  # maximum number of selections in memory
 router = pages("rules", "Rules", at=5)
 
 

@@ -45,8 +45,7 @@ from puna.storage.runs import RunLog
 MOST_RUNS = 50
 MOST_PLOTS = 12
 MOST_LINES = 500
-LOOKED_SECONDS = 1.0
-"""Seconds between two checks for changes of the runs that an open page shows."""
+LOOKED_SECONDS = 1.0  # seconds between two checks for changes of the runs that an open page shows
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Content security policy of the report page, whose style and scripts are inline."""
 FIRST = "Each form shows which steps are reused and what the others may cost. Nothing runs before you press Start."

@@ -37,12 +37,9 @@ from puna.storage.store import explain_write_errors
 if TYPE_CHECKING:
     from puna.flows.web.annotate import Desk
 
-STOP_SECONDS = 30.0
-"""Seconds that runs in progress have to end and to report their end."""
-BODY_BYTES = 32 << 20
-"""Maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs."""
-LINE = 200
-"""Maximum length of a log line of Prefect's services."""
+STOP_SECONDS = 30.0  # seconds that runs in progress have to end and to report their end
+BODY_BYTES = 32 << 20  # maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs
+LINE = 200  # maximum length of a log line of Prefect's services
 STEADY_SECONDS = 60.0
 """Seconds that a worker must have lived for its restart to wait only 1 s; after shorter lives the wait doubles."""
 
@@ -248,7 +245,8 @@ class Worker:
             if self._stopping.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > STEADY_SECONDS else min(2 * wait, 60.0)
-            print(f"the worker that starts runs ended ({_exit_text(code)}); it restarts in {wait:.0f} s", file=sys.stderr, flush=True)
+            status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            print(f"the worker that starts runs ended ({status}); it restarts in {wait:.0f} s", file=sys.stderr, flush=True)
             if self._stopping.wait(wait):
                 return
             with self._lock:
@@ -270,7 +268,3 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _exit_text(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

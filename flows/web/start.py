@@ -182,8 +182,7 @@ def server_beside(store: Store) -> Server:
 
 def deployment(server: Server, name: str) -> dict[str, Any]:
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
-    deployments = server.insist("POST", "/deployments/filter", asking)
+    deployments: list[dict[str, Any]] = server.insist("POST", "/deployments/filter", asking)
     if not deployments:
         raise PunaError(f"{name}: is not offered yet; try again in some seconds")
-    first: dict[str, Any] = deployments[0]
-    return first
+    return deployments[0]

@@ -13,8 +13,7 @@ from puna.models.extraction.clean import plain
 from puna.models.extraction.scan import serialise
 from puna.models.extraction.technical import may_be_technical, rewrite_technical
 
-FAILURES = (ValueError, RuntimeError)
-"""Errors of the parser, and numbers out of range."""
+FAILURES = (ValueError, RuntimeError)  # errors of the parser, and numbers out of range
 SECONDS, MEMORY = 10.0, 2 << 30
 MAX_OPTIONS = 2000
 """Maximum options of selection lists in a page: the parser searches all earlier options for each. They hold no text of the page."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,17 +175,15 @@ def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple
     attend, x_TD = forest_attend(model.config, forest.mask), model.model.embed_tokens(forest.tokens)
     cos, sin = rotary_table(model.config, forest.positions, x_TD.dtype)
     some = torch.linspace(0, len(x_TD) - 1, min(ROWS, len(x_TD))).long()
+
+    def keep(inputs_of: dict[str, Tensor], name: str, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        inputs_of[name] = arguments[0][some].float()
+
     for block in model.model.layers:
         assert isinstance(block.self_attn, Attention)
         inputs_of: dict[str, Tensor] = {}
-
-        def keep(name: str, x: Tensor, inputs_of: dict[str, Tensor] = inputs_of) -> None:
-            inputs_of[name] = x[some].float()
-
-        hooks = [
-            module.register_forward_pre_hook(lambda _, arguments, name=name, keep=keep: keep(name, arguments[0]))
-            for name, module in block.named_modules() if isinstance(module, Linear)
-        ]  # fmt: skip
+        linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
+        hooks = [module.register_forward_pre_hook(partial(keep, inputs_of, name)) for name, module in linears.items()]
         x_TD, _ = block(x_TD, cos, sin, attend)
         for hook in hooks:
             hook.remove()

@@ -45,8 +45,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     for name, plain in PLAIN.items():
         if raw.get(name, plain[-1]) not in plain:
             raise ValueError(f"{name} = {raw[name]!r} is not supported (only {plain[0]!r})")
-    if raw.get("quantization_config") is not None and (reason := awq_refusal(raw["quantization_config"])):
-        raise ValueError(reason)
+    if raw.get("quantization_config") is not None:
+        _check_awq(raw["quantization_config"])
     fields = ModelConfig.model_fields
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
     values |= _rope(raw)
@@ -111,11 +111,10 @@ def _experts(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if not (experts and width and top_k):
         raise ValueError("missing the number of experts, num_experts_per_tok or the experts' width")
     normed = bool(raw.get("norm_topk_prob", False)) if own else True
-    moe = {
+    return {"moe": {
         "num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": width, "norm_topk_prob": normed,
         "router_aux_loss_coef": raw.get("router_aux_loss_coef", 0.001),
-    }  # fmt: skip
-    return {"moe": moe}
+    }}  # fmt: skip
 
 
 def _latent(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -214,13 +213,12 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     return state
 
 
-def awq_refusal(settings: Mapping[str, Any]) -> str | None:
-    """Return the reason why a checkpoint's quantization_config cannot be read; None if it can."""
+def _check_awq(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint's quantization_config cannot be read."""
     values = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
     for name, supported in values.items():
         if settings.get(name) not in supported:
-            return f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})"
-    return None
+            raise ValueError(f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})")
 
 
 def unpack(packed: Tensor) -> Tensor:

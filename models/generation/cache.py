@@ -12,8 +12,7 @@ from puna.models.generation.latent import new_latents
 from puna.models.generation.sinks import Kept
 from puna.models.transformer import Transformer
 
-Layers = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer."""
+Layers = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 
 class Cache:

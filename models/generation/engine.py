@@ -223,12 +223,6 @@ class Engine:
         self._weights, self._places, self._failed = [], [], []
         self._renew()
 
-    def _start_over(self) -> None:
-        """Queue all answers to be computed again on fresh pages: non-finite numbers would spread from the old pages."""
-        self.scheduler.restart()
-        del self.caches
-        self.caches = [Cache(model, len(self.scheduler.pool.references)) for model in self.models]
-
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Run a forward pass of the scheduled tokens and draw the tokens due; return their events ([] while it only reads prompts)."""
@@ -286,7 +280,10 @@ class Engine:
             self.cancel(request)
             self._failed.append((request, error))
         if any(str(error) == DIVERGED for error in errors.values()):
-            self._start_over()
+            # All answers are computed again on fresh pages: non-finite numbers would spread from the old pages.
+            self.scheduler.restart()
+            del self.caches
+            self.caches = [Cache(model, len(self.scheduler.pool.references)) for model in self.models]
         return events
 
     def _take(self, answer: Answer, drawn: Iterator[DrawnRow], errors: dict[Request, RowError]) -> Iterator[Event]:

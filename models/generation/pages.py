@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from puna.kernels.paged_attention import PAGE
 
-Node = tuple[int, tuple[int, ...]]
-"""The previous page (-1 for the first page of a path), and this page's tokens."""
+Node = tuple[int, tuple[int, ...]]  # the previous page (-1 for the first page of a path), and this page's tokens
 
 
 class OutOfPages(Exception):

@@ -28,8 +28,7 @@ UNIFORMS = 256  # random numbers that are drawn together
 SIZES = (3, 2)  # lengths of the n-grams that a lookup searches for, the longest first
 LONGEST_REST = 4
 UNKNOWN = -1
-Hidden = tuple[Tensor, int]
-"""Hidden states [N, D] of a step, and the row of an answer's last token; the rows of its guesses follow."""
+Hidden = tuple[Tensor, int]  # hidden states [N, D] of a step, and the row of an answer's last token; the rows of its guesses follow
 
 
 class Pace:

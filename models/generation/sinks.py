@@ -47,16 +47,6 @@ class Kept:
         """Return how many of a sequence's `computed` tokens the cache has dropped."""
         return -(-max(0, computed - self.room) // self.step) * self.step
 
-    def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if a model has its own sliding windows, or a context shorter than `room`."""
-        if any(config.windows):
-            raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
-        if self.room > config.max_position_embeddings:
-            raise ValueError(
-                f"sinks {self.sinks} and window {self.window} hold up to {self.room} tokens, a quarter of the window falls out at once: "
-                f"the model's context has {config.max_position_embeddings}"
-            )
-
     def turn_back(self, keys: Sequence[Tensor], pages: Sequence[int], config: ModelConfig) -> None:
         """Rotate the keys in these pages back by `step` positions. keys: the rotated part of each layer's pages, [P, S, G, K]."""
         numbers = torch.tensor(pages, device=keys[0].device)
@@ -80,5 +70,11 @@ def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool
     if whole:
         raise ValueError(f"window = {window}: a draft, or log-probs equal to training's (exact), need all tokens; leave one of the two out")
     limits = Kept(sinks, window)
-    limits.check(config)
+    if any(config.windows):
+        raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
+    if limits.room > config.max_position_embeddings:
+        raise ValueError(
+            f"sinks {sinks} and window {window} hold up to {limits.room} tokens, a quarter of the window falls out at once: "
+            f"the model's context has {config.max_position_embeddings}"
+        )
     return limits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import CheckpointError, Entry, build, check_files, checkpoint_at, entries, read_config, weight_files
 from puna.models.formats.families import from_disk
 from puna.models.generation.cache import Layers
-from puna.models.generation.dense import fits
+from puna.models.generation.dense import Pass, fits
 from puna.models.generation.step import by_operators
-from puna.models.memory.streams import Buffer, Counts, Layout, Loader, Reader
+from puna.models.memory.streams import Buffer, Layout, Loader, Reader
 from puna.models.transformer import Attend, Block, Transformer
 
 Level = Literal["host", "disk"]
@@ -86,28 +86,16 @@ class Source:
         return {name: tensor.to(device, self.dtype) for name, tensor in buffer.tensors(layout).items()}
 
 
-class Shelf(Protocol):
-    """The store that streamed layers are loaded from."""
-
-    def take(self, number: int) -> dict[str, Tensor]:
-        """Return a layer's weights by their names in a `Block`, valid until `give`, which releases the weights that were taken first."""
-
-    def give(self) -> None: ...
-
-
 class Disk:
     """Layers on disk that a thread reads ahead. `buffers`: number of buffers. `pinned`: pin the buffers, for copies to a GPU."""
 
     def __init__(self, source: Source, numbers: Sequence[int], buffers: int = 2, pinned: bool = False) -> None:
         self.source, self._held = source, list[Buffer]()
         self._loader = Loader(source.reader, {number: source.layouts[number] for number in numbers}, buffers, pinned)
-
-    @property
-    def counts(self) -> Counts:
-        """Return the reader's counts: bytes, seconds of reading, and seconds for which computation waited."""
-        return self._loader.counts
+        self.counts = self._loader.counts
 
     def take(self, number: int) -> dict[str, Tensor]:
+        """Return a layer's weights by their names in a `Block`, valid until `give`, which releases the weights that were taken first."""
         self._held.append(self._loader.take(number))
         return self.source.weights(self._held[-1].tensors(self.source.layouts[number]))
 
@@ -127,6 +115,9 @@ class Host:
 
     def give(self) -> None:
         """Do nothing: the weights stay where they are."""
+
+
+Shelf = Disk | Host  # the store that streamed layers are loaded from
 
 
 class Shell:
@@ -236,18 +227,17 @@ class Streamed(nn.Module):
         return self._compute(self.number, x_TD, cos, sin, attend)
 
 
-class ExactPass:
-    """The generation pass of an offloaded model on a CPU: exact operators, bit-identical to the compiled loops for models in memory."""
+def exact_pass(model: Transformer) -> Pass:
+    """Return an offloaded model's generation pass on a CPU: exact operators, bit-identical to the compiled loops for models in memory."""
+    decoder_of = weakref.ref(model.model)  # weak, because the decoder holds the pass
 
-    def __init__(self, model: Transformer) -> None:
-        self._decoder = weakref.ref(model.model)  # weak, because the decoder holds this object
-
-    def __call__(self, x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
-        """Return hidden states of the embedded tokens x_ND; write keys and values into each layer's pages."""
-        decoder = self._decoder()
+    def run(x_ND: Tensor, layers: Layers, plan: PagedPlan, windows: Sequence[int | None]) -> Tensor:
+        decoder = decoder_of()
         assert decoder is not None
         with exact_passes(x_ND.dtype, x_ND.device):
             return by_operators(decoder, x_ND, layers, plan, windows)
+
+    return run
 
 
 def spread(streamed: int, layers: int) -> list[int]:
@@ -269,7 +259,7 @@ def offload_layers(source: Source, level: Level, streamed: int, device: torch.de
     cuda = device.type == "cuda"
     here = [p for p in model.parameters() if not p.is_meta]
     if numbers and not cuda and fits(source.config, nn.ModuleList([Shell(source.config).block]), here):
-        model.model.by_loops = ExactPass(model)  # type: ignore[assignment]
+        model.model.by_loops = exact_pass(model)  # type: ignore[assignment]
     if not numbers:
         return model, None
     shelf = Host(source, numbers) if level == "host" else Disk(source, numbers, 3 if cuda else 2, cuda)

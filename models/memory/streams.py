@@ -158,11 +158,6 @@ class Counts:
     reading: float = 0.0
     waiting: float = 0.0
 
-    @property
-    def hidden_share(self) -> float:
-        """Return the share of the reading time in which computation did not wait; 0 if nothing was read."""
-        return 1.0 - min(self.waiting / self.reading, 1.0) if self.reading else 0.0
-
 
 class Loader:
     """A thread that reads layouts in a cycle, ahead of their use. It starts at the first `take`; deletion, `close` or an error ends it."""

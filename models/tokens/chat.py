@@ -7,7 +7,6 @@ are trained. An answer that cannot be separated in this way raises ChatError wit
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,7 +183,7 @@ class ChatFormat(Vocabulary):
         if span is None:
             span = self._stop_of_next(messages, turn, whole, tools, mode, len(behind))
         start, stop, id_ = span
-        if rest := self.without_special(behind[stop:]).strip():
+        if rest := self._special_pattern.sub("", behind[stop:]).strip():
             raise ChatError(turn, f"the template writes {rest[:40]!r} behind the end of the answer")
         body = behind[:start]
         self._check_shown(messages, turn, prompt, body)
@@ -246,7 +245,11 @@ class ChatFormat(Vocabulary):
             if messages[earlier].get("role") == "assistant":
                 break
             content = messages[earlier].get("content")
-            if isinstance(content, str) and not any(_without_spaces(form) in before for form in _spellings(content)):
+            if not isinstance(content, str):
+                continue
+            # A template may write a turn's text itself, or in a JSON string.
+            spellings = [content, *(json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True))]
+            if not any(_without_spaces(text) in before for text in spellings):
                 raise ChatError(earlier, f"the template does not write this turn of the role {messages[earlier].get('role')!r}")
 
 
@@ -279,8 +282,3 @@ def _content(message: Message, body: str) -> tuple[int, int]:
 
 def _without_spaces(text: str) -> str:
     return "".join(text.split())
-
-
-def _spellings(content: str) -> Iterator[str]:
-    """Return the spellings of a turn's text that a template may write: the text itself, and the text in a JSON string."""
-    return itertools.chain((content,), (json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True)))

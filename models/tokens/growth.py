@@ -14,8 +14,7 @@ from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
 if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
-SIGN = 0x10000
-"""Code point that stands for token 0 while merges are learned; SIGN + i stands for token i."""
+SIGN = 0x10000  # code point that stands for token 0 while merges are learned; SIGN + i stands for token i
 
 
 def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:

@@ -46,7 +46,7 @@ CHATML = (
     "{{- '<|im_start|>assistant\\n' }}"
     "{%- endif %}"
 )
-OWN = {"llama3": LLAMA3, "chatml": CHATML}  # Puna's own templates by name
+TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML}  # Puna's own templates by name
 
 
 class TemplateError(ValueError):
@@ -126,7 +126,7 @@ class Template:
         self.source = source
         self._given = (source if isinstance(source, str) else dict(source), dict(special))
         self._key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).digest()
-        self._programs = _Programs(source, special) if isinstance(source, str) and source in OWN.values() else None
+        self._programs = _Programs(source, special) if isinstance(source, str) and source in TEMPLATES.values() else None
         if self._programs is None:
             self._ask(None)
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
 from puna.models.tokens.chat import ChatError, ChatFormat, Row
-from puna.models.tokens.template import CHATML, LLAMA3, OWN, Message, Template, TemplateError
+from puna.models.tokens.template import CHATML, LLAMA3, Message, Template, TemplateError
 from puna.models.tokens.tokenizer_files import SAMPLING, TokenizerError, read_files
 from puna.models.tokens.tokenizer_trial import WORDS
 
@@ -27,7 +27,6 @@ START_HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 BROKEN = 32  # number of tokens without a whole character at their end after which `TextStream` waits for none: bytes that are no text
-TEMPLATES = OWN  # chat templates by name, for models that come without one
 
 
 class Tokenizer(ChatFormat):

@@ -65,8 +65,7 @@ def check_content(content: Mapping[str, Any], more: int) -> None:
         raise ValueError(f"{len(added_tokens) + more:,} tokens are added to the vocabulary: at most {ADDED:,} are allowed")
     if (top := max(ids.values(), default=0)) >= TOKENS:
         raise ValueError(f"it has a token with the id {top:,}: ids must be below {TOKENS:,}")
-    searched = model.get("type") in ("Unigram", "WordPiece")
-    limit = WORD if searched else LONGEST
+    limit = WORD if model.get("type") in ("Unigram", "WordPiece") else LONGEST
     if (longest := max(*map(len, ids), model.get("max_input_chars_per_word") or 0, 0)) > limit:
         raise ValueError(f"it has a token or a word of {longest:,} characters: at most {limit:,} are read")
     if (why := unknown(content.get("decoder"))) is not None:

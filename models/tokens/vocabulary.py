@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -19,11 +19,11 @@ from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode's noncharacters, which no text should hold
 Span = tuple[int, int]
+Encoded = tuple[list[int], list[Span]]  # ids of tokens, and each one's character span [start, stop)
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
-LONG = 1 << 14
-"""Number of characters above which a text is encoded without blocking other threads."""
+LONG = 1 << 14  # number of characters above which a text is encoded without blocking other threads
 
 
 class Vocabulary:
@@ -113,7 +113,7 @@ class Vocabulary:
         alone, behind = self.encode("a"), self.encode("\na")
         return behind[-len(alone) :] != alone
 
-    def encode_markup(self, text: str, mark: str | None = None) -> tuple[list[int], list[Span]]:
+    def encode_markup(self, text: str, mark: str | None = None) -> Encoded:
         """Return the ids of a rendered conversation, with special tokens read as such, and each id's character span [start, stop). `mark`:
         the character that `guard` put into special tokens in messages, which are therefore read as text."""
         if mark is None or mark not in text:
@@ -138,30 +138,25 @@ class Vocabulary:
             return
         plain = piece.replace(mark, "")
         place = [start + index for index in [*indices, indices[-1] + 1]]
-        new_ids, offsets = self._encode_within(plain) if ids else self._encode(plain)
+        new_ids, offsets = self._behind(None, plain, self._encode) if ids else self._encode(plain)
         ids += new_ids
         spans += [(place[a], place[b]) for a, b in offsets]
 
-    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+    def _encode(self, text: str) -> Encoded:
         encoding = self._encoding(text)
         return encoding.ids, encoding.offsets
 
-    def _encode_within(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return the ids and character spans of a text that follows other text."""
-        if self._by_context:
-            lead = self.encode("\n")
-            ids, spans = self._encode("\n" + text)
-            if ids[: len(lead)] == lead:
-                return ids[len(lead) :], [(max(a - 1, 0), max(b - 1, 0)) for a, b in spans[len(lead) :]]
-        return self._encode(text)
-
-    def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> tuple[list[int], list[Span]]:
+    def encode_behind(self, text: str, special: int | None = None, mark: str | None = None) -> Encoded:
         """Return the ids and character spans of markup that follows the token `special`, or follows other text if `special` is None."""
+        return self._behind(special, text, lambda markup: self.encode_markup(markup, mark))
+
+    def _behind(self, special: int | None, text: str, encode: Callable[[str], Encoded]) -> Encoded:
+        """Return the ids and character spans that `encode` gives a text after the token `special`, or after other text if that is None."""
         lead = self.token(special) if special is not None else "\n" if self._by_context else ""
         lead_ids = [special] if special is not None else self.encode(lead)
-        ids, spans = self.encode_markup(lead + text, mark)
+        ids, spans = encode(lead + text)
         if ids[: len(lead_ids)] != lead_ids:
-            return self.encode_markup(text, mark)
+            return encode(text)
         size = len(lead)
         return ids[len(lead_ids) :], [(max(a - size, 0), max(b - size, 0)) for a, b in spans[len(lead_ids) :]]
 
@@ -174,9 +169,6 @@ class Vocabulary:
                     start = text.index(token, match.start())
                     return start, start + len(token), self._special_tokens[token][0]
         return None
-
-    def without_special(self, text: str) -> str:
-        return self._special_pattern.sub("", text)
 
     def special_in(self, value: Any) -> str | None:
         """Return the first special token written out in a string, or in one within a list, tuple or dict's values; None without one."""

@@ -67,22 +67,12 @@ def _question(question: str, reference: str | None, verifier: str, **settings: A
     return {"messages": asking(question), "tools": None, "reference": reference, "verifier": text}
 
 
-def _text(plan: Plan, row: Fields, name: str) -> str:
-    return turns.text(plan.get(row, name), plan.name(name))
-
-
 def _optional(plan: Plan, row: Fields, name: str) -> str | None:
-    return None if plan.get(row, name) in (None, "") else _text(plan, row, name)
-
-
-def _value(plan: Plan, row: Fields, name: str) -> Any:
-    """Return a field's value; text, such as a CSV cell, is parsed as JSON. Raise Refused if the text is not JSON."""
-    value = plan.get(row, name)
-    return turns.parse(value, plan.name(name)) if isinstance(value, str) else value
+    return None if plan.get(row, name) in (None, "") else plan.text(row, name)
 
 
 def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
-    value = _value(plan, row, name)
+    value = plan.value(row, name)
     if not isinstance(value, list) or not value:
         raise Refused(plan.name(name), "wrong_type", "is an empty list" if value == [] else f"holds {turns.kind_of(value)}, not a list")
     return value
@@ -127,21 +117,21 @@ def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: 
 
 
 def _gsm8k(plan: Plan, row: Fields) -> Values:
-    answer = _text(plan, row, "answer")
+    answer = plan.text(row, "answer")
     matches = HASHES.findall(answer)
     if not matches or not list(numbers(matches[-1])):
         raise Refused(plan.name("answer"), "no_answer", "has no line with #### and a number")
-    return _question(_text(plan, row, "question"), answer, "numeric", answer=str(matches[-1]).strip())
+    return _question(plan.text(row, "question"), answer, "numeric", answer=str(matches[-1]).strip())
 
 
 def _math(plan: Plan, row: Fields) -> Values:
-    solution = _text(plan, row, "solution")
+    solution = plan.text(row, "solution")
     short = plan.get(row, "answer")
     answer = str(short).strip() if short is not None else (boxed_text(solution) or "").strip()
     if not answer:
         raise Refused(plan.name("solution"), "no_answer", "has no \\boxed{} with an answer")
     values = list(numbers(answer.strip("$ ")))
-    question = f"{_text(plan, row, 'problem')}\n\nPut the final answer into \\boxed{{}}."
+    question = f"{plan.text(row, 'problem')}\n\nPut the final answer into \\boxed{{}}."
     if len(values) == 1 and (values[0].start, values[0].end) == (0, len(answer.strip("$ "))):
         return _question(question, solution, "numeric", answer=answer.strip("$ "))
     return _question(question, solution, "exact", answer=answer, ignore_space=True)
@@ -153,13 +143,13 @@ def _ifeval(plan: Plan, row: Fields) -> Values:
         for one in _list(plan, row, "kwargs")
     ]
     instructions = _list(plan, row, "instruction_id_list")
-    return _question(_text(plan, row, "prompt"), None, "constraints", instruction_id_list=instructions, kwargs=kwargs)
+    return _question(plan.text(row, "prompt"), None, "constraints", instruction_id_list=instructions, kwargs=kwargs)
 
 
 def _humaneval(plan: Plan, row: Fields) -> Values:
-    prompt, name = _text(plan, row, "prompt"), _text(plan, row, "entry_point")
+    prompt, name = plan.text(row, "prompt"), plan.text(row, "entry_point")
     question = f"Complete this Python function. Answer with the whole function in a fenced block.\n\n```python\n{prompt.rstrip()}\n```"
-    tests = [f"{_text(plan, row, 'test')}\n\ncheck({name})\n"]
+    tests = [f"{plan.text(row, 'test')}\n\ncheck({name})\n"]
     return _question(question, _optional(plan, row, "solution"), "code", prefix=prompt, tests=tests)
 
 
@@ -168,38 +158,38 @@ def _mbpp(plan: Plan, row: Fields) -> Values:
     imports = _texts(plan, row, "imports") if plan.get(row, "imports") else []
     setup = "\n".join([*imports, _optional(plan, row, "setup") or ""]).strip()
     further = _texts(plan, row, "further") if plan.get(row, "further") else []
-    question = f"{_text(plan, row, 'prompt').strip()}\n\nAnswer with Python code that passes these tests:\n\n" + "\n".join(tests)
+    question = f"{plan.text(row, 'prompt').strip()}\n\nAnswer with Python code that passes these tests:\n\n" + "\n".join(tests)
     prefix = {"prefix": f"{setup}\n"} if setup else {}
     return _question(question, _optional(plan, row, "solution"), "code", tests=[*tests, *further], **prefix)
 
 
 def _arc(plan: Plan, row: Fields) -> Values:
-    choices = _value(plan, row, "choices")
+    choices = plan.value(row, "choices")
     if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):  # the layout of the authors' own files
         choices = {name: [choice.get(name) for choice in choices] for name in ("text", "label")}
     options, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
     if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
         raise Refused(plan.name("choices"), "wrong_type", "holds no lists text and label of one length")
     right = _index(plan, row, "answer", options, [str(label) for label in labels], start=-1)
-    return _choice(_text(plan, row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
+    return _choice(plan.text(row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
 
 
 def _hellaswag(plan: Plan, row: Fields) -> Values:
     endings = _texts(plan, row, "endings")
     about = _optional(plan, row, "activity")
-    context = f"{about}: {_text(plan, row, 'context')}" if about else _text(plan, row, "context")
+    context = f"{about}: {plan.text(row, 'context')}" if about else plan.text(row, "context")
     return _choice(f"Which ending continues this text?\n\n{context}", endings, [_index(plan, row, "answer", endings)])
 
 
 def _mmlu(plan: Plan, row: Fields) -> Values:
-    options, question = _texts(plan, row, "choices"), _text(plan, row, "question")
+    options, question = _texts(plan, row, "choices"), plan.text(row, "question")
     passage = _optional(plan, row, "passage")
     return _choice(f"{passage}\n\n{question}" if passage else question, options, [_index(plan, row, "answer", options)])
 
 
 def _winogrande(plan: Plan, row: Fields) -> Values:
-    options = [_text(plan, row, "option1"), _text(plan, row, "option2")]
-    sentence = _text(plan, row, "sentence")
+    options = [plan.text(row, "option1"), plan.text(row, "option2")]
+    sentence = plan.text(row, "sentence")
     if "_" not in sentence:
         raise Refused(plan.name("sentence"), "no_blank", "has no blank _ to fill")
     question = f"Which option fills the blank _ in this sentence?\n\n{sentence}"
@@ -210,23 +200,23 @@ def _boolq(plan: Plan, row: Fields) -> Values:
     value = plan.get(row, "answer")
     value = {"yes": True, "no": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
     right = turns.truth(value, plan.name("answer"), numbers=True)
-    question = f"{_text(plan, row, 'passage')}\n\n{_text(plan, row, 'question').rstrip('?')}?\n\nAnswer yes or no."
+    question = f"{plan.text(row, 'passage')}\n\n{plan.text(row, 'question').rstrip('?')}?\n\nAnswer yes or no."
     words = ["yes", "no"]
     return _question(question, words[not right], "choice", options=words, labels=words, right=[int(not right)])
 
 
 def _piqa(plan: Plan, row: Fields) -> Values:
-    options = [_text(plan, row, "first"), _text(plan, row, "second")]
-    return _choice(f"Which way reaches this goal?\n\n{_text(plan, row, 'goal')}", options, [_index(plan, row, "answer", options)])
+    options = [plan.text(row, "first"), plan.text(row, "second")]
+    return _choice(f"Which way reaches this goal?\n\n{plan.text(row, 'goal')}", options, [_index(plan, row, "answer", options)])
 
 
 def _blimp(plan: Plan, row: Fields) -> Values:
-    options = [_text(plan, row, "good"), _text(plan, row, "bad")]
+    options = [plan.text(row, "good"), plan.text(row, "bad")]
     return _choice("Which of these two sentences is acceptable English?", options, [0], mixed=True)
 
 
 def _truthfulqa(plan: Plan, row: Fields) -> Values:
-    targets = _value(plan, row, "targets")
+    targets = plan.value(row, "targets")
     if not isinstance(targets, dict):
         raise Refused(plan.name("targets"), "wrong_type", f"holds {turns.kind_of(targets)}, not an object")
     choices, labels = (targets.get("choices"), targets.get("labels")) if "choices" in targets else (list(targets), list(targets.values()))
@@ -236,18 +226,18 @@ def _truthfulqa(plan: Plan, row: Fields) -> Values:
     if not right:
         raise Refused(plan.name("targets"), "no_answer", "labels no choice with 1")
     options = [turns.text(option, plan.name("targets")) for option in choices]
-    return _choice(_text(plan, row, "question"), options, right, mixed=True)
+    return _choice(plan.text(row, "question"), options, right, mixed=True)
 
 
 def _ruler(plan: Plan, row: Fields) -> Values:
     """Return a prompt scored like RULER's string_match_all: by the share of expected outputs that the answer contains, ignoring case."""
     outputs = [str(value) for value in _list(plan, row, "outputs")]
-    return _contains(_text(plan, row, "input"), outputs)
+    return _contains(plan.text(row, "input"), outputs)
 
 
 def _needle(plan: Plan, row: Fields) -> Values:
-    expected = _text(plan, row, "answer") if plan.get(row, "answer") is not None else _text(plan, row, "needle")
-    return _contains(f"{_text(plan, row, 'context')}\n\n{_text(plan, row, 'question')}", [expected])
+    expected = plan.text(row, "answer") if plan.get(row, "answer") is not None else plan.text(row, "needle")
+    return _contains(f"{plan.text(row, 'context')}\n\n{plan.text(row, 'question')}", [expected])
 
 
 def _contains(question: str, outputs: Sequence[str]) -> Values:
@@ -317,5 +307,4 @@ _ALL = (
     Benchmark("needle", _needle, QUESTION | {"context": ("context", "haystack"), "needle": ("needle",)}, _same("answer")),
     Benchmark("ruler", _ruler, _same("input", "outputs"), tells=_has_lists),
 )  # fmt: skip
-BENCHMARKS = {one.name: one for one in _ALL}
-"""Name → benchmark, in the order in which `find` tries the benchmarks."""
+BENCHMARKS = {one.name: one for one in _ALL}  # name → benchmark, in the order in which `find` tries the benchmarks

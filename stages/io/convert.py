@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
 from puna.stages.conversations import LEVELS, Message, dump
 from puna.stages.io import turns
-from puna.stages.io.benchmarks import BENCHMARKS
+from puna.stages.io.benchmarks import BENCHMARKS, Fields, Values
 from puna.stages.io.layouts import EMPTY, IGNORE, SCORES, Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.dates import moment
 
-Fields = Mapping[str, Any]
-Values = dict[str, Any]
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 RANKS = {"rank", "ranks", "ranking", "rankings"}  # a column with such a word in its name holds ranks, others scores
 HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
@@ -73,7 +71,7 @@ def preferences(plan: Plan, row: Fields) -> Values:
 
 def documents(plan: Plan, row: Fields) -> Values:
     """Return the row's columns `text`, `title`, `url` and `fetched_at` of the documents table; a missing date becomes 1970-01-01."""
-    text = turns.text(plan.get(row, "text"), plan.name("text"))
+    text = plan.text(row, "text")
     title, url, date = (plan.get(row, field) for field in ("title", "url", "date"))
     for value, field in ((title, "title"), (url, "url")):
         if value is not None and not isinstance(value, str):
@@ -151,7 +149,7 @@ def _with_system(plan: Plan, row: Fields, messages: list[Message]) -> list[Messa
         return messages
     if messages[0]["role"] == "system":
         raise Refused(plan.name("system"), "two_systems", "gives a system message, and the messages begin with another")
-    return [{"role": "system", "content": turns.text(system, plan.name("system"))}, *messages]
+    return [{"role": "system", "content": plan.text(row, "system")}, *messages]
 
 
 def _tools(plan: Plan, row: Fields) -> str | None:
@@ -247,8 +245,7 @@ def _labelled_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
 def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     """Return a ranked row's context and columns: one best answer is `chosen`, one worst is `rejected`, the rest are `others` with ranks."""
     field = plan.name("answers")
-    answers = plan.get(row, "answers")
-    answers = turns.parse(answers, field) if isinstance(answers, str) else answers
+    answers = plan.value(row, "answers")
     if not isinstance(answers, list):
         raise Refused(field, "missing" if answers is None else "wrong_type", f"holds {turns.kind_of(answers)}, not a list of answers")
     if len(answers) < 2:
@@ -296,8 +293,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
     """Return a number per answer, larger for better answers, and whether the numbers are negated ranks (else scores)."""
     if "scores" in plan.columns:
         field = plan.name("scores")
-        values = plan.get(row, "scores")
-        values = turns.parse(values, field) if isinstance(values, str) else values
+        values = plan.value(row, "scores")
         if not isinstance(values, list) or len(values) != len(answers):
             amount = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
             raise Refused(field, "wrong_number", f"holds {amount} for {len(answers)} answers")

@@ -65,11 +65,10 @@ class ImportModelConfig(StageConfig):
         """Return the text of a template (name, file or text): an artifact's key depends on the text. ValueError for a missing file."""
         if value is None or "{" in value:
             return value
-        from puna.models.tokens.tokenizer import TEMPLATES
+        from puna.models.tokens.template import TEMPLATES
 
         if value in TEMPLATES:
-            text: str = TEMPLATES[value]
-            return text
+            return TEMPLATES[value]
         if not Path(value).is_file():
             raise ValueError(f"{value!r} is neither a chat template's name ({', '.join(TEMPLATES)}) nor a file")
         return Path(value).read_text(encoding="utf-8")

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from puna.stages.io import benchmarks, turns
+from puna.stages.io.benchmarks import Fields
 from puna.stages.reading.files import field_at
 from puna.storage import PunaError
-
-Fields = Mapping[str, Any]
 
 SINGLE_NAMED = ("instruction", "chosen", "rejected", "label", "edited", "others", "verifier", "split", "level", "margin", "title", "url")
 NAMES: dict[str, tuple[str, ...]] = {
@@ -114,6 +113,14 @@ class Plan:
     def get(self, row: Fields, field: str) -> Any:
         """Return a field's value in a row; None if the field has no column or the row lacks the column."""
         return field_at(row, self.columns[field]) if field in self.columns else None
+
+    def value(self, row: Fields, field: str) -> Any:
+        """Return a field's value; text, such as a CSV cell, is parsed as JSON. Raise Refused if the text is not JSON."""
+        value = self.get(row, field)
+        return turns.parse(value, self.name(field)) if isinstance(value, str) else value
+
+    def text(self, row: Fields, field: str) -> str:
+        return turns.text(self.get(row, field), self.name(field))
 
     def name(self, field: str) -> str:
         """Return the name of a field's column for error messages, or the field's own name if it has no column."""

@@ -80,8 +80,7 @@ def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
     """Yield the content of zstd frames in pieces. Raise EOFError if the data end inside a frame. `window`: maximum bytes of a frame's
     window (0: 128 MB), whose memory is allocated only as it fills."""
     engine = None
-    for packed in slices(data):
-        left = packed
+    for left in (chunk[at : at + SLICE_BYTES] for chunk in data for at in range(0, len(chunk), SLICE_BYTES)):
         while left:
             engine = engine or zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
             yield engine.decompress(left)
@@ -89,13 +88,6 @@ def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
             engine = None if engine.eof else engine
     if engine is not None:
         raise EOFError("the file ends inside a zstd frame")
-
-
-def slices(data: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of `data` in slices of at most `SLICE_BYTES`."""
-    for chunk in data:
-        for at in range(0, len(chunk), SLICE_BYTES):
-            yield chunk[at : at + SLICE_BYTES]
 
 
 def decompress(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) -> io.BufferedReader:

@@ -181,11 +181,10 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
     column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
     at = moment(field_at(row, column)) if column else 0
-    if at is None and columns.date is None:
-        at = 0  # A column with a usual name may hold something other than a date: keep the text.
-    if at is None:
-        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, column or '')!r}, not a date")
-    return Page(url, at, columns.content_type, "utf-8", body, where)
+    if at is None and columns.date is not None:
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, columns.date)!r}, not a date")
+    # A column with a usual name may hold something other than a date: keep the text.
+    return Page(url, at or 0, columns.content_type, "utf-8", body, where)
 
 
 def _type_named(value: Any) -> str:

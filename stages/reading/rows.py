@@ -12,6 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from itertools import starmap
 from typing import Any, BinaryIO, NamedTuple
 
 from puna.stages.reading.columns import Unread, batches, find_repeated, records, unpacked_bytes
@@ -359,5 +360,4 @@ def _batch(batch: Any, before: int, most: int, unpacking: Unpacking) -> Iterator
 
 def stream_rows(rows: Any) -> Iterator[Row | Fault]:
     """Yield the rows of a streaming Hugging Face data set, or of any iterable of dicts; a fault for an item that is no dict."""
-    for number, row in enumerate(rows, 1):
-        yield _object(number, row)
+    return starmap(_object, enumerate(rows, 1))

@@ -42,10 +42,8 @@ class Score:
     steps: Sequence[tuple[int, float]] = ()
 
 
-DETAIL = 2000
-"""Maximum characters of a score's detail."""
-CORRECT = 1.0 - 1e-6
-"""Minimum score of a correct answer; lower scores are partial credit."""
+DETAIL = 2000  # maximum characters of a score's detail
+CORRECT = 1.0 - 1e-6  # minimum score of a correct answer; lower scores are partial credit
 
 
 class Item(NamedTuple):

@@ -32,9 +32,7 @@ def kind(name: str) -> Callable[[Check], Check]:
 
 
 def compare_count(count: int, relation: str, number: int) -> bool:
-    """True if `count` is at least, or less than, `number`; raise ValueError for another relation."""
-    if relation not in (AT_LEAST, LESS_THAN):
-        raise ValueError(f"relation {relation!r}: write {AT_LEAST!r} or {LESS_THAN!r}")
+    """True if `count` is at least, or less than, `number`. `_check_arguments` refuses any other relation."""
     return count >= number if relation == AT_LEAST else count < number
 
 
@@ -84,13 +82,11 @@ def response_language(answer: str, *, language: str) -> bool:
 
 @kind("change_case:english_capital")
 def english_capital(answer: str) -> bool:
-    """True if the answer is English and has only capital letters."""
     return answer.isupper() and _language(answer) in (None, "en")
 
 
 @kind("change_case:english_lowercase")
 def english_lowercase(answer: str) -> bool:
-    """True if the answer is English and has only lower-case letters."""
     return answer.islower() and _language(answer) in (None, "en")
 
 
@@ -272,7 +268,6 @@ def quotation(answer: str) -> bool:
 
 @kind("punctuation:no_comma")
 def no_comma(answer: str) -> bool:
-    """True if the answer has no comma."""
     return "," not in answer
 
 
@@ -335,14 +330,11 @@ def _check_arguments(name: str, given: dict[str, Any]) -> None:
         raise ValueError(f"instruction {name}: {'unknown' if wrong[0] in given else 'missing'} argument {wrong[0]!r}")
     for argument, value in given.items():
         kinds = {"int": int, "str": str, "list[str]": list}[types[argument]]
-        if not isinstance(value, kinds) or isinstance(value, bool) or not value or not all(isinstance(v, str) for v in _members(value)):
+        members = value if isinstance(value, list) else []
+        if not isinstance(value, kinds) or isinstance(value, bool) or not value or not all(isinstance(v, str) for v in members):
             raise ValueError(f"instruction {name}: {argument}={value!r} is no {types[argument]}")
         if argument.endswith("relation") and value not in (AT_LEAST, LESS_THAN):
             raise ValueError(f"instruction {name}: {argument}={value!r}; write {AT_LEAST!r} or {LESS_THAN!r}")
-
-
-def _members(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _variants(answer: str) -> list[str]:

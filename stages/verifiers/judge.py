@@ -132,8 +132,7 @@ CODE_POINTS = (
     "The code does what the author of the request wants to reach.",
 )
 RUBRIC = "Begin with 0 and add one point for each line that is true of the answer:\n{lines}"
-LEVELS = 2
-"""The highest of the three levels of difficulty, which begin at 0."""
+LEVELS = 2  # the highest of the three levels of difficulty, which begin at 0
 DIFFICULTY = (
     "How difficult is it to answer the request below well?\n0: easy, anybody could.\n1: it takes care, knowledge or several steps.\n"
     "2: hard, an expert would have to think.\n\nThe request:\n<<<\n{request}\n>>>\n\nReply with the level alone, one digit from 0 to 2."
@@ -143,8 +142,7 @@ INTENTIONS = (
     "form that it must have.\n\nThe request:\n<<<\n{request}\n>>>\n\n"
     "Reply with the number alone, one digit from 0 to {most}; {most} also stands for more."
 )
-DIGITS = 4
-"""Decimals to which grades are rounded: further decimals depend on the machine."""
+DIGITS = 4  # decimals to which grades are rounded: further decimals depend on the machine
 
 
 class JudgeSettings(StageConfig):

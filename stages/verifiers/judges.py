@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from puna.stages.contract import StageRun
 from puna.stages.endpoint import Endpoint
 from puna.stages.verifiers.base import ScoringConfig
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 Head = Literal["lm", "scalar"]
 HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
 T = TypeVar("T")
-DIGEST = 8
-"""Minimum hex digits of a data digest that name a model."""
-BATCH_TOKENS = 8192
-"""Approximate tokens of one forward pass of a judge."""
+DIGEST = 8  # minimum hex digits of a data digest that name a model
+BATCH_TOKENS = 8192  # approximate tokens of one forward pass of a judge
 
 
 class Loaded(NamedTuple):
@@ -61,10 +59,8 @@ class Judges:
             from puna.models.formats.checkpoint import CheckpointError, load
             from puna.models.tokens.tokenizer import Tokenizer
 
-            try:
+            with errors_at(f"{artifact.id} cannot be read", CheckpointError):
                 model = load(artifact.path(), device="cuda" if torch.cuda.is_available() else "cpu")
-            except CheckpointError as error:
-                raise PunaError(f"{artifact.id} cannot be read: {error}") from error
             self._loaded[artifact.data_digest] = Loaded(model.eval(), Tokenizer.load(artifact.path()))
         return self._loaded[artifact.data_digest]
 

@@ -12,8 +12,7 @@ from puna.stages.verifiers.base import BoundedVerifier, Question, Score
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
 
-LONGEST = 10_000
-"""Maximum characters that `numbers` reads of an answer."""
+LONGEST = 10_000  # maximum characters that `numbers` reads of an answer
 
 
 @register

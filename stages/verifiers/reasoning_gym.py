@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, model_validator
 from puna.stages.verifiers.base import Question, Score, Verifier, is_correct
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
-from puna.storage import PunaError
+from puna.storage import PunaError, errors_at
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -24,8 +24,7 @@ FUNCTIONS = frozenset((
     "tan", "tanh",
 ))  # fmt: skip
 MOST_CHARACTERS = 2000
-MOST_BITS = 10_000.0
-"""Maximum bits of a number that a formula may compute."""
+MOST_BITS = 10_000.0  # maximum bits of a number that a formula may compute
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,15}")
 PLAIN = (ast.Expression, ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
@@ -168,7 +167,5 @@ def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> Proce
     names = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     if unknown := sorted(set(values) - names):
         raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(names))}")
-    try:
+    with errors_at(f"task {task}: its parameters {parameters} are refused", AssertionError, AttributeError, TypeError, ValueError):
         return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        raise PunaError(f"task {task}: its parameters {parameters} are refused: {error}") from error

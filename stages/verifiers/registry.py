@@ -32,20 +32,13 @@ def register(verifier: type[V]) -> type[V]:
     return verifier
 
 
+@cache
 def all_verifiers() -> dict[str, type[Verifier]]:
     """Return the verifier classes registered so far, by name: Puna's own, and those of other packages that `kind_of` has loaded."""
-    _import_own()
-    return _KNOWN
-
-
-@cache
-def _import_own() -> None:
-    """Import every module of this folder, which registers the verifiers in it.
-
-    No module is named here: so a stage's cache key covers the code of only those verifiers that its prompts name.
-    """
+    # No module is named here: so a stage's cache key covers the code of only those verifiers that its prompts name.
     for module in pkgutil.iter_modules(verifiers.__path__):
         importlib.import_module(f"{verifiers.__name__}.{module.name}")
+    return _KNOWN
 
 
 def from_json(given: Any) -> Verifier:

@@ -20,8 +20,7 @@ from puna.stages.verifiers.registry import code_of, from_json, from_text
 from puna.storage import Artifact, PunaError
 from puna.storage.errors import DamagedArtifact
 
-CHUNK = 64
-"""Number of answers that a worker gets at a time."""
+CHUNK = 64  # number of answers that a worker gets at a time
 
 
 class Child(Apart):

@@ -17,12 +17,9 @@ from puna.stages.verifiers.reasoning_gym import check_formula
 
 ToolName = Literal["calculator", "python"]
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-LONGEST = 1000
-"""Maximum characters of a tool's result that the model gets."""
-FAILED = "Error"
-"""Beginning of a tool's result that is an error message."""
-MOST = 4
-"""Maximum number of calls in one turn that are run; further calls get an error."""
+LONGEST = 1000  # maximum characters of a tool's result that the model gets
+FAILED = "Error"  # beginning of a tool's result that is an error message
+MOST = 4  # maximum number of calls in one turn that are run; further calls get an error
 
 
 class Tool(NamedTuple):

@@ -109,7 +109,7 @@ def by_puna(args: argparse.Namespace, mapped: bool = False) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     if isinstance(shelf, Disk):
         counts = shelf.counts
-        told |= {"hidden": counts.hidden_share, "read_gb": counts.bytes / 1e9, "disk_gb_s": counts.bytes / 1e9 / counts.reading}
+        told |= {"hidden": 1.0 - min(counts.waiting / counts.reading, 1.0), "read_gb": counts.bytes / 1e9, "disk_gb_s": counts.bytes / 1e9 / counts.reading}
     most = max(count for count, _ in steps)
     decode = [spent for count, spent in steps[1:] if count == most]
     return told | {"seconds": seconds, "pass_seconds": min(decode), "answers": [tokens[id(request)] for request in whole]}
