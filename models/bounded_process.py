@@ -69,7 +69,8 @@ class Process:
                 answer = _answer(popen, patience)
             except BaseException as error:
                 late = self._own and isinstance(error, TimeoutError)
-                status = self.end(0.0 if late else 0.5)
+                # A process that has closed its pipe is ending, which a busy machine may delay.
+                status = self.end(0.0 if late else 10.0 if isinstance(error, EOFError | BrokenPipeError) else 0.5)
                 if isinstance(error, EOFError | OSError):
                     own = f"no answer within {patience:g} seconds" if late else "its process ended"
                     raise LimitError(_reason(status, seconds, own if self._own else "")) from error
