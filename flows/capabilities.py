@@ -33,7 +33,7 @@ def capabilities(
     documents: Annotated[Output, Kind("documents")] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[PromptsOutput] | None = None,
 ) -> Output:  # fmt: skip
-    """Finetune a model on a mix of instructions with set shares, and measure what each share earns over a mix without it.
+    """Fine-tune a model on a mix of instructions with set shares, and measure what each share earns over a mix without it.
 
     Three kinds of instructions can come together, each with its `source`. `asked`: prompts, to which the model's own answers count that
     obey a rule of the system message; they are sampled with the rule in the user's message (`rejection_sample.source`). `documents`: texts
