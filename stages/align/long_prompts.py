@@ -43,7 +43,7 @@ class LongPromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun) -> None:
-    """Hide passages in texts of documents and ask for the number in one of them, with the number as reference and verifier.
+    """Make prompts of texts with hidden passages that ask for the number in one of them; the number is reference and verifier.
 
     This is the question answering on long contexts of Llama 3 (section 4.3.4) in its simplest form, for training and evaluation; see also
     `needle`. Held-out prompts have other documents and other keys, and all numbers are drawn anew. Documents that
