@@ -212,9 +212,8 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
             time.sleep(0.2)
         statuses = [worker.poll() for worker in workers]
         killed = next((status for status in statuses if status is not None and status < 0), None)
-        if killed is None and workers[0].poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # rank 0's error says more than a follower's
-                workers[0].wait(2 * LAST_WORDS)
+        if killed is None:
+            workers[0].wait()  # its next exchange fails, and its error says more than a follower's
         status = workers[0].poll()
         if killed is not None and not stopped:
             return killed
