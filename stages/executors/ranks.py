@@ -62,7 +62,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Let all processes run a stage together; a RuntimeError inside becomes PunaError. `job`: sent to the followers; None in a follower."""
+    """Let all processes run a stage together; a failed exchange becomes PunaError. `job`: sent to the followers; None in a follower."""
     from puna.models.training.parallel import mesh
 
     if job is not None:
@@ -70,7 +70,9 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
     mesh.together = True
     try:
         yield
-    except RuntimeError as error:  # a collective operation failed
+    except RuntimeError as error:
+        if not mesh.is_of_exchange(error):
+            raise
         raise PunaError(f"rank 0: {str(error).splitlines()[0]}; {_last_words()}" if job is not None else str(error)) from error
     finally:
         mesh.together = False

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from puna.models.training.parallel.mesh import join
 from puna.stages.contract.rank_jobs import check
@@ -84,6 +85,12 @@ def test_the_status_of_a_failure_is_handed_on_without_a_restart(monkeypatch: pyt
     program = "import os, sys, time; rank = int(os.environ['RANK']); time.sleep(rank == 0); print('rank', rank, file=sys.stderr); sys.exit(3 - rank)"
     assert processes.start([sys.executable, "-c", program], 2) == 3
     assert sorted(capfd.readouterr().err.splitlines()) == ["rank 0", "rank 1"]
+
+
+def test_an_error_of_rank_0_itself_is_not_taken_for_a_lost_exchange(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "_say", lambda text: None)
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory"), processes.together({"stage": "sft"}):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 BROKEN = """

@@ -96,6 +96,11 @@ def _attempt(store: Any, rank: int, world: int) -> str:
     return own
 
 
+def is_of_exchange(error: RuntimeError) -> bool:
+    """True if an error is of an exchange between ranks, and not of this rank's own work. Gloo's errors have no class, but name its files."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
 class Mesh:
     """A rank's place in a layout.
 
