@@ -27,8 +27,6 @@ TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another rank raises an error."""
 JOINING = timedelta(minutes=10)
 """Time within which all processes must join."""
-LOOK = 0.05
-"""Seconds between two looks of rank 0 for the others."""
 BUCKET = 1 << 23
 """Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -64,11 +62,10 @@ def join(device: str = "cpu") -> None:
     try:
         _store = dist.PrefixStore(_attempt(store, rank, world), store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
-    except TimeoutError as error:
-        raise ConnectionError(f"rank {rank} of {world} found the store at {host}:{port}, and no connection to all: {error}") from error
-    except RuntimeError as error:
-        which = f"{str(error).splitlines()[0]}; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
-        raise ConnectionError(f"rank {rank} of {world} found rank 0 at {host}:{port}, and no connection to all: {which}") from error
+    except (TimeoutError, RuntimeError) as error:
+        hint = "; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
+        which = str(error).splitlines()[0] + hint * isinstance(error, RuntimeError)
+        raise ConnectionError(f"rank {rank} of {world} found the store at {host}:{port}, and no connection to all: {which}") from error
 
 
 def _attempt(store: Any, rank: int, world: int) -> str:
@@ -92,12 +89,12 @@ def _attempt(store: Any, rank: int, world: int) -> str:
         for other in late:
             if store.check([f"asks-{other}"]):
                 store.set(f"answer-{store.get(f'asks-{other}').decode()}", own)
-        time.sleep(LOOK)
+        time.sleep(0.05)
     return own
 
 
 def is_of_exchange(error: RuntimeError) -> bool:
-    """True if an error is of an exchange between ranks, and not of this rank's own work. Gloo's errors have no class, but name its files."""
+    """True if an error is of an exchange between ranks, not of this rank's own work. Gloo's errors have no class, but name its files."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
