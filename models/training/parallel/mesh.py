@@ -226,6 +226,15 @@ def layout_of(layout: Layout) -> Layout:
     return Layout(data=dist.get_world_size()) if together and layout.processes == 1 else layout
 
 
+def measured_by_rank_0(name: str, measure: Callable[[], bool]) -> bool:
+    """Return rank 0's measurement `name` on all ranks that train together; a process that trains alone measures for itself."""
+    if not together:
+        return measure()
+    if dist.get_rank() == 0:
+        _store.set(name, str(int(measure())))
+    return bool(int(_store.get(name)))
+
+
 def broadcast_text(text: str, source: int, group: Any) -> str:
     """Return, on all ranks of a group, the text of the rank `source`."""
     size = torch.tensor(len(data := bytearray(text.encode())))
