@@ -272,7 +272,6 @@ def _updates(trainers: dict[str, Trainer], begun: Begun, source: Source, rollout
     config, seed = source.rollouts.config, source.rollouts.seed
     for update in range(len(begun.rows["policy"]), updates := config.updates):
         _update(trainers, begun, config, seed, rollout, update)
-        source.groups.beat()
         if update + 1 < updates:
             saver.save_if_due()
             saver.end_if_asked()

@@ -243,12 +243,8 @@ class Rollouts(Generic[Config]):
             n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(self.stop), seed=seed
         )
         groups = self.groups or Groups()
-
-        def generate(own: list[list[int]]) -> list[Any]:
-            return self.generate(engine, own, params, lambda *_: groups.beat())
-
         # Equal prompts go to one rank: together they draw different answers.
-        answers = groups.sampling.dealt(asked, generate, tuple)
+        answers = groups.sampling.dealt(asked, lambda own: self.generate(engine, own, params), tuple)
         scores = scorer(asked, [[Completion(*answer) for answer in some] for some in answers])
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(values[i]) for name, values in parts.items()} for i in range(len(asked))]

@@ -177,8 +177,9 @@ class ComputeSettings(Settings):
         if self.precision in ("fp32", "bf16"):
             return self.precision
         from puna.models.machine import bf16_pays
+        from puna.models.training.parallel.mesh import measured_by_rank_0
 
-        return "bf16" if device == "cuda" or (self.precision == "fastest" and bf16_pays()) else "fp32"
+        return "bf16" if device == "cuda" or (self.precision == "fastest" and measured_by_rank_0("bf16_pays", bf16_pays)) else "fp32"
 
 
 class TrainConfig(Settings):

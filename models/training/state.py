@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -264,7 +265,7 @@ def cached_json(file: Path, make: Callable[[], Any]) -> Any:
         pass
     text = json.dumps(make())
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:16]}")  # ranks of several pods may have one pid
     temporary.write_text(f"{checksum(text.encode())}\n{text}", encoding="utf-8")
     os.replace(temporary, file)
     return json.loads(text)

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from puna.stages.contract import Figure, Model, Preferences, StageRun, stage
+from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapters
 from puna.stages.training.needs import training_needs
@@ -52,6 +53,8 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     bad.check_left(len(learned), f"{len(train)} training preferences")
     heldout = render_ranked(tokenizer, [row for row in rows if row["split"] == "heldout"], limit, bad)
     bad.write(run)
+    if config.head_only and ranks.follows():  # rank 0 fits the head alone, in one folder of states
+        return
     if config.head_only:
         fit_head(scorer, [one.example for one in learned], config.training.compute.micro_batch_tokens, run)
     elif config.engine == "trl":

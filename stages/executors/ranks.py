@@ -60,7 +60,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Let all processes run a stage together; a RuntimeError inside becomes PunaError. `job`: sent to the followers; None in a follower."""
+    """Let all processes run a stage together; a failed exchange becomes PunaError. `job`: sent to the followers; None in a follower."""
     from puna.models.training.parallel import mesh
 
     if job is not None:
@@ -68,7 +68,9 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
     mesh.together = True
     try:
         yield
-    except RuntimeError as error:  # a collective operation failed
+    except RuntimeError as error:
+        if not mesh.is_of_exchange(error):
+            raise
         raise PunaError(f"rank 0: {str(error).splitlines()[0]}; {_last_words()}" if job is not None else str(error)) from error
     finally:
         mesh.together = False
@@ -210,9 +212,8 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
             time.sleep(0.2)
         statuses = [worker.poll() for worker in workers]
         killed = next((status for status in statuses if status is not None and status < 0), None)
-        if killed is None and workers[0].poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # rank 0's error says more than a follower's
-                workers[0].wait(2 * LAST_WORDS)
+        if killed is None:
+            workers[0].wait()  # its next exchange fails, and its error says more than a follower's
         status = workers[0].poll()
         if killed is not None and not stopped:
             return killed

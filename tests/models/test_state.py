@@ -119,3 +119,16 @@ def test_of_two_states_of_a_step_the_later_one_is_read(tmp_path: Path) -> None:
     before.rename(tmp_path / "step-000000005.before")
     found, record = load_arrays(tmp_path), state.load_record(tmp_path)
     assert found is not None and record is not None and found[1]["number"] == record["number"] == 1
+
+
+def test_two_processes_with_one_pid_write_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks of two pods do: the second one writes while the first one is about to rename its file."""
+    file, rename = tmp_path / "value.json", os.replace
+
+    def late(*paths: Path) -> None:
+        monkeypatch.setattr(os, "replace", rename)
+        assert state.cached_json(file, lambda: 1) == 1
+        rename(*paths)
+
+    monkeypatch.setattr(os, "replace", late)
+    assert state.cached_json(file, lambda: 1) == 1 and [*tmp_path.iterdir()] == [file]

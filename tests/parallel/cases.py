@@ -35,17 +35,17 @@ from puna.models.serving import engine_of
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
-from puna.models.training.parallel import vocabulary
+from puna.models.training.parallel import boxes, vocabulary
 from puna.models.training.parallel.base import Parallel, Piece
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
-from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.mesh import Mesh, store
 from puna.models.training.parallel.parallel import parallel, part_of
 from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo, train_ppo
 from puna.models.training.rollouts import Rollouts, Sampled, Source
-from puna.models.training.settings import GrpoSettings, LoraSettings, PpoSettings, TrainConfig
-from puna.models.training.state import load_state
+from puna.models.training.settings import ComputeSettings, GrpoSettings, LoraSettings, PpoSettings, TrainConfig
+from puna.models.training.state import load_state, newest_first
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Block, Transformer
 
@@ -622,9 +622,52 @@ def silent(members: Sequence[int]) -> str:
         else:
             with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.1)):
                 groups.take(lambda: None)
-    except TimeoutError as error:
+    except dist.DistError as error:
         return str(error)
     return ""
+
+
+def busy(members: Sequence[int]) -> str:
+    """Return what the rank that trains takes from one whose scoring takes longer than the timeout."""
+    with mock.patch("puna.models.training.parallel.groups.BEAT", 0.1, create=True):
+        groups = Groups(generate=1, members=members)
+        if not groups.trains:
+            time.sleep(5.0)
+            groups.give("scored")
+            return ""
+    with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=2)):
+        return groups.take(lambda: None)
+
+
+def failing(members: Sequence[int]) -> str:
+    """Return how the rank that trains names one that samples and has failed, as `ranks.follow` tells it."""
+    groups, words = Groups(generate=1, members=members), "words-1"
+    if not groups.trains:
+        store().set(words, "rank 1: ValueError: no room")
+        return ""
+    try:
+        with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=20)):
+            return groups.take(lambda: None)
+    except (dist.DistError, TimeoutError) as error:
+        return str(error)
+    finally:
+        store().delete_key(words)
+
+
+def precision(members: Sequence[int]) -> str:
+    """Return the precision of a rank whose own measurement differs from the other's."""
+    with mock.patch("puna.models.machine.bf16_pays", lambda: dist.get_rank() == 0), mock.patch("puna.models.training.parallel.mesh.together", True):
+        return ComputeSettings(precision="fastest").precision_on("cpu")
+
+
+def listed(members: Sequence[int], folder: str) -> int:
+    """Return the step that a rank reads which, but for the first one, sees no checkpoint in the folder that all share."""
+    mesh = Mesh(Layout(data=len(members)), members)
+    boxes.save(mesh, {}, Path(folder), 3, {}, '{"step": 3}')
+    seen = newest_first if mesh.index == 0 else lambda folder: []
+    with mock.patch.object(boxes, "newest_first", seen):
+        state = boxes.load(Path(folder), {}, {}, mesh)
+    return -1 if state is None else state[1]["step"]
 
 
 def lost_weights(members: Sequence[int]) -> str:
@@ -649,5 +692,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
+    "busy": busy, "failing": failing, "precision": precision, "listed": listed,
     "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

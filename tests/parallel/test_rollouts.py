@@ -98,6 +98,14 @@ def test_a_rank_that_hangs_is_named(ranks: Run) -> None:
     assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has shown no sign of life for ")
 
 
+def test_a_rank_that_scores_for_longer_than_the_timeout_is_alive(ranks: Run) -> None:
+    assert ranks("busy", 2) == ["scored", ""]
+
+
+def test_a_rank_that_has_failed_is_named_at_once(ranks: Run) -> None:
+    assert ranks("failing", 2)[0] == "rank 1, which samples answers, has failed"
+
+
 def test_weights_that_do_not_arrive_are_an_error(ranks: Run) -> None:
     assert ranks("lost_weights", 2)[1] == "rollout 1: this rank's weights are not those that the trainers sent"
 

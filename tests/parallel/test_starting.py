@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from puna.models.training.parallel.mesh import join
 from puna.stages.contract.rank_jobs import check
@@ -30,20 +33,76 @@ def test_a_killed_rank_starts_all_again_with_the_same_weights(ranks: Run, tmp_pa
     assert "ended by SIGKILL: all start again" in capfd.readouterr().err
 
 
-def test_the_status_of_a_failure_is_handed_on_without_a_restart(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+AGENTS = """
+import os, signal, sys, time
+from pathlib import Path
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from puna.stages.executors import ranks
+port, killed = sys.argv[1], Path(sys.argv[2])
+def do(job):
+    first = not killed.exists()
+    with ranks.together(job if job["stage"] else None):
+        ranks.mesh().wait()
+        if first and ranks.follows():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60 * first)
+def work():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ranks.join()
+    print("start", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", os.environ["RANK"], flush=True)
+    if ranks.follows():
+        ranks.follow(lambda job: do({"stage": ""}))
+    else:
+        do({"stage": "sft"})
+        ranks.finish()
+other = os.fork()
+config = LaunchConfig(2, 2, 1, run_id="puna", rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", start_method="fork", monitor_interval=0.1)
+elastic_launch(config, work)()
+if other:
+    sys.exit(os.waitpid(other, 0)[1])
+"""
+
+
+def test_two_agents_of_torchrun_that_count_starts_differently_go_on_after_a_kill(tmp_path: Path):
+    """The agent of the killed rank counts a start, and the other one does not."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-c", AGENTS, port, str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as agents:
+        try:
+            out, _ = agents.communicate(timeout=180)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agents.pid, signal.SIGKILL)
+    assert agents.returncode == 0 and sorted(out.splitlines()) == ["start 0 of 0", "start 0 of 0", "start 0 of 1", "start 1 of 1"]
+
+
+def test_the_status_of_a_failure_is_handed_on_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Rank 0 is busy for longer than a follower's last words are waited for, and still says and records its own."""
+    monkeypatch.setattr(processes, "LAST_WORDS", 0.1)
     program = f"""
 import os, sys, time
 from pathlib import Path
-rank, other = os.environ["RANK"], Path({str(tmp_path / "printed")!r})
-print("rank", rank, file=sys.stderr, flush=True)
-if rank == "1":
-    other.touch()
-while not other.exists():
+rank, failed = int(os.environ["RANK"]), Path({str(tmp_path / "failed")!r})
+while rank == 0 and not failed.exists():
     time.sleep(0.01)
-sys.exit(3)
+time.sleep(rank == 0)
+print("rank", rank, file=sys.stderr, flush=True)
+failed.touch()
+sys.exit(3 - rank)
 """
     assert processes.start([sys.executable, "-c", program], 2) == 3
-    assert capfd.readouterr().err.count("rank 1") == 1
+    assert sorted(capfd.readouterr().err.splitlines()) == ["rank 0", "rank 1"]
+
+
+def test_an_error_of_rank_0_itself_is_not_taken_for_a_lost_exchange(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "_say", lambda text: None)
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory"), processes.together({"stage": "sft"}):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 BROKEN = """
@@ -113,7 +172,7 @@ except ConnectionError as error:
 
 @pytest.mark.parametrize("more, problem", [
     ({}, "no connection to all: rank 1 did not come within 0:00:01: start all 2"),
-    ({"GLOO_SOCKET_IFNAME": "nope0"}, "Unable to find address for: nope0; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface"),
+    ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "nope0"}, "Unable to find address for: nope0; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface"),
 ], ids=["rank", "interface"])
 def test_a_missing_rank_and_a_missing_interface_are_named(more: dict[str, str], problem: str):
     with socket.socket() as probe:

@@ -136,3 +136,12 @@ def test_ranks_write_the_tokens_together_and_each_reads_its_own_micro_batches(ra
     results = ranks("tokens_read", 8, folder=str(tmp_path))
     assert all(own["same"] and len(set(own["largest"])) == 1 for own in results)
     assert all(4 * own["made"] < own["of"] for own in results) and sum(own["made"] for own in results) >= results[0]["of"]
+
+
+def test_all_ranks_read_the_checkpoint_that_the_first_one_sees(ranks: Run, tmp_path: Path) -> None:
+    """A shared folder's listing may be old on another machine."""
+    assert ranks("listed", 2, folder=str(tmp_path)) == [3, 3]
+
+
+def test_all_ranks_compute_in_the_precision_that_the_first_one_measured(ranks: Run) -> None:
+    assert ranks("precision", 2) == ["bf16", "bf16"]

@@ -62,22 +62,23 @@ def load(
     ranks if a file is damaged or missing, and on a rank that finds a tensor missing or in another shape.
     """
     paths = newest_first(folder)
-    if not paths:
+    if (name := mesh.gather_texts(paths[0].name if paths else "-")[0]) == "-":  # a rank's listing of a shared folder may be old
         return None
-    damage = f"{paths[0]}: the state of the training is damaged; remove the folder to begin anew"
+    path = folder / name
+    damage = f"{path}: the state of the training is damaged; remove the folder to begin anew"
     try:
-        text, checksums = read_record(paths[0])
+        text, checksums = read_record(path)
         record = json.loads(text)
     except DAMAGE as error:
         raise_if_disk(error)
         raise ValueError(damage) from error
     files = sorted(checksums.keys() - {RECORD}, key=lambda name: (len(name), name))  # in the same layout, a rank checks what it reads
     with mesh.together():
-        own = [(paths[0] / name, checksums[name]) for name in files[mesh.index :: mesh.layout.processes]]
-        damaged = any(not path.exists() or file_checksum(path) != given for path, given in own)
+        own = [(path / file, checksums[file]) for file in files[mesh.index :: mesh.layout.processes]]
+        damaged = any(not file.exists() or file_checksum(file) != given for file, given in own)
     if mesh.agree(damaged):
         raise ValueError(damage)
     index = record.pop("index", None)
-    there = names(paths[0], index)
+    there = names(path, index)
     own_pieces = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
-    return read(paths[0], index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}), record
+    return read(path, index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}), record

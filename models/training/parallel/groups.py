@@ -6,8 +6,10 @@ change and drop their caches. Answers are sent as text.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,8 +25,8 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
 ONE = Layout()
-POLL, BEATS = 0.01, 20
-"""Seconds between polls for another rank's text, and polls between two checks of heartbeats."""
+POLL, CHECK, BEAT = 0.01, 20, 5.0
+"""Seconds between polls for another rank's text, polls between two checks of the other ranks, and seconds between heartbeats."""
 _numbers = itertools.count()
 
 
@@ -51,12 +53,14 @@ class Groups:
         both = Mesh(layout, self._training), Mesh(Layout(data=generate // tensor, tensor=tensor), self._sampling)
         self.mesh, self.sampling, self._everyone, number = both[not self.trains], both[1], group_of(members), torch.tensor(next(_numbers))
         dist.broadcast(number, members[0], self._everyone)
-        self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
+        self._name, self._asked, self._taken, self._ended = f"groups-{int(number)}", 0, 0, threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()  # a step or the scoring of answers may take longer than TIMEOUT
 
-    def beat(self) -> None:
-        """Send a heartbeat: tell the other ranks that this rank is alive. Do nothing if all ranks both train and sample."""
-        if self.apart:
-            meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
+    def _beat(self) -> None:
+        """Send heartbeats, which tell the other ranks that this process is alive, until this rank ends."""
+        with contextlib.suppress(dist.DistError):  # the process that has the store is gone
+            while not self._ended.wait(BEAT):
+                meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
 
     def sampler(self, text: str) -> str:
         """Return, on all ranks, the text of the first rank that only samples; return `text` if all ranks both train and sample."""
@@ -92,8 +96,10 @@ class Groups:
 
     def end(self, text: str) -> None:
         """Tell the sampling ranks to end, and send `text` to them."""
-        if self.apart and dist.get_rank() == self._training[0]:
-            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
+        if self.apart:
+            self._ended.set()
+            if dist.get_rank() == self._training[0]:
+                meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
     @torch.no_grad()
     def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
@@ -110,6 +116,7 @@ class Groups:
                 raise ValueError(f"rollout {order['rollout']}: this rank's weights are not those that the trainers sent")
             self._asked += 1
             yield order
+        self._ended.set()
         yield order
 
     def give(self, text: str = "") -> None:
@@ -121,19 +128,21 @@ class Groups:
         self._taken += 1
 
     def _wait(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the text that `ranks` set under a name, once it is set. Raise TimeoutError if one of them shows no heartbeat in time."""
+        """Return the text that `ranks` set under a name, once set. Raise DistError if one fails, or shows no heartbeat in time."""
         store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
         for turn in itertools.count():
             if store.check([key]):
                 text: str = store.get(key).decode()
                 return text
-            for rank in ranks if turn % BEATS == 0 else ():
+            for rank in ranks if turn % CHECK == 0 else ():
+                who = f"rank {rank}, which {'trains' if rank in self._training else 'samples answers'},"
+                if store.check([f"words-{rank}"]):
+                    raise dist.DistError(f"{who} has failed")
                 beat, now = store.add(f"{self._name}-{rank}", 0), time.monotonic()
                 if beats.get(rank) != beat:
                     beats[rank], since[rank] = beat, now
                 elif now - since[rank] > meshes.TIMEOUT.total_seconds():
-                    does = "trains" if rank in self._training else "samples answers"
-                    raise TimeoutError(f"rank {rank}, which {does}, has shown no sign of life for {now - since[rank]:.0f} s")
+                    raise dist.DistError(f"{who} has shown no sign of life for {now - since[rank]:.0f} s")
             time.sleep(POLL)
         raise AssertionError
 

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import os
+import time
+import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,36 +43,59 @@ def store() -> Any:
 def join(device: str = "cpu") -> None:
     """Join the process group of the processes that torchrun started; return at once if this process has joined.
 
-    After a restart the agent's store still holds keys of the previous attempt, so each attempt has its own prefix.
     Raise ValueError if an environment variable is missing, ConnectionError if rank 0 or another rank cannot be reached.
     """
     if dist.is_initialized():
         return
     if missing := [name for name in MISSING if name not in os.environ]:
         raise ValueError(f"this process is not one of a layout: {', '.join(missing)} not set; start it with torchrun, or with --processes")
-    host, port, attempt = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port, rank, world = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        first = rank == 0 and not agent
         store = dist.TCPStore(host, int(port), world, first, JOINING, wait_for_workers=False)  # type: ignore[attr-defined]
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConnectionError(f"rank {rank} of {world} cannot reach rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
-    global _store
-    _store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
     if device == "cuda":  # "cuda" is then this rank's own GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # texts and counts are exchanged in the host's memory
-    _store.set(f"here-{rank}", "")
+    global _store
     try:
+        _store = dist.PrefixStore(_attempt(store, rank, world), store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world, timeout=TIMEOUT)
-    except RuntimeError as error:
-        late = isinstance(error, dist.DistStoreError)
-        missing = [str(other) for other in range(world) if late and not _store.check([f"here-{other}"])]
-        which = f"rank {', '.join(missing)} did not come within {TIMEOUT}: start all {world}" if missing else (
-            f"{str(error).splitlines()[0]}; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
-        )  # fmt: skip
-        raise ConnectionError(f"rank {rank} of {world} found rank 0 at {host}:{port}, and no connection to all: {which}") from error
+    except (TimeoutError, RuntimeError) as error:
+        hint = "; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
+        which = str(error).splitlines()[0] + hint * isinstance(error, RuntimeError)
+        raise ConnectionError(f"rank {rank} of {world} found the store at {host}:{port}, and no connection to all: {which}") from error
+
+
+def _attempt(store: Any, rank: int, world: int) -> str:
+    """Return the name that rank 0 draws for this start of all ranks, once all have learned it. Raise TimeoutError if a rank does not come.
+
+    An agent's store still has the keys of earlier starts, which each agent counts for itself: so rank 0 answers a random word of each rank.
+    """
+    own, until = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
+    if rank:
+        store.set(f"asks-{rank}", own)
+        try:
+            store.wait([f"answer-{own}"], TIMEOUT)
+        except dist.DistStoreError as error:
+            raise TimeoutError(f"rank 0 did not come within {TIMEOUT}: start all {world}") from error
+        name: str = store.get(f"answer-{own}").decode()
+        store.set(f"{name}-{rank}", "")
+        return name
+    while late := [other for other in range(1, world) if not store.check([f"{own}-{other}"])]:
+        if time.monotonic() > until:
+            raise TimeoutError(f"rank {', '.join(map(str, late))} did not come within {TIMEOUT}: start all {world}")
+        for other in late:
+            if store.check([f"asks-{other}"]):
+                store.set(f"answer-{store.get(f'asks-{other}').decode()}", own)
+        time.sleep(0.05)
+    return own
+
+
+def is_of_exchange(error: RuntimeError) -> bool:
+    """True if an error is of an exchange between ranks, not of this rank's own work. Gloo's errors have no class, but name its files."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 class Mesh:
@@ -199,6 +224,15 @@ class Mesh:
 def layout_of(layout: Layout) -> Layout:
     """Return `layout`, or the layout `data` over all processes if `layout` is for one process and all train together."""
     return Layout(data=dist.get_world_size()) if together and layout.processes == 1 else layout
+
+
+def measured_by_rank_0(name: str, measure: Callable[[], bool]) -> bool:
+    """Return rank 0's measurement `name` on all ranks that train together; a process that trains alone measures for itself."""
+    if not together:
+        return measure()
+    if dist.get_rank() == 0:
+        _store.set(name, str(int(measure())))
+    return bool(int(_store.get(name)))
 
 
 def broadcast_text(text: str, source: int, group: Any) -> str:

@@ -15,6 +15,8 @@ from puna.models.training import resumable_loop
 from puna.models.transformer import Transformer
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.contract import execute
+from puna.stages.contract.declaration import REGISTRY
+from puna.stages.contract.rank_jobs import FollowerRun
 from puna.stages.conversations import answering
 from puna.stages.training.reward_head import PENALTIES, Pairs, best_penalty, bradley_terry, cross_validated
 from puna.storage import Artifact, Store
@@ -73,6 +75,17 @@ def test_only_the_head_changes_and_it_orders_prompts_it_has_not_seen(tmp_path: P
     assert metrics["cross_validated_accuracy"] > 0.9
     again = execute(reward_model, RewardModelConfig(head_only=True), given, Store.open(tmp_path / "other"))
     assert again.data_digest == made.data_digest
+
+
+def test_a_rank_that_follows_fits_no_head_beside_rank_0(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would save their hidden states in one folder."""
+    store, config = Store.open(tmp_path), RewardModelConfig(head_only=True)
+    data, declared = table(store, "preferences", rows("train", range(6))), REGISTRY["reward_model"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    (states := tmp_path / "scratch").mkdir()
+    declared.function(tiny_model(store), [data], config, FollowerRun(declared, config, states, tmp_path / "none"))
+    assert not any(states.iterdir())
 
 
 @pytest.mark.parametrize("more", [{"method": "lora"}, {"engine": "trl"}, {"nll_weight": 0.1}])
