@@ -188,7 +188,7 @@ def test_the_comparison_sees_faults_that_other_trainers_had(ranks: Run, fault: s
 @pytest.mark.parametrize("given, problem", [
     ({"layout": {"shard": 2}, "precision": "bf16"}, "proved only in fp32"),
     ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"context": 2}, "variant": "capped"}, "logits are capped"),
-    ({"layout": {"shard": 2}, "variant": "lora"}, "trains all weights"),
+    ({"layout": {"shard": 2}, "variant": "lora"}, "only without adapters"),
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
     ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
     ({"layout": {"expert": 2}}, "has no experts"),

@@ -26,6 +26,15 @@ PROVED = frozenset(
     )
 )  # fmt: skip
 """Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
+CUT = frozenset(AXES) - {"data"}
+UNPROVED = {
+    "z_loss": (CUT, "leave z_loss out, or set only layout.data"),
+    "adapters": (CUT, "they need copies of the model; set only layout.data"),
+    "dropout": (CUT | {"data"}, "each process would draw other numbers; set it to 0, or train in one process"),
+    "neftune_alpha": (CUT | {"data"}, "each process would draw other noise; set it to 0, or train in one process"),
+    "kto": (frozenset({"pipeline"}), "kto calls the model more than once in a micro-batch; set layout.pipeline to 1"),
+}
+"""Setting → the axes with which no test proves it, and the remedy."""
 
 
 class Layout(Settings):
@@ -84,12 +93,30 @@ class Layout(Settings):
             raise ValueError(f"no test proves the layout {self} equal to one process; these are proved: {able}")
         return self
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: ModelConfig | None) -> None:
         """Raise ValueError if a model's shape does not fit this layout."""
+        if config is None:
+            return
+        if self.axes & CUT and config.final_logit_softcapping is not None:
+            raise ValueError(f"the layout {self} is proved only without final_logit_softcapping: logits are capped; set only layout.data")
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
                 raise ValueError(f"layout.{axis} = {self.size(axis)}: {problem}")
+
+    def refusal(self, precision: str, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
+        """Return why no training runs under this layout, None if a test proves it. `config`: the model's shape, if known; `used`: values of
+        settings in `UNPROVED`."""
+        try:
+            self.check(config)
+        except ValueError as error:
+            return str(error)
+        if self.context > 1 and device != "cpu":
+            return "layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet"
+        if self.axes & CUT and precision == "bf16":
+            return f"the layout {self} is proved only in fp32: set compute.precision to fp32"
+        name = next((name for name, value in used.items() if value and self.axes & UNPROVED[name][0]), None)
+        return name and f"the layout {self} is proved only without {name}: {UNPROVED[name][1]}"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
@@ -99,8 +126,6 @@ class Layout(Settings):
 def _tensor(config: ModelConfig, size: int) -> str | None:
     if config.moe is not None or config.mla is not None:
         return "a model with experts or latent attention is not cut by matrices"
-    if config.final_logit_softcapping is not None:
-        return "a model whose logits are capped is not cut by matrices"
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, name)) % size:
             return f"{name} is {count}, which it must divide"
@@ -109,8 +134,6 @@ def _tensor(config: ModelConfig, size: int) -> str | None:
 
 
 def _context(config: ModelConfig, size: int) -> str | None:
-    if config.final_logit_softcapping is not None:
-        return "a model whose logits are capped is not cut by tokens"
     return "a model with experts has a loss over all tokens of a micro-batch" if config.moe is not None else None
 
 
