@@ -58,19 +58,21 @@ def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[
 
 def check(stage: Stage, config: StageConfig) -> None:
     """Raise PunaError if the layouts and `generate` in `config` do not fit the number of processes."""
-    apart = getattr(config, "generate", 0)
-    if apart and apart >= ranks.count():
-        raise PunaError(f"{stage.name}: generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
-    for path, layout in layouts(config):
-        if layout.processes == 1 or (layout.processes + apart == ranks.count() and stage.ranks):
-            continue
-        if not stage.ranks:
-            raise PunaError(f"{stage.name} trains in one process: {path} cannot be {layout}")
-        needed = layout.processes + apart
-        raise PunaError(
-            f"{stage.name}: {path} = {layout} needs {needed} processes, and {ranks.count()} run; start with "
-            f"--processes {needed}, or with torchrun"
-        )
+    if lines := misfits(stage, config):
+        raise PunaError(f"{stage.name}: {lines[0]}")
+
+
+def misfits(stage: Stage, config: StageConfig) -> list[str]:
+    """Return an error message for `generate`, and for each layout in `config`, that does not fit the number of processes."""
+    lines, apart, there = list[str](), getattr(config, "generate", 0), ranks.count()
+    if apart >= max(there, 1):
+        lines.append(f"generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
+    for path, layout in layouts(config) if not lines else ():
+        if layout.processes > 1 and not stage.ranks:
+            lines.append(f"{path} cannot be {layout}: this stage trains in one process")
+        elif layout.processes > 1 and (needed := layout.processes + apart) != there:
+            lines.append(f"{path} = {layout} needs {needed} processes, and {there} run; start with --processes {needed}, or with torchrun")
+    return lines
 
 
 def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:

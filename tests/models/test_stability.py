@@ -117,6 +117,6 @@ def test_layouts_that_cut_the_model_are_refused_by_name(objective: LanguageModel
 
 
 def test_kto_in_a_pipeline_is_refused_before_a_step() -> None:
-    with pytest.raises(ValueError, match="only without kto: kto calls the model more than once"):
+    with pytest.raises(ValueError, match="is proved only without kto: leave kto out"):
         Trainer(model().float(), Kto(loss="kto"), TrainConfig(steps=1, compute={"layout": {"pipeline": 2}}))
     assert Layout(shard=2).refusal("fp32", "cpu", model().config, kto=True) is None

@@ -176,9 +176,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
     """Return up to `most` estimates that fit, fastest first, one per set of axes; else the smallest (bytes). `checkpointing` is varied.
-
-    A layout that GPUs refuse in `work`'s precision is planned in fp32, or left out if they refuse that too. `used`: see `Layout.refusal`.
-    """
+    A layout that is refused on GPUs (see `Layout.refusal` for `used`) is planned in fp32, or left out if that is refused, too."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):

@@ -27,14 +27,8 @@ PROVED = frozenset(
 )  # fmt: skip
 """Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
 CUT = frozenset(AXES) - {"data"}
-UNPROVED = {
-    "z_loss": (CUT, "leave z_loss out, or set only layout.data"),
-    "adapters": (CUT, "they need copies of the model; set only layout.data"),
-    "dropout": (CUT | {"data"}, "each process would draw other numbers; set it to 0, or train in one process"),
-    "neftune_alpha": (CUT | {"data"}, "each process would draw other noise; set it to 0, or train in one process"),
-    "kto": (frozenset({"pipeline"}), "kto calls the model more than once in a micro-batch; set layout.pipeline to 1"),
-}
-"""Setting → the axes with which no test proves it, and the remedy."""
+UNPROVED = {"z_loss": CUT, "adapters": CUT, "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES), "kto": frozenset({"pipeline"})}
+"""Setting → the axes with which no test proves it."""
 
 
 class Layout(Settings):
@@ -78,11 +72,7 @@ class Layout(Settings):
 
     def parts(self, config: ModelConfig) -> Layout | None:
         """Return this layout if it splits a model for inference; None if each rank has the whole model or the layout does not fit it."""
-        try:
-            self.check(config)
-        except ValueError:
-            return None
-        return self if self.axes - {"data"} else None
+        return None if self.misfit(config) or not self.axes & CUT else self
 
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:
@@ -93,30 +83,27 @@ class Layout(Settings):
             raise ValueError(f"no test proves the layout {self} equal to one process; these are proved: {able}")
         return self
 
-    def check(self, config: ModelConfig | None) -> None:
-        """Raise ValueError if a model's shape does not fit this layout."""
-        if config is None:
-            return
+    def misfit(self, config: ModelConfig) -> str | None:
+        """Return why a model's shape does not fit this layout; None if it fits."""
         if self.axes & CUT and config.final_logit_softcapping is not None:
-            raise ValueError(f"the layout {self} is proved only without final_logit_softcapping: logits are capped; set only layout.data")
+            return f"layout = {self}: it is proved only without final_logit_softcapping, and the model's logits are capped"
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
-                raise ValueError(f"layout.{axis} = {self.size(axis)}: {problem}")
+                return f"layout.{axis} = {self.size(axis)}: {problem}"
+        return None
 
     def refusal(self, precision: str, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
         """Return why no training runs under this layout, None if a test proves it. `config`: the model's shape, if known; `used`: values of
         settings in `UNPROVED`."""
-        try:
-            self.check(config)
-        except ValueError as error:
-            return str(error)
+        if config is not None and (problem := self.misfit(config)):
+            return problem
         if self.context > 1 and device != "cpu":
             return "layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet"
         if self.axes & CUT and precision == "bf16":
             return f"the layout {self} is proved only in fp32: set compute.precision to fp32"
-        name = next((name for name, value in used.items() if value and self.axes & UNPROVED[name][0]), None)
-        return name and f"the layout {self} is proved only without {name}: {UNPROVED[name][1]}"
+        name = next((name for name, value in used.items() if value and self.axes & UNPROVED[name]), None)
+        return name and f"the layout {self} is proved only without {name}: leave {name} out, or change the layout"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
