@@ -102,6 +102,7 @@ class Trainer:
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
             decoder.checkpointing = config.compute.activation_checkpointing
+        self.parallel.release()
 
     def __enter__(self) -> Trainer:
         return self

@@ -106,6 +106,12 @@ def test_a_rank_keeps_as_many_passes_as_its_schedule_says_and_computes_layers_tw
     assert ranks("passes", 2, **given) == [[2 * groups, groups * 2 * 7], [2 * groups - 1, groups * 2 * 7]]
 
 
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_rank_that_trains_pieces_holds_no_whole_weights_before_and_in_a_step(ranks: Run, layout: dict[str, int]):
+    for before, held, stepped, after in ranks("whole_bytes", 2, layout=layout):
+        assert before == after == 1 and held < 0.1 and stepped < 0.1
+
+
 @pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
 def test_pipeline_with_copies(ranks: Run, objective: str):
     check(ranks, {"data": 2, **(INTERLEAVED if objective in ("dpo", "ppo") else {"pipeline": 2})}, objective, "tied")
