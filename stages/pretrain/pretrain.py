@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,12 +168,12 @@ def _keep_moments(state: Path, folder: Path) -> None:
 
     from puna.models.training.state import load_state
 
-    checkpoint = None if ranks.follows() else load_state(state)
+    checkpoint = None if ranks.follows() else load_state(state, "state.")
     if checkpoint is None:
         return
     file = folder / MOMENTS
     file.parent.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in checkpoint[0].items() if name.startswith("state.")}, file)
+    save_file({name: value.contiguous() for name, value in checkpoint[0].items()}, file)
 
 
 def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
@@ -261,8 +261,10 @@ class Watch:
                             "attempts, a smaller change of length or base, or wider bounds")  # fmt: skip
         return not faults
 
-    def try_average(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
-        """Keep the averaged weights in `model` if they lower the validation loss of the last step; else restore the last step's weights."""
+    def try_average(self, model: Transformer, folder: Path, phase: str) -> None:
+        """Keep the averaged weights in `model` if they lower the last step's validation loss; else restore its weights from `folder`."""
+        from puna.models.training.state import load_state
+
         loss = self.loss(model)
         self.gain, better = self.before - loss, loss < self.before
         self.run.metric(f"averaging_gain_{phase}", self.gain)
@@ -270,7 +272,10 @@ class Watch:
         if better:
             self.after = loss
         else:
-            model.load_state_dict(last().state_dict())
+            checkpoint = load_state(folder, "weight.")
+            assert checkpoint is not None
+            for name, weight in checkpoint[0].items():
+                model.get_parameter(name.removeprefix("weight.")).detach().copy_(weight)
 
 
 def _train(
@@ -281,7 +286,6 @@ def _train(
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
-    from puna.models.training.state import load_state
 
     done = len(watch.log)
     file = run.scratch / f"validation-{'.'.join(map(str, place))}.json"  # survives a crash
@@ -312,7 +316,7 @@ def _train(
         )  # fmt: skip
     watch.before = watch.after = losses[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:
-        watch.try_average(model, lambda: _restore(model, load_state(folder)), phase.name)
+        watch.try_average(model, folder, phase.name)
     watch.flops += sum(accounting.training_flops(model.config, relay.at(step).lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(losses.items(), key=lambda m: int(m[0]))]
@@ -334,19 +338,6 @@ def _fitting_state(phase: Phase) -> Iterator[None]:
         if "does not fit" not in str(error) or phase.optimizer == "fresh":
             raise
         raise PunaError(f"phase {phase.name}: {error}; or set its optimizer to fresh") from error
-
-
-def _restore(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | None) -> Transformer:
-    """Return a new model with the last step's weights of a checkpoint `state`, without averaging."""
-    from puna.models.transformer import Transformer
-
-    assert state is not None
-    restored = Transformer(model.config)
-    weights = {name.removeprefix("weight."): value for name, value in state[0].items() if name.startswith("weight.")}
-    if model.config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    restored.load_state_dict(weights)
-    return restored.to(device())
 
 
 def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
