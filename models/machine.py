@@ -21,23 +21,24 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 class DataSheet(NamedTuple):
     """A GPU's data sheet: dense bf16 operations per second, memory traffic in bytes per second, and bytes of memory. `within`, `between`:
-    bytes per second that one GPU usually sends to GPUs of the same machine, and to other machines."""
+    bytes per second that one GPU usually sends to GPUs of the same machine, and to other machines. `fp32`: fp32 operations per second."""
 
     flops: float
     bandwidth: float
     memory: float
     within: float
     between: float
+    fp32: float
 
 
 GPUS = {
-    "B200": DataSheet(2250e12, 8.0e12, 180e9, 900e9, 50e9),
-    "H200": DataSheet(989e12, 4.8e12, 141e9, 450e9, 50e9),
-    "H100": DataSheet(989e12, 3.35e12, 80e9, 450e9, 50e9),
-    "A100": DataSheet(312e12, 2.0e12, 80e9, 300e9, 25e9),
-    "L40S": DataSheet(362e12, 0.864e12, 48e9, 32e9, 12.5e9),
-    "L4": DataSheet(121e12, 0.3e12, 24e9, 32e9, 12.5e9),
-    "RTX 4090": DataSheet(165e12, 1.0e12, 24e9, 32e9, 12.5e9),
+    "B200": DataSheet(2250e12, 8.0e12, 180e9, 900e9, 50e9, 75e12),
+    "H200": DataSheet(989e12, 4.8e12, 141e9, 450e9, 50e9, 67e12),
+    "H100": DataSheet(989e12, 3.35e12, 80e9, 450e9, 50e9, 67e12),
+    "A100": DataSheet(312e12, 2.0e12, 80e9, 300e9, 25e9, 19.5e12),
+    "L40S": DataSheet(362e12, 0.864e12, 48e9, 32e9, 12.5e9, 91.6e12),
+    "L4": DataSheet(121e12, 0.3e12, 24e9, 32e9, 12.5e9, 30.3e12),
+    "RTX 4090": DataSheet(165e12, 1.0e12, 24e9, 32e9, 12.5e9, 82.6e12),
 }
 """Data sheets by substrings of the GPU's name."""
 
@@ -69,15 +70,16 @@ class Machine:
         return self.matrix_flops / self.bandwidth
 
     @staticmethod
-    def of(sheet: DataSheet) -> Machine:
-        """Return the rates of a GPU in bf16: shares of the data sheet's rates that good kernels reach. They are 0.75 of the FLOPs in matrix
-        products, 0.5 of the FLOPs in attention, and 0.85 of the bandwidth."""
-        return Machine(0.75 * sheet.flops, 0.5 * sheet.flops, 0.85 * sheet.bandwidth)
+    def of(sheet: DataSheet, precision: Precision = "bf16") -> Machine:
+        """Return the rates of a GPU: shares of the data sheet's rates that good kernels reach in bf16, and that are supposed for fp32. They
+        are 0.75 of the FLOPs in matrix products, 0.5 of the FLOPs in attention, and 0.85 of the bandwidth."""
+        flops = sheet.flops if precision == "bf16" else sheet.fp32
+        return Machine(0.75 * flops, 0.5 * flops, 0.85 * sheet.bandwidth)
 
     @staticmethod
-    def gpu(name: str) -> Machine:
-        """Return the rates of the GPU with this name in bf16, see `of`; raise ValueError if `GPUS` does not list the GPU."""
-        return Machine.of(data_sheet(name))
+    def gpu(name: str, precision: Precision = "bf16") -> Machine:
+        """Return the rates of the GPU with this name, see `of`; raise ValueError if `GPUS` does not list the GPU."""
+        return Machine.of(data_sheet(name), precision)
 
 
 def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, seconds: float = 0.15) -> float:

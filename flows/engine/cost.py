@@ -34,6 +34,7 @@ CPU_FLOPS = 1e20
 LARGE, LARGE_BYTES = "H100", 80e9
 """The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of this memory."""
 MODEL = "times are computed, ± 9 % in the median of 27 runs, published or measured on one H200; in long contexts off by up to 60 %"
+REFUSED = "on GPUs: context; bf16 with another axis than data, so that such layouts are planned in fp32, whose times nobody has compared"
 LONGEST = 90 * 86_400
 """Maximum seconds of a plan that chooses the number of GPUs."""
 LOOKED_AT = 256
@@ -79,10 +80,8 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     parts = layout.tensor * layout.pipeline
     if gpu and parts > 1:
         raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer are proved only on CPUs; set only data")
-    try:
-        layout.check(shape)
-    except ValueError as error:
-        raise PunaError(f"{model.id}: serving.{error}") from error
+    if problem := layout.misfit(shape):
+        raise PunaError(f"{model.id}: serving.{problem}")
     precision: Precision = "bf16" if gpu else "fp32"
     lengths = [len(prompt_ids(tokenizer, row)) for row in rows[:: -(-len(rows) // LOOKED_AT)]]
     longest, mean = max(lengths), sum(lengths) / len(lengths)
@@ -176,7 +175,8 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
         return given.replace(max_position_embeddings=max(row, given.max_position_embeddings))
 
     config = shape(context)
-    parameters, machine = accounting.parameters(config), _machine(config, context, gpu)
+    precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"
+    parameters, machine = accounting.parameters(config), _machine(config, context, gpu, precision)
     phases, read = [], 0
     for phase in training.phases:
         row = _context(recipe, phase, context) * phase.join_rows
@@ -188,10 +188,10 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
         "parameters_of_layers": parameters.layers,
         "tokens": sum(phase["tokens"] for phase in phases),
         "flops": sum(phase["flops"] for phase in phases),
-        "cache_bytes_per_token": accounting.cache_bytes(config, 1, "bf16" if gpu else "fp32"),
-        "state_bytes": accounting.state_bytes(config, "bf16" if gpu else "fp32", training.optimizer.state_bytes) // gpus,
+        "cache_bytes_per_token": accounting.cache_bytes(config, 1, precision),
+        "state_bytes": accounting.state_bytes(config, precision, training.optimizer.state_bytes) // gpus,
         "device": f"{gpus} x {gpu}" if gpu else "this CPU",
-        **({"model": MODEL} if gpu else {}),
+        **({"model": MODEL} if gpu else {}), **({"not_proved": REFUSED} if gpus > 1 else {}),
         "device_flops_per_second": machine.matrix_flops * gpus,
         "device_ops_per_byte": machine.ops_per_byte,
         "seconds": sum(phase["seconds"] for phase in phases),
@@ -199,13 +199,13 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
     }
 
 
-def _machine(config: ModelConfig, context: int, gpu: str | None) -> Machine:
+def _machine(config: ModelConfig, context: int, gpu: str | None, precision: Precision = "bf16") -> Machine:
     from puna.models.machine import Machine
     from puna.models.memory.probe import measure
 
     if gpu is not None:
         with errors_at(f"--gpu {gpu}", ValueError):
-            return Machine.gpu(gpu)
+            return Machine.gpu(gpu, precision)
     return measure(config, context)
 
 
@@ -224,7 +224,7 @@ def _phase(
     from puna.models.machine import data_sheet
     from puna.models.training.parallel.estimate import Work, best_layouts
 
-    precision: Precision = "bf16" if gpu else "fp32"
+    precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"
     phase = phase.with_steps(row, before)
     step = [row] * phase.full_rows
     # Counted in full-size steps: a smaller step of a ramp counts in proportion to its rows.
@@ -238,7 +238,8 @@ def _phase(
     peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))
     seconds, layouts = time.total / gpus, {}
     if gpu:
-        ranked = best_layouts(config, Work(phase.full_rows, row, at_once, precision, moments=moments), gpus, data_sheet(gpu))
+        work = Work(phase.full_rows, row, at_once, precision, moments=moments)
+        ranked = best_layouts(config, work, gpus, data_sheet(gpu), z_loss=training.z_loss)
         seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _describe_layouts(ranked, gpu, gpus)}
     return {
         "name": phase.name, "steps": phase.steps, "tokens_per_step": sum(step), "tokens": round(sum(step) * steps), "flops": flops * steps,

@@ -16,7 +16,7 @@ from puna.flows.engine.declare import Flow, Given, Item, name_of, outputs
 from puna.flows.engine.plan import Planner
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.trace import TracedStep, complaints_of, trace
-from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, reusable
+from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, rank_jobs, reusable
 from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.stages.executors import PROCESSES
@@ -69,7 +69,8 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
 def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
     """Raise PunaError with all unmet needs of a single stage, unless its artifact exists."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
-    complaints = stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, _memory(executor)))
+    complaints = [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config)]
+    complaints += stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, _memory(executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
         raise PunaError("\n".join(complaints))
 
@@ -85,9 +86,10 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     tables = stage.tables(step.config) if step.config is not None else None
     model = next((item.model for item in before if item.model), None) if stage.kind == "model" else None
     known[step.label] = InputFacts(stage.kind, tables, sources or None, None, look, model)
-    if stage.needs is None or step.config is None:
+    if step.config is None:
         return []
-    return [f"{step.label}: {need}" for need in stage.needs(step.config, Facts(inputs, _memory(executor)))]
+    needs = stage.needs(step.config, Facts(inputs, _memory(executor))) if stage.needs else []
+    return [f"{step.label}: {need}" for need in (*rank_jobs.misfits(stage, step.config), *needs)]
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:

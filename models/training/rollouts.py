@@ -288,7 +288,9 @@ class Source:
             self._sampled = self._sample(rollout, version)
 
     def _sample(self, rollout: int, version: int) -> Sampled:
-        return replace(self.rollouts, policy=self.groups.answering(self.held)).sample(rollout, self._remember(rollout), version)
+        sampled = replace(self.rollouts, policy=self.groups.answering(self.held)).sample(rollout, self._remember(rollout), version)
+        self.held.release()
+        return sampled
 
     def take(self) -> Sampled:
         """Return the rollout requested by `ask`, once it is sampled."""

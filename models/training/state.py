@@ -207,12 +207,13 @@ def publish(temporary: Path, final: Path) -> None:
             shutil.rmtree(path)
 
 
-def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the tensors and the record of the newest undamaged checkpoint under `folder`; None if there is none. Remove newer, damaged
-    checkpoints with a warning, so that no run continues from damaged weights. Raise OSError if the disk does not answer."""
+def load_state(folder: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the record, and the tensors whose names begin with `prefix`, of the newest undamaged checkpoint under `folder`; None if there
+    is none. Remove newer, damaged checkpoints with a warning, so that no run continues from damaged weights. Raise OSError if the disk
+    does not answer."""
     from safetensors.torch import load
 
-    return _newest(folder, load)
+    return _newest(folder, lambda data: {name: tensor for name, tensor in load(data).items() if name.startswith(prefix)}, prefix)
 
 
 def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
@@ -222,12 +223,12 @@ def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] 
     return _newest(folder, load)
 
 
-def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, dict[str, Any]] | None:
+def _newest(folder: Path, load: Callable[[bytes], Tensors], prefix: str = "") -> tuple[Tensors, dict[str, Any]] | None:
     for path in newest_first(folder):
         try:
             text, checksums = read_record(path)
             if TENSORS not in checksums:
-                return _of_ranks(path, text, checksums), json.loads(text)
+                return _of_ranks(path, text, checksums, prefix), json.loads(text)
             tensors = (path / TENSORS).read_bytes()
             if checksums[TENSORS] == checksum(tensors):
                 return load(tensors), json.loads(text)
@@ -306,11 +307,13 @@ def read_record(path: Path) -> tuple[str, dict[str, str]]:
     return text, checksums
 
 
-def _of_ranks(path: Path, text: str, checksums: dict[str, str]) -> Any:
-    """Return the whole tensors of a checkpoint that several ranks wrote, one file each; raise ValueError if a file is damaged."""
+def _of_ranks(path: Path, text: str, checksums: dict[str, str], prefix: str) -> Any:
+    """Return whole tensors of a checkpoint that several ranks wrote, one file each, by prefix; raise ValueError if a file is damaged."""
     if any(file_checksum(path / name) != value for name, value in checksums.items() if name != RECORD):
         raise ValueError(f"{path}: a file's checksum is wrong")
-    return read(path, json.loads(text)["index"])
+    index = json.loads(text)["index"]
+    shapes = {name: one["shape"] for boxes in index.values() for name, one in boxes.items() if name.startswith(prefix)}
+    return read(path, index, {name: (tuple(shape), tuple((0, size) for size in shape)) for name, shape in shapes.items()})
 
 
 def checksum(data: bytes) -> str:

@@ -17,6 +17,7 @@ from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
+from puna.models.training.objectives.dpo import Kto
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.packing import Later
 from puna.models.training.parallel.base import Parallel, Part
@@ -83,15 +84,15 @@ class Trainer:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the model has no parameter that requires a gradient")
         self.device = device or next(p.device for p in model.parameters() if p.requires_grad)
-        self.parallel = parallel(model, config.compute.layout, mesh, self.device)
+        self.precision = config.compute.precision_on(self.device.type)
+        used = {"z_loss": getattr(objective, "z_loss", 0.0), "kto": isinstance(objective, Kto)}
+        self.parallel = parallel(model, config.compute.layout, mesh, self.device, self.precision, **used)
         self.model, self.objective, self.config = self.parallel.model, objective, config
         self.parameters = self.parallel.parameters
         model = self.model
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self._parts: list[Part] = []
-        self.precision = config.compute.precision_on(self.device.type)
-        self._check_layout()
         if self.precision == "bf16":
             self._originals = [(p, p.data) for p in model.parameters()]
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
@@ -101,16 +102,7 @@ class Trainer:
         self._decoders = [m for m in model.modules() if isinstance(m, Decoder)]
         for decoder in self._decoders:
             decoder.checkpointing = config.compute.activation_checkpointing
-
-    def _check_layout(self) -> None:
-        """Raise ValueError for settings that no test proves under the layout."""
-        layout = self.parallel.mesh.layout
-        if self.precision == "bf16" and layout.axes - {"data"}:
-            raise ValueError(f"the layout {layout} is proved only in fp32: set compute.precision to fp32")
-        capped = getattr(getattr(self.model, "config", None), "final_logit_softcapping", None) is not None
-        for setting, there in (("z_loss", bool(getattr(self.objective, "z_loss", 0.0))), ("final_logit_softcapping", capped)):
-            if there and layout.axes - {"data"}:
-                raise ValueError(f"the layout {layout} is proved only without {setting}: leave {setting} out, or set only layout.data")
+        self.parallel.release()
 
     def __enter__(self) -> Trainer:
         return self

@@ -45,7 +45,7 @@ class DistillConfig(AdapterConfig):
 
 
 def needs(config: DistillConfig, facts: Facts) -> list[str]:
-    return [*one_tokenizer(facts, "student", "teacher"), *adaptable(facts, "student", config.training.optimizer, config)]
+    return [*one_tokenizer(facts, "student", "teacher"), *adaptable(facts, "student", config.training, config)]
 
 
 @stage(kind="model", device=True, ranks=True, needs=needs)

@@ -62,7 +62,7 @@ def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """Require a chat template, the reward model if `reward` uses one, one tokenizer for both, the engine's package, and enough memory."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += without_vllm(config.engine, "engine")
-    return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config.optimizer, config)]
+    return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]
 
 
 def _without(config: RolloutsConfig) -> str:

@@ -98,8 +98,8 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
     steps = training.train_config(len(examples)).steps
     run.metric("trained_answers", sampler.example_count(steps) * sum(len(one.answers) for one in examples) / len(examples))
-    if config.neftune_alpha and layout_of(training.compute.layout).axes:
-        raise PunaError("sft.neftune_alpha: each process would draw other noise; set it to 0, or train in one process")
+    if why := layout_of(training.compute.layout).refusal("fp32", "cpu", neftune_alpha=config.neftune_alpha):
+        raise PunaError(f"sft: {why}")
     with adapters(model, config, run) as scales, embedding_noise(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales, watch=watch)
 

@@ -209,7 +209,7 @@ def _make(
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
     with Meter(executor) as meter, _threads_kept():
-        rank_jobs.call(stage, arguments, config, given, run, store)
+        others = rank_jobs.call(stage, arguments, config, given, run, store)
     try:
         code.check_unedited(stage, stage.reaches(config, given))
         for item in chain.from_iterable(stage.check(given).values()):
@@ -229,7 +229,8 @@ def _make(
         _check_rows(stage, run.input_rows, sources, work)
     return {
         "metrics": run.metrics, "figures": {name: asdict(figure) for name, figure in run.figures.items()},
-        "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds}, "peak_memory_bytes": meter.peak_bytes,
+        "timings": {"seconds": meter.seconds, "cpu_seconds": meter.cpu_seconds + sum(cpu for cpu, _ in others)},
+        "peak_memory_bytes": max([meter.peak_bytes, *(peak for _, peak in others)]),
         "libraries": libraries.library_versions(), "seed": getattr(config, "seed", None),
     }  # fmt: skip
 

@@ -26,7 +26,7 @@ class Meter:
     It covers this process, its `multiprocessing` workers and processes started meanwhile, but no earlier process, such as a server.
     `cpu_seconds` sums user and system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds; a new process is
     seen within two seconds. Shorter peaks are missed; shared memory counts in each process. Workers of a cluster report to `executor`: all
-    their CPU time counts, and the memory of the largest.
+    their CPU time counts, and the memory of the largest. So it is with other ranks, which `rank_jobs.call` asks.
     """
 
     def __init__(self, executor: Executor | None = None) -> None:

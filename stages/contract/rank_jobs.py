@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -16,24 +17,27 @@ from puna.models.training.parallel.layout import Layout
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
+from puna.stages.contract.measure import Meter
 from puna.stages.contract.run import StageRun
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
 
-def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> None:
-    """Call the stage's function, on all ranks if the stage is declared with `ranks`. Raise PunaError if a layout does not fit the ranks."""
+def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> list[Any]:
+    """Call the stage's function, on all ranks if the stage is declared with `ranks`. Raise PunaError if a layout does not fit the ranks.
+    Return the other ranks' CPU seconds and peak memory in bytes."""
     check(stage, config)
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
-        return
+        return []
     job = {
         "stage": stage.name, "config": config.model_dump(mode="json"), "inputs": to_json(stage, given),
         "store": store.uri, "project": store.project, "scratch": str(run.scratch),
     }  # fmt: skip
     with ranks.together(job):
         stage.function(*arguments, config, run)
+        return [json.loads(text) for text in ranks.mesh().gather_texts("[0, 0]")]
 
 
 def to_json(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
@@ -58,19 +62,21 @@ def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[
 
 def check(stage: Stage, config: StageConfig) -> None:
     """Raise PunaError if the layouts and `generate` in `config` do not fit the number of processes."""
-    apart = getattr(config, "generate", 0)
-    if apart and apart >= ranks.count():
-        raise PunaError(f"{stage.name}: generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
-    for path, layout in layouts(config):
-        if layout.processes == 1 or (layout.processes + apart == ranks.count() and stage.ranks):
-            continue
-        if not stage.ranks:
-            raise PunaError(f"{stage.name} trains in one process: {path} cannot be {layout}")
-        needed = layout.processes + apart
-        raise PunaError(
-            f"{stage.name}: {path} = {layout} needs {needed} processes, and {ranks.count()} run; start with "
-            f"--processes {needed}, or with torchrun"
-        )
+    if lines := misfits(stage, config):
+        raise PunaError(f"{stage.name}: {lines[0]}")
+
+
+def misfits(stage: Stage, config: StageConfig) -> list[str]:
+    """Return an error message for `generate`, and for each layout in `config`, that does not fit the number of processes."""
+    lines, apart, there = list[str](), getattr(config, "generate", 0), ranks.count()
+    if apart >= max(there, 1):
+        lines.append(f"generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
+    for path, layout in layouts(config) if not lines else ():
+        if layout.processes > 1 and not stage.ranks:
+            lines.append(f"{path} cannot be {layout}: this stage trains in one process")
+        elif layout.processes > 1 and (needed := layout.processes + apart) != there:
+            lines.append(f"{path} = {layout} needs {needed} processes, and {there} run; start with --processes {needed}, or with torchrun")
+    return lines
 
 
 def layouts(settings: Settings, path: str = "") -> Iterator[tuple[str, Layout]]:
@@ -108,4 +114,6 @@ def do(job: dict[str, Any]) -> None:
     config = parse(stage.config, job["config"], stage.name)
     arguments = from_json(stage, job["inputs"], store).values()
     with tempfile.TemporaryDirectory() as folder, ranks.together(None):
-        stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))
+        with Meter() as meter:
+            stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))
+        ranks.mesh().gather_texts(json.dumps([meter.cpu_seconds, meter.peak_bytes]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,10 +66,12 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
-        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer)]
-    count = parameters(config.model.complete(vocab_size=1, max_position_embeddings=2048)).total
+        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, z_loss=config.z_loss)]
+    shape, each = config.model.complete(1, 2048), HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
-    return memory(facts, count, HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes, remedy)
+    # The vocabulary may come later: 4096 tokens are enough for each layout.
+    fitting = shape.replace(vocab_size=4096)
+    return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, z_loss=config.z_loss)
 
 
 @stage(kind="model", device=True, ranks=True, needs=needs, named=code_of_tasks)
@@ -167,12 +169,12 @@ def _keep_moments(state: Path, folder: Path) -> None:
     """Save the optimizer's state of the last checkpoint in `state` to the model's `folder`, on rank 0 only."""
     from safetensors.torch import save_file
 
-    checkpoint = None if ranks.follows() else load_state(state)
+    checkpoint = None if ranks.follows() else load_state(state, "state.")
     if checkpoint is None:
         return
     file = folder / MOMENTS
     file.parent.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in checkpoint[0].items() if name.startswith("state.")}, file)
+    save_file({name: value.contiguous() for name, value in checkpoint[0].items()}, file)
 
 
 def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
@@ -260,8 +262,9 @@ class Watch:
                             "attempts, a smaller change of length or base, or wider bounds")  # fmt: skip
         return not faults
 
-    def try_average(self, model: Transformer, last: Callable[[], Transformer], phase: str) -> None:
-        """Keep the averaged weights in `model` if they lower the validation loss of the last step; else restore the last step's weights."""
+    def try_average(self, model: Transformer, folder: Path, phase: str) -> None:
+        """Keep the averaged weights in `model` if they lower the last step's validation loss; else restore its weights from `folder`."""
+
         loss = self.loss(model)
         self.gain, better = self.before - loss, loss < self.before
         self.run.metric(f"averaging_gain_{phase}", self.gain)
@@ -269,7 +272,10 @@ class Watch:
         if better:
             self.after = loss
         else:
-            model.load_state_dict(last().state_dict())
+            checkpoint = load_state(folder, "weight.")
+            assert checkpoint is not None
+            for name, weight in checkpoint[0].items():
+                model.get_parameter(name.removeprefix("weight.")).detach().copy_(weight)
 
 
 def _train(
@@ -310,7 +316,7 @@ def _train(
         )  # fmt: skip
     watch.before = watch.after = losses[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:
-        watch.try_average(model, lambda: _restore(model, load_state(folder)), phase.name)
+        watch.try_average(model, folder, phase.name)
     watch.flops += sum(accounting.training_flops(model.config, relay.at(step).lengths(step)) for step in range(1, phase.steps + 1))
     tokens_at = np.cumsum([row["tokens"] for row in log]) + sum(row["tokens"] for row in watch.log)
     watch.validation += [(float(tokens_at[int(step) - 1]), loss) for step, loss in sorted(losses.items(), key=lambda m: int(m[0]))]
@@ -334,19 +340,6 @@ def _fitting_state(phase: Phase) -> Iterator[None]:
         raise PunaError(f"phase {phase.name}: {error}; or set its optimizer to fresh") from error
 
 
-def _restore(model: Transformer, state: tuple[dict[str, torch.Tensor], Any] | None) -> Transformer:
-    """Return a new model with the last step's weights of a checkpoint `state`, without averaging."""
-    from puna.models.transformer import Transformer
-
-    assert state is not None
-    restored = Transformer(model.config)
-    weights = {name.removeprefix("weight."): value for name, value in state[0].items() if name.startswith("weight.")}
-    if model.config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    restored.load_state_dict(weights)
-    return restored.to(device())
-
-
 def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     from puna.models import accounting
 
@@ -354,7 +347,7 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     run.write_rows([{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log], "training_log")
     tokens, seconds = sum(row["tokens"] for row in log), sum(row["seconds"] for row in log)
     costs = accounting.parameters(model.config)
-    rate = accounting.matrix_rate() if device().type == "cpu" else None
+    rate = ranks.count() * accounting.matrix_rate() if device().type == "cpu" else None
     run.metric("parameters", costs.total)
     run.metric("parameters_without_embeddings", costs.layers)
     run.metric("steps", len(log))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from typing import Any
 
-from puna.models.training.settings import OptimizerSettings
+from puna.models.config import ModelConfig
+from puna.models.training.parallel.layout import CUT, Layout
+from puna.models.training.settings import ComputeSettings, OptimizerSettings, RolloutSettings, TrainingSettings
 from puna.stages.contract import Facts
-from puna.stages.training.settings import AdaptableConfig, AdapterConfig
-from puna.stages.training.train import check_one_tokenizer
+from puna.stages.executors import ranks
+from puna.stages.training.settings import AdaptableConfig, AdapterConfig, DpoConfig, SftConfig
+from puna.stages.training.train import check_one_tokenizer, device
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
@@ -60,24 +65,43 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
     return []
 
 
-def memory(facts: Facts, parameters: int, bytes_each: int, remedy: str) -> list[str]:
-    """Return an error message if `parameters` of `bytes_each` bytes exceed the free memory, if known. Activations are not counted."""
-    free, needed = facts.available_memory_bytes, parameters * bytes_each
+def memory(
+    facts: Facts, parameters: int, bytes_each: int, remedy: str, compute: ComputeSettings | None = None,
+    model: Artifact | ModelConfig | None = None, generate: int = 0, **used: object,
+) -> list[str]:  # fmt: skip
+    """Return an error message if a training's layout is refused (see `Layout.refusal` for `used`), or if the free memory, if known, cannot
+    hold `parameters` of `bytes_each` bytes in each process on this machine. Activations are not counted. `model`: its artifact or shape.
+    """
+    copies = Layout(data=1 if compute is None else max(1, ranks.count() - generate))
+    layout = compute.layout if compute is not None and compute.layout.axes else copies
+    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.processes)
+    free, needed, where = facts.available_memory_bytes, float(here * parameters * bytes_each), ""
+    if layout.axes and compute is not None:
+        from puna.models.formats.checkpoint import read_config
+        from puna.models.training.parallel.estimate import Work, process_bytes
+
+        place, shape = device().type, read_config(model.path()) if isinstance(model, Artifact) else model
+        if why := layout.refusal(compute.precision_on(place), place, shape, **used):
+            return [f"compute.layout: {why}"]
+        where = f" in {here} processes of the layout {layout}"
+        if shape is not None and layout.axes & CUT:
+            needed = here * process_bytes(shape, Work(1, 1, 1, "fp32", moments=bytes_each - HELD_BYTES - GRADIENT_BYTES), layout)
     if free is None or needed <= free:
         return []
     return [
-        f"{parameters / 1e9:,.2f} billion parameters take {needed / 1e9:,.1f} GB at least ({bytes_each} bytes each), "
+        f"{parameters / 1e9:,.2f} billion parameters take {needed / 1e9:,.1f} GB at least ({bytes_each} bytes each{where}), "
         f"and {free / 1e9:,.1f} GB of memory are free; {remedy}"
     ]
 
 
-def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None) -> list[str]:
-    """Return error messages if memory cannot hold the training of the model of input `name`. `method`: full, lora, or None (no choice)."""
+def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None, **more: Any) -> list[str]:
+    """Return error messages if the model of input `name` cannot be trained, see `memory`. `method`: full, lora, or None (no choice)."""
     remedy = "take a smaller model or another machine"
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"
     each = HELD_BYTES if method == "lora" else HELD_BYTES + GRADIENT_BYTES + optimizer.state_bytes
-    return [line for model in models_of(facts, name) for line in memory(facts, size(model), each, remedy)]
+    models: list[tuple[Artifact | None, int]] = [(model, size(model)) for model in models_of(facts, name)]
+    return [line for model, count in models or [(None, 0)] for line in memory(facts, count, each, remedy, model=model, **more)]
 
 
 def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettings) -> list[str]:
@@ -94,14 +118,18 @@ def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettin
     return complaints
 
 
-def adaptable(facts: Facts, name: str, optimizer: OptimizerSettings, config: AdapterConfig) -> list[str]:
-    """Return error messages if the model of input `name` cannot be trained on conversations: chat template, memory, packages."""
-    return [*chat_template(facts, name), *training_memory(facts, name, optimizer, config.method), *config.unmet()]
+def adaptable(facts: Facts, name: str, training: TrainingSettings | RolloutSettings, config: AdapterConfig) -> list[str]:
+    """Return error messages if the model of input `name` cannot be trained on conversations: chat template, layout, memory, packages."""
+    lora, noise = config.method == "lora", isinstance(config, SftConfig) and config.neftune_alpha
+    used = {"adapters": lora, "dropout": lora and config.lora.dropout, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
+    kto = isinstance(config, DpoConfig) and config.preference.of == "answers"
+    trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, kto=kto, **used)
+    return [*chat_template(facts, name), *trained, *config.unmet()]
 
 
 def training_needs(config: AdaptableConfig, facts: Facts) -> list[str]:
     """Return error messages if the input `model` cannot be trained on conversations; see `adaptable`."""
-    return adaptable(facts, "model", config.training.optimizer, config)
+    return adaptable(facts, "model", config.training, config)
 
 
 def model_template(config: object, facts: Facts) -> list[str]:

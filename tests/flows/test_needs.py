@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,12 +14,16 @@ import pytest
 from puna.flows.engine import preflight
 from puna.flows.engine.preflight import check, check_stage
 from puna.flows.engine.trace import flow_named, load
+from puna.models.parameters import parameters
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reinforcement import PpoConfig, ppo
-from puna.stages.contract import Value, execute
+from puna.stages.contract import Facts, Value, execute
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.contract.external import External
 from puna.stages.io.import_model import ImportModelConfig, import_model
+from puna.stages.pretrain.pretrain import PretrainConfig
+from puna.stages.pretrain.pretrain import needs as pretrain_needs
+from puna.stages.training.phase import SHAPE
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 from tests.flows.test_journey import random_model
@@ -99,6 +104,59 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: 
     pretrain, types = flow_named("pretrain"), store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
     with pytest.raises(PunaError, match=r"pretrain: 6\.98 billion parameters take 111\.7 GB at least"):
         check(pretrain, load("llama3-8b", flow="pretrain"), pretrain.by_kind([rows("documents", store), types]), store)
+
+
+REFUSED: list[tuple[int, dict[str, object], dict[str, object], str]] = [
+    (1, {"tensor": 2}, {}, r"training\.compute\.layout = tensor 2 needs 2 processes, and 1 run; start with --processes 2"),
+    (7, {"tensor": 7}, {}, r"compute\.layout: layout\.tensor = 7: num_attention_heads is \d+, which it must divide"),
+    (64, {"pipeline": 64}, {}, r"layout\.pipeline = 64: the model has \d+ layers only"),
+    (2, {"shard": 2}, {"training": {"compute": {"precision": "bf16"}}}, "the layout shard 2 is proved only in fp32"),
+    (2, {"pipeline": 2}, {"loss": "kto"}, "pipeline 2 is proved only without kto"),
+    (2, {"shard": 2}, {"method": "lora"}, "shard 2 is proved only without adapters"),
+    (2, {}, {"method": "lora", "lora": {"dropout": 0.1}}, "data 2 is proved only without dropout"),
+]
+
+
+@pytest.mark.parametrize(("count", "layout", "more", "problem"), REFUSED, ids=lambda value: str(value)[:30])
+def test_a_layout_that_a_training_refuses_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, layout: dict[str, object], more: dict[str, Any], problem: str
+) -> None:
+    store = Store.open(tmp_path / "store")
+    given: dict[str, Value] = {"model": imported("llama3", tmp_path / "own", store), "preferences": [rows("preferences", store)]}
+    compute = {**more.get("training", {}).get("compute", {}), "layout": layout}
+    monkeypatch.setenv("WORLD_SIZE", str(count))
+    with pytest.raises(PunaError, match=rf"^dpo: .*{problem}"):
+        check_stage(dpo, DpoConfig.model_validate({**more, "training": {"compute": compute}}), given, store)
+
+
+def test_a_flow_s_pretraining_is_refused_before_its_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, flow = Store.open(tmp_path / "store"), flow_named("pretrain")
+    types = store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for change, problem in (("layout={tensor: 2}", None), ("layout={tensor: 4}", "needs 4 processes"), ("layout={tensor: 2}", "without z_loss")):
+        changes = [f"pretrain.compute.{change}", "pretrain.compute.precision=fp32", f"pretrain.z_loss={float(problem == 'without z_loss')}"]
+        with pytest.raises(PunaError, match=problem) if problem else contextlib.nullcontext():
+            check(flow, load("demo", changes, flow="pretrain"), flow.by_kind([rows("documents", store), types]), store)
+
+
+def test_memory_is_counted_by_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW: 16 bytes a parameter. Of 8 machines that shard each has an eighth, and 4 bytes of the whole weights; 4 copies here take 64."""
+    deep = SHAPE.replace(hidden_size=2048, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=8)
+    count = parameters(deep.complete(1, 2048)).total
+
+    def lacking(local: int, world: int, layout: dict[str, int], bytes_each: float) -> list[str]:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        compute = {"layout": layout, "precision": "fp32"}
+        config = PretrainConfig.model_validate({"model": deep, "compute": compute, "optimizer": {"name": "adamw"}})
+        return pretrain_needs(config, Facts({}, int(bytes_each * count)))
+
+    assert lacking(1, 1, {}, 15) and not lacking(1, 1, {}, 17)
+    assert not lacking(1, 8, {"shard": 8}, 8) and lacking(1, 8, {"shard": 8}, 4)
+    assert not lacking(1, 2, {"pipeline": 2}, 12)
+    (line,) = lacking(4, 4, {"data": 4}, 60)
+    assert "(16 bytes each in 4 processes of the layout data 4)" in line and not lacking(4, 4, {"data": 4}, 65)
+    assert lacking(4, 4, {}, 60) and not lacking(1, 4, {}, 17)  # by default all processes have copies; other machines have their own memory
 
 
 def test_one_tokenizer_for_policy_and_reward_model(tmp_path: Path) -> None:

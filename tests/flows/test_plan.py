@@ -142,6 +142,10 @@ def test_a_plan_for_several_devices_lists_the_layouts_that_fit() -> None:
     for phase in plan["phases"]:
         assert len(phase["layouts"]) == 3 and f"{phase['seconds_per_step']:.3g} s a step" in phase["layouts"][0]
     assert plan["seconds"] == pytest.approx(sum(phase["seconds_per_step"] * phase["steps"] for phase in plan["phases"]), rel=0.02)
+    for first, *others in [phase["layouts"] for phase in plan["phases"]]:
+        assert first.startswith("data 8: ") and "fp32" not in first and all("compute.precision fp32" in line for line in others)
+        assert "context" not in "".join(others)
+    assert "bf16 with another axis than data" in said
     (alone,) = costs(load("llama3-1b", [], "pretrain"), "H100", 1)["phases"][0]["layouts"]
     assert alone.startswith("one process: ") and "computes each layer twice" in alone  # else 165 GB of rows
 

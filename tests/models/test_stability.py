@@ -13,7 +13,7 @@ from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load, save
 from puna.models.tokens.tokenizer import Tokenizer
-from puna.models.training.objectives import LanguageModeling, Targets
+from puna.models.training.objectives import Kto, LanguageModeling, Targets
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.settings import TrainConfig
 from puna.models.training.trainer import Trainer
@@ -107,10 +107,16 @@ def test_bounded_logits_are_what_the_model_says_everywhere(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("objective", "cap", "name"), [(LanguageModeling(1e-5), None, "z_loss"), (LanguageModeling(), 3.0, "final_logit_softcapping")])
 def test_layouts_that_cut_the_model_are_refused_by_name(objective: LanguageModeling, cap: float | None, name: str) -> None:
-    trainer = Trainer(model(cap).float(), objective, TrainConfig(steps=1))
-    trainer.parallel = SimpleNamespace(mesh=SimpleNamespace(layout=Layout(data=2)))
-    trainer._check_layout()
+    assert Layout(data=2).refusal("bf16", "cuda", model(cap).config, z_loss=objective.z_loss) is None
     for axis in ("tensor", "shard", "context", "pipeline"):
-        trainer.parallel = SimpleNamespace(mesh=SimpleNamespace(layout=Layout(**{axis: 2})))
+        config = model(cap).config.replace(num_key_value_heads=2)
+        assert f"is proved only without {name}" in (Layout(**{axis: 2}).refusal("fp32", "cpu", config, z_loss=objective.z_loss) or "")
+    for axis in ("shard", "pipeline"):
         with pytest.raises(ValueError, match=f"is proved only without {name}"):
-            trainer._check_layout()
+            Trainer(model(cap).float(), objective, TrainConfig(steps=1, compute={"layout": {axis: 2}}))
+
+
+def test_kto_in_a_pipeline_is_refused_before_a_step() -> None:
+    with pytest.raises(ValueError, match="is proved only without kto: leave kto out"):
+        Trainer(model().float(), Kto(loss="kto"), TrainConfig(steps=1, compute={"layout": {"pipeline": 2}}))
+    assert Layout(shard=2).refusal("fp32", "cpu", model().config, kto=True) is None

@@ -286,6 +286,22 @@ def restored(
     return {"digest": digest.hexdigest()}
 
 
+def whole_bytes(members: Sequence[int], layout: dict[str, int]) -> list[float]:
+    """Return the bytes of the whole model's weights over those of fp32: before a trainer has it, before the first step, and after it."""
+    chosen, whole, shares = Layout(**layout), network("deep"), list[float]()
+
+    def look() -> None:
+        shares.append(sum(p.untyped_storage().nbytes() for p in whole.parameters()) / sum(4 * p.numel() for p in whole.parameters()))
+
+    look()
+    with Trainer(whole, o.LanguageModeling(), train_config(chosen), mesh=Mesh(chosen, members)) as trainer:
+        look()
+        trainer.step(1, micro_batches("pretrain", 1), 1)
+        look()
+    look()
+    return shares
+
+
 def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int, **compute: Any) -> list[int]:
     """Return the largest number of a pipeline's passes whose result a rank kept, and how often it computed a layer in a step."""
     alive, counts, computed = list[weakref.ref[Tensor]](), list[int](), itertools.count()
@@ -691,7 +707,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
-    "read_ratio": read_ratio, "passes": passes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled, "rolled": rolled, "silent": silent,
-    "busy": busy, "failing": failing, "precision": precision, "listed": listed,
+    "read_ratio": read_ratio, "passes": passes, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
+    "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
     "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -106,6 +106,12 @@ def test_a_rank_keeps_as_many_passes_as_its_schedule_says_and_computes_layers_tw
     assert ranks("passes", 2, **given) == [[2 * groups, groups * 2 * 7], [2 * groups - 1, groups * 2 * 7]]
 
 
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_rank_that_trains_pieces_holds_no_whole_weights_before_and_in_a_step(ranks: Run, layout: dict[str, int]):
+    for before, held, stepped, after in ranks("whole_bytes", 2, layout=layout):
+        assert before == after == 1 and held < 0.1 and stepped < 0.1
+
+
 @pytest.mark.parametrize("objective", ["pretrain", "dpo", "reward", "ppo"])
 def test_pipeline_with_copies(ranks: Run, objective: str):
     check(ranks, {"data": 2, **(INTERLEAVED if objective in ("dpo", "ppo") else {"pipeline": 2})}, objective, "tied")
@@ -188,7 +194,7 @@ def test_the_comparison_sees_faults_that_other_trainers_had(ranks: Run, fault: s
 @pytest.mark.parametrize("given, problem", [
     ({"layout": {"shard": 2}, "precision": "bf16"}, "proved only in fp32"),
     ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"context": 2}, "variant": "capped"}, "logits are capped"),
-    ({"layout": {"shard": 2}, "variant": "lora"}, "trains all weights"),
+    ({"layout": {"shard": 2}, "variant": "lora"}, "only without adapters"),
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
     ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
     ({"layout": {"expert": 2}}, "has no experts"),
@@ -201,9 +207,8 @@ def test_what_no_test_proves_is_refused_by_name(ranks: Run, given: dict[str, obj
 
 def test_experts_are_dealt_evenly():
     moe = ModelConfig(**PLAIN | MODELS["moe"])
-    Layout(expert=4).check(moe)
-    with pytest.raises(ValueError, match="has 4 experts, which it must divide"):
-        Layout(expert=3).check(moe)
+    assert Layout(expert=4).misfit(moe) is None
+    assert "has 4 experts, which it must divide" in (Layout(expert=3).misfit(moe) or "")
 
 
 def test_only_a_pipeline_has_virtual_stages():

@@ -12,6 +12,7 @@ from puna.models.training.loop import fingerprint
 from puna.models.training.parallel.boxes import load
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.parallel import parallel
+from puna.models.training.state import load_state
 
 from .cases import network
 from .conftest import Run
@@ -56,6 +57,15 @@ def test_the_state_of_whole_matrices_is_read_by_every_layout(ranks: Run, optimiz
         result = ranks("trained", size(writer), layout=writer, steps=steps, **given)
         assert len({one["digest"] for layout in (writer, next_one) for one in ranks("restored", size(layout), layout=layout, **given)}) == 1
     assert result[0]["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=str)
+def test_the_tensors_of_a_prefix_are_read_alone(ranks: Run, tmp_path: Path, layout: dict[str, int]):
+    ranks("trained", size(layout), layout=layout, folder=str(tmp_path), steps=3)
+    whole, weights = load_state(tmp_path), load_state(tmp_path, "weight.")
+    assert whole is not None and weights is not None and len(weights[0]) < len(whole[0]) / 3 and weights[1] == whole[1]
+    assert weights[0].keys() == {name for name in whole[0] if name.startswith("weight.")}
+    assert all(torch.equal(tensor, whole[0][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pipeline": 2}], ids=str)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pickle
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.stages.contract import StageConfig, StageRun, perform, stage
+from puna.stages.contract import StageConfig, StageRun, perform, rank_jobs, stage
 from puna.stages.contract.measure import EVERY_SECONDS, Meter
-from puna.stages.executors import PartExecutor, local, parts
+from puna.stages.executors import PartExecutor, local, parts, ranks
 from puna.stages.executors.worker import Answer
 from puna.storage import Store
 
@@ -61,6 +64,30 @@ def test_a_stage_is_charged_with_its_workers_and_not_with_the_stage_before(tmp_p
         second = perform(cheap, CostConfig(), {}, store, executor=executor).artifact.manifest
     assert first.timings["cpu_seconds"] >= first.metrics["used"] - 0.02  # the kernel counts in hundredths
     assert second.timings["cpu_seconds"] < first.metrics["used"] / 2
+
+
+@stage(kind="signals", version="1", ranks=True)
+def shared(config: CostConfig, run: StageRun) -> None:
+    """Runs on all ranks."""
+    run.write(pa.table({"id": ["c"]}))
+
+
+def test_a_stage_is_charged_with_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time is the sum; memory is that of the largest process. A rank reports what its own meter shows."""
+    reports: list[str] = []
+
+    def gather(own: str) -> list[str]:
+        reports.append(own)
+        return [own, "[7.5, 1099511627776]", "[2.5, 5]"]
+
+    monkeypatch.setattr(ranks, "count", lambda: 3)
+    monkeypatch.setattr(ranks, "together", lambda job: contextlib.nullcontext())
+    monkeypatch.setattr(ranks, "mesh", lambda: SimpleNamespace(gather_texts=gather))
+    manifest = perform(shared, CostConfig(), {}, Store.open(tmp_path)).artifact.manifest
+    assert 10 <= manifest.timings["cpu_seconds"] < 15 and manifest.peak_memory_bytes == 1 << 40
+    rank_jobs.do({"stage": "shared", "config": {}, "inputs": {}, "store": str(tmp_path), "project": "default", "scratch": str(tmp_path / "s")})
+    cpu_seconds, peak = json.loads(reports[-1])
+    assert 0 <= cpu_seconds < 5 and 1 << 20 < peak < 1 << 40
 
 
 def test_memory_is_that_of_the_stage_and_not_of_the_one_before(tmp_path: Path) -> None:

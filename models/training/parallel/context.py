@@ -65,8 +65,6 @@ class ContextTransformer(CutTransformer):
 
     def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
         """Return the final hidden states of this rank's rows, and the assignment of rows to ranks."""
-        if forest.tokens.is_cuda:
-            raise ValueError("layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet")
         dealt = deal(forest.mask.depths, self.mesh.size("context"))
         own = dealt.rows(self.rank)
         masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}

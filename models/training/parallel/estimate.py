@@ -72,10 +72,11 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Return, in words, the overheads: recomputed layers, and the shares of the step's time that are not spent on computing."""
+        """Return, in words: fp32, recomputed layers, and the shares of the step's time that are not spent on computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
-        return ", ".join(["computes each layer twice"] * self.work.checkpointing + parts) or "nothing but computing"
+        said = ["compute.precision fp32"] * (self.work.precision == "fp32") + ["computes each layer twice"] * self.work.checkpointing
+        return ", ".join(said + parts) or "nothing but computing"
 
 
 def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
@@ -83,7 +84,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
 
     `reached`: see `REACHED`. Raise ValueError if a data-parallel rank would have less than one row.
     """
-    machine, readers = Machine.of(sheet), layout.readers
+    machine, readers = Machine.of(sheet, work.precision), layout.readers
     if work.rows < readers:
         raise ValueError(f"{work.rows} rows a step are too few for {readers} readers")
     own_rows = -(-work.rows // readers)
@@ -108,7 +109,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank updates only its own boxes
     absent = -micro % stages * (1 if micro < stages else 2 / 3)  # of the last group that passes a rank's stages, both ways or backward
     bubble = (stages - 1 + absent * (layout.virtual_stages - 1)) / layout.virtual_stages * (compute + transfers)
-    needed = _bytes(config, work, layout, tokens, micro, whole)
+    needed = process_bytes(config, work, layout, tokens, micro, whole)
     transfers = micro * transfers + exposed + summed
     return Estimate(layout, work, micro * compute, transfers, bubble, update, needed, needed <= FULL * sheet.memory)
 
@@ -138,7 +139,7 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
     return seconds
 
 
-def _bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int, micro: int, whole: bool) -> float:
+def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1, whole: bool = True) -> float:
     """Return the bytes on the fullest device: state of its pieces, activations of the micro-batches under way, gathered layers.
 
     Between steps the device has no gradients or activations, but with `whole` the whole weights in fp32, for validation and saving.
@@ -173,14 +174,16 @@ def layouts(devices: int) -> Iterator[Layout]:
                     continue
 
 
-def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3) -> list[Estimate]:
-    """Return up to `most` estimates that fit, fastest first, one per set of axes; else the smallest (bytes). `checkpointing` is varied."""
+def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
+    """Return up to `most` estimates that fit, fastest first, one per set of axes; else the smallest (bytes). `checkpointing` is varied.
+    A layout that is refused on GPUs (see `Layout.refusal` for `used`) is planned in fp32, or left out if that is refused, too."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):
+        able = [replace(work, precision=one) for one in (work.precision, "fp32") if not layout.refusal(one, "cuda", config, **used)][:1]
         try:
-            layout.check(config)
-            estimates = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in (False, True)]
+            own = [replace(one, checkpointing=less) for one in able for less in (False, True)]
+            estimates = [estimate(config, one, layout, sheet) for one in own]
         except ValueError:
             continue
         for one in estimates:

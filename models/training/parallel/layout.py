@@ -26,6 +26,9 @@ PROVED = frozenset(
     )
 )  # fmt: skip
 """Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
+CUT = frozenset(AXES) - {"data"}
+UNPROVED = {"z_loss": CUT, "adapters": CUT, "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES), "kto": frozenset({"pipeline"})}
+"""Setting → the axes with which no test proves it."""
 
 
 class Layout(Settings):
@@ -69,11 +72,7 @@ class Layout(Settings):
 
     def parts(self, config: ModelConfig) -> Layout | None:
         """Return this layout if it splits a model for inference; None if each rank has the whole model or the layout does not fit it."""
-        try:
-            self.check(config)
-        except ValueError:
-            return None
-        return self if self.axes - {"data"} else None
+        return None if self.misfit(config) or not self.axes & CUT else self
 
     @model_validator(mode="after")
     def _is_proved(self) -> Layout:
@@ -84,12 +83,27 @@ class Layout(Settings):
             raise ValueError(f"no test proves the layout {self} equal to one process; these are proved: {able}")
         return self
 
-    def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if a model's shape does not fit this layout."""
+    def misfit(self, config: ModelConfig) -> str | None:
+        """Return why a model's shape does not fit this layout; None if it fits."""
+        if self.axes & CUT and config.final_logit_softcapping is not None:
+            return f"layout = {self}: it is proved only without final_logit_softcapping, and the model's logits are capped"
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
-                raise ValueError(f"layout.{axis} = {self.size(axis)}: {problem}")
+                return f"layout.{axis} = {self.size(axis)}: {problem}"
+        return None
+
+    def refusal(self, precision: str, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
+        """Return why no training runs under this layout, None if a test proves it. `config`: the model's shape, if known; `used`: values of
+        settings in `UNPROVED`."""
+        if config is not None and (problem := self.misfit(config)):
+            return problem
+        if self.context > 1 and device != "cpu":
+            return "layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet"
+        if self.axes & CUT and precision == "bf16":
+            return f"the layout {self} is proved only in fp32: set compute.precision to fp32"
+        name = next((name for name, value in used.items() if value and self.axes & UNPROVED[name]), None)
+        return name and f"the layout {self} is proved only without {name}: leave {name} out, or change the layout"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
@@ -99,8 +113,6 @@ class Layout(Settings):
 def _tensor(config: ModelConfig, size: int) -> str | None:
     if config.moe is not None or config.mla is not None:
         return "a model with experts or latent attention is not cut by matrices"
-    if config.final_logit_softcapping is not None:
-        return "a model whose logits are capped is not cut by matrices"
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, name)) % size:
             return f"{name} is {count}, which it must divide"
@@ -109,8 +121,6 @@ def _tensor(config: ModelConfig, size: int) -> str | None:
 
 
 def _context(config: ModelConfig, size: int) -> str | None:
-    if config.final_logit_softcapping is not None:
-        return "a model whose logits are capped is not cut by tokens"
     return "a model with experts has a loss over all tokens of a micro-batch" if config.moe is not None else None
 
 

@@ -15,19 +15,21 @@ from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.transformer import Transformer
 
 
-def parallel(model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None) -> Parallel:
-    """Return a model under a layout (`mesh`'s, if given). Raise ValueError for an unfit shape, dropout or, beyond `data`, frozen weights.
+def parallel(
+    model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, precision: str = "fp32", **used: object
+) -> Parallel:
+    """Return a model under a layout (`mesh`'s, if given). Raise ValueError for a layout that is not proved, see `Layout.refusal`.
     `mesh`: the ranks; None: all processes. `device`: where this rank's pieces are; None: the model's device."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
+    config, place = model.config if isinstance(model, Transformer) else None, device or next(model.parameters()).device
+    used["dropout"] = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    used["adapters"] = config is None or not all(p.requires_grad for p in model.parameters())
+    if why := layout.refusal(precision, place.type, config, **used):
+        raise ValueError(why)
     mesh = mesh or Mesh(layout)
-    for name, module in model.named_modules():
-        if layout.axes and isinstance(module, nn.Dropout) and module.p:  # each layout would draw different numbers
-            raise ValueError(f"{name} draws random numbers in each pass: set dropout to 0, or train in one process")
     if layout.axes <= {"data"}:
         return Parallel(model, mesh, device)
-    if not isinstance(model, Transformer) or not all(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"the layout {layout} trains all weights of a model; adapters need copies of the model: set only layout.data")
-    layout.check(model.config)
+    assert isinstance(model, Transformer)
     if layout.pipeline > 1:
         return Pipelined(model, mesh, device)
     if layout.shard == 1:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from puna.models import transformer
+from puna.models import accounting, transformer
 from puna.models.training.loop import TrainingDiverged
 from puna.models.training.settings import OptimizerSettings
 from puna.stages.contract import execute
 from puna.stages.experiments.anneal_experiment import AnnealExperimentConfig
 from puna.stages.experiments.mix_experiment import MixExperimentConfig
-from puna.stages.pretrain.pretrain import PretrainConfig, Watch, pretrain
+from puna.stages.pretrain.pretrain import PretrainConfig, Watch, _finish, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.phase import SHAPE, Phase
@@ -81,6 +83,19 @@ def test_an_average_that_raises_the_loss_is_not_taken(store, given, monkeypatch:
     assert made.manifest.metrics["averaging_taken_initial"] == (not worse)
     with pytest.raises(ValidationError, match="ema and average are two ways"):
         config(schedule={"ema": 0.8, "anneal_steps": 5, "average": 2})
+
+
+def test_the_rate_of_several_processes_is_the_sum_of_theirs(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes can compute twice as much: the share of it that a training reaches is half."""
+    monkeypatch.setattr(accounting, "matrix_rate", lambda: 1e9)
+    metrics: dict[str, float] = {}
+    rows = [{"step": 1, "tokens": 64, "seconds": 2.0, "loss": 1.0, "skipped": 0, "learning_rate": 0.1}]
+    watch = SimpleNamespace(log=rows, flops=1e9, after=1.0, before=1.0, gain=0.0, validation=[])
+    run = SimpleNamespace(write_rows=lambda *_: None, figure=lambda *_: None, metric=metrics.__setitem__)
+    for count in (1, 2):
+        monkeypatch.setenv("WORLD_SIZE", str(count))
+        _finish(SimpleNamespace(config=SHAPE.complete(300, 64)), watch, run)
+        assert metrics["matrix_flops_per_second"] == count * 1e9 and metrics["model_flops_utilization"] == 0.5 / count
 
 
 def test_spikes_are_skipped_and_many_in_a_row_stop_the_run(store, given) -> None:
