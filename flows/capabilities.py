@@ -10,13 +10,11 @@ from typing import Annotated
 from puna.flows.engine.declare import Output, current_walk, flow, publish, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.rounds import replace_field
-from puna.stages.align.instructions import instructions
-from puna.stages.align.long_prompts import long_prompts
-from puna.stages.align.mix_instructions import MixInstructionsConfig, mix_instructions
+from puna.stages.align.checked_prompts import long_prompts, system_prompts
+from puna.stages.align.instructions import MixInstructionsConfig, instructions, mix_instructions
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
-from puna.stages.align.system_prompts import system_prompts
 from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.training.intervals import paired_difference
@@ -66,10 +64,8 @@ def capabilities(
             arm: step(evaluate, f"evaluate_{name}_{arm}", field="evaluate", model=one, prompts=questions) for arm, one in arms.items()
         }
         results = {arm: item for arm, output in outcomes.items() for item in output.items if isinstance(item, Artifact)}
-        for item in questions.items:
-            if isinstance(item, Artifact):
-                for sentence in compare_arms(results, item):
-                    tell(f"{name}: {sentence}")
+        for sentence in (one for item in questions.items if isinstance(item, Artifact) for one in compare_arms(results, item)):
+            tell(f"{name}: {sentence}")
     return policy
 
 

@@ -298,8 +298,7 @@ def _of_rl() -> list[RolloutsConfig]:
 
 
 def _last_updates() -> int:
-    """Return the number of the policy's updates after the first finetuning: of DPO and of finetuning on its own answers (0 for those
-    set in epochs), and of RL."""
+    """Return the number of the policy's updates after SFT: of DPO and of SFT on its own answers (0 if set in epochs), and of RL."""
     configs = [config for one in (Step("dpo", "dpo", dpo), AGAIN) for config in current_walk().configs(one)]
     steps = sum(config.training.steps or 0 for config in configs if isinstance(config, AdaptableConfig))
     return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())

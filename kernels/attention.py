@@ -38,9 +38,6 @@ def attention_reference(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: Fores
     return torch.einsum("hqs,shv->qhv", scores_HTT.softmax(-1), v_THV)
 
 
-# --- portable: tiles -------------------------------------------------------------------------------------
-
-
 def _stack(x_nHK: Tensor, G: int) -> Tensor:
     """Return x [n, H, K] as [G, n R, K]: the R heads of a group become rows of one matrix."""
     n, H, K = x_nHK.shape
@@ -114,9 +111,6 @@ def _backward(
         dq_THK[rows] = _unstack(torch.bmm(ds, k).mul_(scale), n)
         _accumulate(dk_TGK, tile.keys, torch.bmm(ds.transpose(1, 2), q))
     return dq_THK.to(dtype), dk_TGK.to(dtype), dv_TGV.to(dtype)
-
-
-# --- façade ----------------------------------------------------------------------------------------------
 
 
 def _layout(mask: ForestMask, q_THK: Tensor, V: int) -> list[Tensor]:

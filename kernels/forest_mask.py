@@ -95,8 +95,6 @@ class ForestMask:
             seen &= self.depths[:, None] - self.depths[None, :] < self.window
         return seen
 
-    # --- CPU ---
-
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """Return the tiles of all queries, in order."""
@@ -151,8 +149,6 @@ class ForestMask:
             torch.tensor(tokens, dtype=torch.int64),
             torch.tensor(places, dtype=torch.int64),
         ]
-
-    # --- GPU ---
 
     @torch.inference_mode(False)
     def blocks(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -30,9 +30,6 @@ def grouped_linear_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) ->
     return torch.cat([x_ND[cuts[e] : cuts[e + 1]] @ w_EFD[e].T for e in range(len(w_EFD))])
 
 
-# --- portable --------------------------------------------------------------------------------------------
-
-
 def _grouped_product(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     y_NF = x_ND.new_empty(len(x_ND), w_EFD.shape[1])
     cuts = offsets_E1.tolist()
@@ -51,9 +48,6 @@ def _grouped_weights(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> Tensor:
         if rows.start < rows.stop:
             torch.mm(dy_NF[rows].T, x_ND[rows], out=dw_FD)
     return dw_EFD
-
-
-# --- Triton ----------------------------------------------------------------------------------------------
 
 
 @triton_jit
@@ -157,9 +151,6 @@ def _grouped_weights_triton(dy_NF: Tensor, x_ND: Tensor, offsets_E1: Tensor) -> 
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dw_EFD
-
-
-# --- façade ----------------------------------------------------------------------------------------------
 
 
 _grouped_linear = operator(

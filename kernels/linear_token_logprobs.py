@@ -30,9 +30,6 @@ def linear_token_logprobs_reference(x_ND: Tensor, w_VD: Tensor, targets: Tensor,
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-# --- one chunk of logits: portable -----------------------------------------------------------------------
-
-
 # These functions may overwrite their logits [C, V].
 
 
@@ -61,9 +58,6 @@ def _logprob_gradient_rows(
         d_CV = logp_CV.exp_().mul_(slope_CV).neg_()
     d_CV.scatter_add_(1, targets[:, None], dlogp[:, None].to(d_CV.dtype))
     return d_CV.div_(temperature).to(logits_CV.dtype)
-
-
-# --- one chunk of logits: Triton, one program to a row ---------------------------------------------------
 
 
 @triton_jit
@@ -140,9 +134,6 @@ def _logprob_gradient_rows_triton(
     return logits_CV
 
 
-# --- all chunks ------------------------------------------------------------------------------------------
-
-
 def _logprobs_by(rows_function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     def logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         logp, entropy, lse = (torch.empty(len(x_ND), dtype=wide(x_ND.dtype), device=x_ND.device) for _ in range(3))
@@ -173,9 +164,6 @@ def _logprobs_backward_by(rows_function: Callable[..., Tensor]) -> Callable[...,
         return dx_ND, dw_VD.to(w_VD.dtype)
 
     return backward
-
-
-# --- façade ----------------------------------------------------------------------------------------------
 
 
 _logprobs = operator(

@@ -46,9 +46,6 @@ def combine_reference(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor) -> Tenso
     return y_ND.new_zeros(len(weight_Tk), y_ND.shape[1]).index_add(0, token_N, weighted)
 
 
-# --- portable --------------------------------------------------------------------------------------------
-
-
 def _route(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     return top_k_routing_reference(logits_TE.to(wide(logits_TE.dtype)), k, normalize)
 
@@ -84,9 +81,6 @@ def _combine_backward(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, order_N: T
     dweight_N = (dy_ND.to(weight_Tk.dtype) * y_ND).sum(1)
     dy_ND *= weight_Tk.flatten()[order_N, None].to(dy_ND.dtype)
     return dy_ND, dweight_N[place_N].view(weight_Tk.shape)
-
-
-# --- Triton ----------------------------------------------------------------------------------------------
 
 
 @triton_jit
@@ -177,9 +171,6 @@ def _combine_backward_triton(dy_TD: Tensor, y_ND: Tensor, weight_Tk: Tensor, ord
     if N:
         _combine_gradients_kernel[(N,)](dy_TD, y_ND, weight_Tk, order_N, dy_ND, dweight_Tk, D, K=k, BLOCK=_block(D), num_warps=4)
     return dy_ND, dweight_Tk
-
-
-# --- façade ----------------------------------------------------------------------------------------------
 
 
 def _fake_route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:

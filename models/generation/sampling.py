@@ -115,9 +115,6 @@ def shift(z_V: Tensor, row: Draw) -> None:
             raise RowError(f"the mask allows no token after {list(row.answer[-8:])}")
 
 
-# --- rows of probabilities cut to the likeliest tokens: top-k, then top-p, then min-p (N candidate tokens) ---
-
-
 def cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
     """Return [S] int64: tokens drawn from softmax(z * scale) after top-k, top-p and min-p, by the inverse cumulative distribution.
     `scale` and `uniforms` (in [0, 1)) are [S], on any device."""

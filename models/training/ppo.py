@@ -86,9 +86,8 @@ def train_ppo(
     def estimate(sampled: Sampled, numbers: dict[str, float], trainers: Mapping[str, Trainer]) -> Estimate:
         if not numbers.get("normalized") and config.normalize_rewards:
             numbers["score_mean"] = float(sampled.scores.mean())
-            # Equal scores have no scale: a tiny one would make every later reward enormous.
             deviation = float(sampled.scores.std(correction=0))
-            numbers["score_scale"] = deviation if deviation > 1e-6 else 1.0
+            numbers["score_scale"] = deviation if deviation > 1e-6 else 1.0  # equal scores have no scale
         numbers["normalized"] = 1.0
         rewards = (sampled.scores - numbers["score_mean"]) / numbers["score_scale"]
         rewards = rewards - config.unfinished_penalty * (1.0 - sampled.finished)

@@ -165,8 +165,7 @@ class _Development:
         return self._rewards.center
 
     def score(self, network: Transformer) -> float:
-        """Return the mean reward of a model's answers. An answer whose verifier fails counts as 0, and so does a truncated answer, unless
-        a reward model alone gives the rewards."""
+        """Return the mean reward of a model's answers. With verifiers, a truncated answer or one that cannot be scored counts 0."""
         answers = self._answers(network)
         pairs = [(reward, one.finished) for (reward,), (one,) in zip(self._rewards(self._ids, answers), answers, strict=True)]
         rewards = [reward if finished or not self._checked else 0.0 for reward, finished in pairs]

@@ -44,9 +44,6 @@ def pattern(text: str) -> Any:
     return re2.compile(text)
 
 
-# --- keywords ---------------------------------------------------------------------------------------------
-
-
 @kind("keywords:existence")
 def has_keywords(answer: str, *, keywords: list[str]) -> bool:
     """True if each keyword occurs, ignoring case, also inside a word."""
@@ -69,9 +66,6 @@ def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     """True if `letter`, a letter or other character, occurs at least, or less than, `let_frequency` times, ignoring case."""
     return compare_count(answer.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-# --- language and case ------------------------------------------------------------------------------------
 
 
 @kind("language:response_language")
@@ -106,9 +100,6 @@ def _language(text: str) -> str | None:
     # A text in capitals looks foreign to the classifier.
     ((_, label),) = lid().f.predict(text.lower() if text.isupper() else text, 1, 0.0, "strict")
     return str(label).removeprefix("__label__")
-
-
-# --- length -----------------------------------------------------------------------------------------------
 
 
 @kind("length_constraints:number_sentences")
@@ -172,9 +163,6 @@ def count_sentences(text: str) -> int:
     return count + any(c.isalnum() for c in text[last:])
 
 
-# --- content and format -----------------------------------------------------------------------------------
-
-
 @kind("detectable_content:number_placeholders")
 def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
     """True if there are at least `num_placeholders` placeholders in square brackets."""
@@ -234,9 +222,6 @@ def json_format(answer: str) -> bool:
 def title(answer: str) -> bool:
     """True if the answer has a title, not empty, in double angle brackets."""
     return any(heading.strip("<> \t") for heading in pattern(r"<<[^\n]+?>>").findall(answer))
-
-
-# --- combination, beginning and end -----------------------------------------------------------------------
 
 
 @kind("combination:two_responses")

@@ -88,8 +88,6 @@ class Parallel:
         """Return the weights that are not trained, by name; each rank has them whole."""
         return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
 
-    # --- a step ---
-
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
         """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""
         shares = by_load([len(part) for part in micro], self.mesh.layout.readers)
@@ -165,8 +163,6 @@ class Parallel:
         """Return `compute(model, part)`, without training. If ranks hold pieces of the model, all ranks must call this method together."""
         return compute(self.model, part)
 
-    # --- whole weights ---
-
     @torch.no_grad()
     def gather(self, pieces: Mapping[str, Piece], values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield each name of `pieces` with its whole tensor, bit-identical, from all ranks. `values`: this rank's pieces, by name."""
@@ -203,8 +199,6 @@ class Parallel:
                 if name in self.pieces:
                     parameter.data = parameter.new_zeros(()).expand(parameter.shape)
             self._published = False
-
-    # --- the state of a training run ---
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
         """Return the piece that a state tensor represents. A tensor `…NAME` in the shape of weight NAME's piece is cut like that weight."""

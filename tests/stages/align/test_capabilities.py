@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from puna.flows.capabilities import compare_arms
 from puna.flows.engine.trace import flow_named, load, trace
-from puna.stages.align.long_prompts import LongPromptsConfig, long_prompts
-from puna.stages.align.mix_instructions import MixInstructionsConfig, mix_instructions, row_counts
-from puna.stages.align.system_prompts import SystemPromptsConfig, add_rule, system_prompts
+from puna.stages.align.checked_prompts import LongPromptsConfig, SystemPromptsConfig, add_rule, long_prompts, system_prompts
+from puna.stages.align.instructions import MixInstructionsConfig, mix_instructions, row_counts
 from puna.stages.contract import execute
 from puna.stages.conversations import asking, content_of, dump, messages_of
 from puna.stages.verifiers.base import Question

@@ -249,7 +249,7 @@ def test_chosen_answers_are_learned_once_and_held_out_ones_never(tmp_path: Path)
 
     def pair(number: int, better: str, split: str = "train", level: str = "better", edited: str | None = None) -> dict[str, Any]:
         return {
-            "id": str(number), "prompt_id": f"p{number % 2}", "task": "t", "split": split, "messages": asking("q"), "tools": None,
+            "id": str(number), "prompt_id": "p5" if split == "heldout" else f"p{number % 2}", "task": "t", "split": split, "messages": asking("q"), "tools": None,
             "chosen": answering(better), "rejected": answering("no"), "edited": edited and answering(edited), "others": None,
             "level": level, "margin": 0.5, "chosen_model": "m", "rejected_model": "m",
         }  # fmt: skip
