@@ -152,9 +152,8 @@ def _optimize(
     if steps and not any(leaf.stepwise for row in rows for leaf in leaves(from_text(row["verifier"]))):
         raise PunaError(f"{run.stage}: credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer")
     networks = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
-    kinds = config.floor, config.ensemble, steps
-    rewards = rewards_of(scorer, networks, rows, prompt_ids, tokenizer, config.compute.micro_batch_tokens, *kinds)
-    rewards = replace(rewards, watched=config.reward == "reward_model")
+    kinds = config.compute.micro_batch_tokens, config.floor, config.ensemble, steps, groups.mesh.index == 0
+    rewards = replace(rewards_of(scorer, networks, rows, prompt_ids, tokenizer, *kinds), watched=config.reward == "reward_model")
     if config.reward == "product" and config.center == "start":
         untrained = groups.answering(parallel(model, layout, groups.mesh, device()))
         rewards = _center(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)

@@ -92,11 +92,16 @@ class Rewards:
 
 def rewards_of(
     scorer: Scorer | None, reward_models: Sequence[Transformer | Parallel], rows: Sequence[dict[str, Any]], asked: Ids,
-    tokenizer: Tokenizer, micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False,
+    tokenizer: Tokenizer, micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False, first: bool = True,
 ) -> Rewards:  # fmt: skip
-    """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked`, `steps`: see `gold_of`."""
-    gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps)
+    """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked`, `steps`: see `gold_of`. first: False on a
+    rank whose scores are not used: its verifiers are not asked."""
+    gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps) if first else _zeros
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
+
+
+def _zeros(prompts: Ids, completions: Completions) -> Parts:
+    return {"verifier": [[0.0] * len(some) for some in completions]}
 
 
 def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: int, how: Ensemble) -> Scores:

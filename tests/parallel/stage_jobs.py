@@ -21,6 +21,7 @@ from puna.stages.contract import External, execute, rank_jobs
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
 from puna.stages.training.token_rows import Packed, Reader
+from puna.stages.verifiers.scoring import Scorer
 from puna.storage import Store
 
 from .cases import network
@@ -75,4 +76,18 @@ def stage_reads(members: Sequence[int], **given: Any) -> int:
     raise AssertionError("the stage ended without a step")
 
 
-JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads}
+def verified(members: Sequence[int], **given: Any) -> int:
+    """Return the number of answers that a rank's verifiers score in a stage."""
+    count, real = 0, Scorer.scores
+
+    def scores(self: Scorer, answers: Sequence[Any]) -> list[Any]:
+        nonlocal count
+        count += len(answers)
+        return real(self, answers)
+
+    with mock.patch.object(Scorer, "scores", scores):
+        stage(members, **given)
+    return count
+
+
+JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "verified": verified}

@@ -84,6 +84,11 @@ def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
 
 
+def test_only_the_first_rank_asks_the_verifiers(ranks: Run, store: Store, model: Callable[..., Artifact]) -> None:  # noqa: F811
+    given, config = inputs(store, "grpo", model(3), model(3)), CONFIGS["grpo"] | {"rollouts": 1}
+    assert ranks("verified", 8, store=str(store.root), name="grpo", config=config, inputs=sent(given)) == [12, *7 * [0]]
+
+
 @pytest.mark.parametrize("name, models, by", [("dpo", 1, "training"), ("grpo", 1, ""), ("ppo", 2, ""), ("distill", 1, "training")])
 def test_each_rank_looks_at_its_part_of_the_models(ranks: Run, name: str, models: int, by: str, tmp_path: Path) -> None:
     """About an eighth of each, and pages beside it that other ranks have read, which the system maps along; a model that is loaded whole is mapped
