@@ -16,8 +16,7 @@ from puna.stages.evaluation.needle import THINGS
 from puna.stages.verifiers.registry import from_json, to_text
 from puna.storage import PunaError
 
-TRAINED, NEW = "trained_rules", "new_rules"
-"""Tasks of the prompts, by their rule: rules of training prompts, and rules that only held-out prompts have."""
+TRAINED, NEW = "trained_rules", "new_rules"  # tasks of prompts, by their rule: of training prompts; of held-out prompts alone
 
 
 class Rule(StageConfig):

@@ -96,12 +96,9 @@ def rewards_of(
 ) -> Rewards:  # fmt: skip
     """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked`, `steps`: see `gold_of`. first: False on a
     rank whose scores are not used: its verifiers are not asked."""
-    gold = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps) if first else _zeros
+    real = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps)
+    gold = real if first or real is None else lambda prompts, answers: {"verifier": [[0.0] * len(some) for some in answers]}
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
-
-
-def _zeros(prompts: Ids, completions: Completions) -> Parts:
-    return {"verifier": [[0.0] * len(some) for some in completions]}
 
 
 def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: int, how: Ensemble) -> Scores:
