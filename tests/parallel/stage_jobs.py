@@ -62,13 +62,13 @@ def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any],
 
 
 def stage_reads(members: Sequence[int], **given: Any) -> int:
-    """Return the bytes of mapped weights that a rank has looked at when a stage's first step begins, or a whole model is first gathered."""
+    """Return the bytes of mapped weights that a rank has looked at when a stage first releases or gathers a whole model, or begins a step."""
 
     def first(*_: Any) -> None:
         maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
         raise InterruptedError(sum(1024 * int(re.search(r"^Rss: *(\d+)", one, re.MULTILINE)[1]) for one in maps if ".safetensors" in one))  # type: ignore[index]
 
-    with mock.patch.object(Trainer, "step", first), mock.patch.object(Parallel, "publish", first):
+    with mock.patch.object(Trainer, "step", first), mock.patch.multiple(Parallel, publish=first, release=first):
         try:
             stage(members, **given)
         except InterruptedError as looked:
