@@ -9,6 +9,7 @@ from typing import Annotated
 
 from puna.flows.engine.declare import Output, current_walk, flow, publish, step, tell
 from puna.flows.engine.recipe import Step
+from puna.flows.report.arms import scores_of
 from puna.flows.rounds import replace_field
 from puna.stages.align.checked_prompts import long_prompts, system_prompts
 from puna.stages.align.instructions import MixInstructionsConfig, instructions, mix_instructions
@@ -18,7 +19,6 @@ from puna.stages.align.sft import sft
 from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.training.intervals import paired_difference
-from puna.stages.verifiers.base import is_correct
 from puna.storage import Artifact
 
 MIX = Step("mix_instructions", "mix_instructions", mix_instructions)
@@ -86,9 +86,8 @@ def right_answers(evaluations: Mapping[str, Artifact], prompts: Artifact) -> dic
     task_of = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
     right: dict[str, dict[str, dict[str, float]]] = {}
     for arm, evaluation in evaluations.items():
-        for row in evaluation.read("scores").to_pylist():
-            if row["name"] == "score":
-                right.setdefault(task_of[row["id"]], {}).setdefault(arm, {})[row["id"]] = float(is_correct(row["value"]))
+        for key, value in scores_of(evaluation).get("accuracy", {}).items():
+            right.setdefault(task_of[key], {}).setdefault(arm, {})[key] = value
     return right
 
 

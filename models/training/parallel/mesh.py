@@ -268,7 +268,8 @@ def buckets(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield the items, in order, in lists of at least `BUCKET` elements each; the last list may have fewer."""
     bucket, elements = list[T](), 0
     for item in items:
-        bucket, elements = [*bucket, item], elements + size(item)
+        bucket.append(item)
+        elements += size(item)
         if elements >= BUCKET:
             yield bucket
             bucket, elements = [], 0
