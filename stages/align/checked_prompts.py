@@ -122,7 +122,7 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
     hold a key's passage are left out. Raise PunaError if one of the splits has no document.
     """
     size = (config.train + config.heldout) * config.characters
-    begins = [config.passage.partition("{value}")[0].format(key=key, value="").strip() for key in config.keys]
+    begins = [config.passage.partition("{value}")[0].replace("{key}", key).strip() for key in config.keys]
     texts: dict[str, list[str]] = {"train": [], "heldout": []}
     for page in heldout_pages(documents, None, size, size, run):
         if not any(begin in page.text for begin in begins):
@@ -148,8 +148,8 @@ def _prompt(texts: Sequence[str], keys: Sequence[str], split: str, config: LongP
     asked = draw.choice(np.asarray(keys, object), config.passages, replace=False).tolist()
     values = (100 + draw.choice(900, config.passages, replace=False)).tolist()
     for key, value in zip(asked, values, strict=True):
-        lines.insert(int(draw.integers(len(lines) + 1)), config.passage.format(key=key, value=value))
-    question = "\n".join(lines) + "\n\n" + config.question.format(key=asked[0])
+        lines.insert(int(draw.integers(len(lines) + 1)), config.passage.replace("{key}", key).replace("{value}", str(value)))
+    question = "\n".join(lines) + "\n\n" + config.question.replace("{key}", asked[0])
     return {
         "id": identifier(question), "task": "long_context", "split": split, "messages": asking(question), "tools": None,
         "reference": str(values[0]), "verifier": to_text("regex", pattern=rf"\D*{values[0]}\D*", match="whole"),

@@ -117,6 +117,13 @@ def test_a_long_text_holds_the_number_asked_for(texts: Artifact, tmp_path: Path,
     assert len({row["reference"] for row in rows}) > 40
 
 
+def test_braces_in_a_passage_stay_as_they_are(texts: Artifact, tmp_path: Path) -> None:
+    config = LongPromptsConfig(train=1, heldout=0, characters=200, passages=1, passage='{"{key}": {value}}', question="Which {number} has {key}?")
+    (row,) = execute(long_prompts, config, {"documents": texts}, Store.open(tmp_path)).read().to_pylist()
+    text = content_of(messages_of(row)[0])
+    assert f'": {row["reference"]}}}' in text and text.partition("Which {number} has ")[2].rstrip("?") in text.partition("Which")[0]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
