@@ -35,7 +35,7 @@ from puna.stages.prompts.prompts import prompts
 from puna.stages.training.intervals import paired_difference
 from puna.storage import Artifact, Store
 
-RATES = {"puna": 4e-4, "trl": 4e-4, "ppo": 4e-4}
+RATES = {"puna": 4e-4, "trl": 4e-4, "ppo": 2e-4}
 ROLLOUT: dict[str, Any] = {
     "rollouts": 20, "prompts": 32, "answers": 8, "epochs": 1, "minibatches": 2, "max_tokens": 16, "kl_coefficient": 0.0,
     "optimizer": {"weight_decay": 0.0, "beta2": 0.999},
@@ -69,7 +69,8 @@ class Seed:
         return scores_of(made)["accuracy"]
 
     def puna(self, rate: float, stage: Any = grpo) -> Artifact:
-        return self.make(stage, ROLLOUT | {"schedule": {"learning_rate": rate}}, {"policy": self.policy, "prompts": self.asked})
+        values = ROLLOUT | {"reward": "verifier", "schedule": {"learning_rate": rate}}
+        return self.make(stage, values, {"policy": self.policy, "prompts": self.asked})
 
     def trl(self, rate: float, seconds: float, folder: Path) -> tuple[Artifact, dict[str, Any]]:
         """Return TRL's model, and what it used."""
@@ -124,6 +125,8 @@ def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
         found |= {f"{arm}_{name}": statistics.fmean(one["took"][arm][name] for one in seeds) for name in seeds[0]["took"][arm]}
     if peer == "trl":
         found["vs_trl_grpo_equal_cpu"] = found["puna_gain"] / found["trl_gain"] if found["trl_gain"] > 0 else None
+    if peer == "ppo":
+        found = {name.replace("puna", "grpo"): value for name, value in found.items()}
     return found | {"load": os.getloadavg()[0]}
 
 
