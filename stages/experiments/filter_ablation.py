@@ -70,6 +70,9 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
     kept_group, text = names.index(KEPT), Pools.read(pools)
     read = {name: config.share * tokens_needed / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
     arms = [kept_group, *(number for number, name in enumerate(names) if name != KEPT and read[name] <= config.max_readings)]
+    if len(arms) == 1:
+        fewest = min(value for name, value in read.items() if name != KEPT)
+        raise PunaError(f"no rule can be measured: the largest is read {fewest:.3g} times; see max_readings and phase.steps")
     runs = [(arm, repeat) for arm in arms for repeat in range(config.repeats)]
     jobs = [(job, arm, kept_group, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]
     trials = list(run_trials(run, _trial, jobs, pools, vocabulary.vocab_size, vocabulary.begin))

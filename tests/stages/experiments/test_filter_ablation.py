@@ -88,3 +88,9 @@ def test_what_is_no_selection_is_refused(store, given) -> None:
     for wrong in (given["documents"], store.import_table("documents", given["documents"].read(), dropped=given["selected"].read("dropped").slice(0, 0))):
         with pytest.raises(PunaError, match="keeps or drops next to nothing"):
             execute(filter_ablation, SETTINGS, {**given, "selected": wrong}, store)
+
+
+def test_nothing_is_trained_where_no_rule_drops_enough(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "train_proxy", lambda *_: pytest.fail("trained"))
+    with pytest.raises(PunaError, match=r"no rule can be measured: .* read [\d.]+ times; see max_readings"):
+        execute(filter_ablation, SETTINGS.replace(phase=SETTINGS.phase.replace(steps=24_000)), given, store)
