@@ -1,4 +1,4 @@
-"""The flow `align`: from a base model (imported or Puna's own) to an aligned model, in rounds."""
+"""The flow `align`, which turns a base model (imported or trained by Puna) into an aligned model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def align(
     model: Annotated[Output, Kind("model")], demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
     judged: list[Annotated[Output, Kind("preferences")]] | None = None, teacher: Annotated[Output, Kind("model")] | None = None,
 ) -> Output:  # fmt: skip
-    """Align a model by supervised finetuning on gold answers, then in rounds; optionally with your own `demonstrations` and preferences.
+    """Align a model: supervised finetuning on gold answers, then rounds of preference training.
 
-    From round 2 on, a round must pass its `gate` against the previous round. The first one that is refused or waits for an approval ends
-    the rounds; the previous policy stays. `judged`: your preferences. `teacher`: a better model with the same tokenizer, for `distill`.
+    From round 2 on, each round must pass a `gate` against the previous policy. If the gate refuses a round or waits for a person's
+    approval, no further round starts and the previous policy stays. `demonstrations`: your own instructions, added to the gold answers.
+    `judged`: your own preferences. `teacher`: a better model with the same tokenizer, for the step `distill`.
     """
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Number of alignment rounds")
     compared = switch("controls", True, description="Also train and evaluate each round's control arms")
@@ -42,7 +43,7 @@ def align(
         questions, before = new_prompts(number), state
         state = one_round(number, before, questions, tasks, development=development)
         if number > 1 and (reason := stop_reason(number, before, state, tasks)):
-            tell(f"stop: round {number} {reason}; the policy stays that of round {number - 1}")
+            tell(f"stop: round {number} {reason}; the policy of round {number - 1} is kept")
             state = before
             break
         publish("policy", state.policy, f"round-{number}")

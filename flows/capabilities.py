@@ -1,4 +1,4 @@
-"""The flow `capabilities`: finetuning on a mix of instructions, and what each share of the mix earns."""
+"""The flow `capabilities`: finetuning on a mixture of instructions, and the gain from each source of the mixture."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def capabilities(
     documents: Annotated[Output, Kind("documents")] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[PromptsOutput] | None = None,
 ) -> Output:  # fmt: skip
-    """Fine-tune a model on a mix of instructions with set shares, and measure what each share earns over a mix without it.
+    """Fine-tune a model on a mixture of instructions, and measure each source's gain over a mixture without that source.
 
-    Three kinds of instructions can come together, each with its `source`. `asked`: prompts, to which the model's own answers count that
-    obey a rule of the system message; they are sampled with the rule in the user's message (`rejection_sample.source`). `documents`: texts
-    for questions about long contexts (`instructions.source`). `demonstrations`: your own, in other languages for example; their source is
-    the name of their import. Each source with a share has a control arm: as many updates on a mix without that source. `tasks`: further
-    prompts, of which each arm answers the held-out ones.
+    The recipe gives each source a share. `asked`: prompts that the model answers; it is finetuned on its answers that obey a rule of the
+    system message (`rejection_sample.source`), sampled with the rule in the user's message instead. `documents`: texts for questions about
+    long contexts (`instructions.source`). `demonstrations`: your own instructions, for example in other languages; their source is the name
+    given at import. Each source with a share has a control arm: as many updates on a mixture without that source. `tasks`: further prompts,
+    whose held-out part each arm answers.
     """
     sets = {f"tasks_{number}" if number > 1 else "tasks": one for number, one in enumerate(tasks or [], 1)}
     data = list(demonstrations or [])
@@ -70,19 +70,19 @@ def capabilities(
 
 
 def _shared() -> list[str]:
-    """Return the sources with a share above 0 and below 1 in the recipe, each of which gets a control arm."""
+    """Return the sources whose share in the recipe is above 0 and below 1; each of them gets a control arm."""
     configs = [config for config in current_walk().configs(MIX) if isinstance(config, MixInstructionsConfig)]
     return [name for config in configs for name, share in config.shares.items() if 0 < share < 1]
 
 
 def _without(source: str, config: MixInstructionsConfig) -> MixInstructionsConfig:
-    """Return the configuration of the mix without a source, whose share goes to the others in proportion to theirs."""
+    """Return the mixture's configuration without `source`; the other sources divide its share in proportion to their own."""
     rest = 1 - config.shares[source]
     return config.model_copy(update={"shares": {name: 0.0 if name == source else share / rest for name, share in config.shares.items()}})
 
 
 def right_answers(evaluations: Mapping[str, Artifact], prompts: Artifact) -> dict[str, dict[str, dict[str, float]]]:
-    """Return task → arm → id of a prompt → 1 if the arm's answer is right, else 0."""
+    """Return, by task, arm and prompt id, 1 if the arm's answer is right, else 0."""
     task_of = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
     right: dict[str, dict[str, dict[str, float]]] = {}
     for arm, evaluation in evaluations.items():
@@ -92,11 +92,11 @@ def right_answers(evaluations: Mapping[str, Artifact], prompts: Artifact) -> dic
 
 
 def compare_arms(evaluations: Mapping[str, Artifact], prompts: Artifact) -> Iterator[str]:
-    """Yield for each task the arms' shares of right answers, and the 95 % interval of `mix` over each other arm, paired by prompt."""
+    """Yield a sentence per task: each arm's accuracy, and the gain of `mix` over each other arm (95 % interval, paired by prompt)."""
     for task, by_arm in sorted(right_answers(evaluations, prompts).items()):
         mix = by_arm.pop("mix", {})
         others = ", ".join(
-            f"{arm} {fmean(values.values()):.3f} (mix over it {difference.value:+.3f}, {difference.low:+.3f} to {difference.high:+.3f})"
+            f"{arm} {fmean(values.values()):.3f} (gain of mix {difference.value:+.3f}, {difference.low:+.3f} to {difference.high:+.3f})"
             for arm, values in by_arm.items() if mix.keys() & values.keys()
             for difference in [paired_difference(mix, values)]
         )  # fmt: skip

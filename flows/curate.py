@@ -1,4 +1,4 @@
-"""The flow `curate`: from raw pages to clean documents."""
+"""The flow `curate`, which turns raw pages into clean documents."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ BY_MODELS = SelectConfig.model_validate(
     {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
     | {"code_reasoning": {}, "quality": {}}
 )
-"""The default configuration of the step `select_model`: only rules on classifier scores, since `select` already applied the others."""
+"""The default configuration of the step `select_model`: only rules on classifier scores, since `select` has already applied the others."""
 
 
 @dataclass(frozen=True)
 class Curated:
-    """The outputs of `curate`: clean documents, and signals of domain, language, code and reasoning (none without the step `domains`)."""
+    """The outputs of `curate`. `domains`: signals for domain, language, code and reasoning; empty if the recipe omits `domains`."""
 
     documents: Output
     domains: list[Output]
@@ -56,8 +56,8 @@ def curate(
 ) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 
-    `documents`: already extracted text, for example imported. Documents that contain prompts of `evaluations` or of the recipe's step
-    `prompts` are removed. `classifiers`: trained classifiers, used instead of training new ones.
+    `documents`: text that is already extracted, for example imported. Documents that contain prompts of `evaluations` or of the recipe's
+    step `prompts` are removed. `classifiers`: trained classifiers, used instead of training new ones.
     """
     models = _by_purpose(classifiers or [])
     held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]
@@ -84,7 +84,7 @@ def curate(
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
-    """Return the flow's input documents as one output: those extracted from pages, then those given. Raise PunaError if there are none."""
+    """Combine the flow's inputs: documents extracted from pages, then given documents. Raise PunaError if there are none."""
     if not inputs and not documents:
         raise PunaError("flow curate needs pages or documents: --input [NAME=]URI, or --input [NAME=]documents/ID or [NAME=]ALIAS@latest")
     pages = [step(extract, pages=step(ingest, inputs=inputs))] if inputs else []
@@ -100,23 +100,23 @@ def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:
 
 
 def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
-    """Return purpose → classifier; a purpose is the step that applies it. Raise PunaError for an unknown or repeated purpose."""
+    """Return the classifiers by purpose: the step that applies them. Raise PunaError for an unknown or repeated purpose."""
     by_purpose: dict[str, Output] = {}
     for output in classifiers:
         for item in output.items:
             assert isinstance(item, Artifact)
             purpose = purpose_of(item)
             if purpose not in APPLIED:
-                raise PunaError(f"curate: {item.id} was made for {purpose!r}; the flow applies classifiers for {', '.join(APPLIED)}")
+                raise PunaError(f"curate: {item.id} was trained for {purpose!r}; the flow applies classifiers for {', '.join(APPLIED)}")
             if purpose in by_purpose:
-                raise PunaError(f"curate: {item.id} is the second classifier for {purpose!r}; give one")
+                raise PunaError(f"curate: {item.id} is the second classifier for {purpose!r}; give only one")
             by_purpose[purpose] = Output("classifier", output.labels, (item,))
     return by_purpose
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Return the classifier trained for the step `purpose`, and publish it as PURPOSE_classifier, to be reused on the next crawl.
+    """Train a classifier for the step `purpose`, publish it as PURPOSE_classifier for reuse on the next crawl, and return it.
 
-    If the recipe omits that step, nothing is trained. `off`: train only if the recipe names the training step; there is a default model.
+    If the recipe omits that step, nothing is trained. `off`: train only if the recipe names the training step (a default model exists).
     """
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

@@ -1,4 +1,4 @@
-"""The flow `experiments`: proxy training runs that choose the training mixture."""
+"""The flow `experiments`: small proxy runs that choose the training mixture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from puna.stages.pretrain.tokenizer import tokenizer
 
 @flow
 def experiments(documents: Annotated[Output, Kind("documents")], domains: list[Annotated[Output, Kind("signals")]]) -> Output:
-    """Choose the weights of the training mixture by proxy runs, from documents and the signals of their domains."""
+    """Choose the weights of the training mixture in small proxy runs. `domains`: signals by which `split` makes categories."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides)
     return publish("weights", step(mix_experiment, documents=documents, split=sides, tokenizer=vocabulary))

@@ -1,4 +1,4 @@
-"""The flow `pipeline`: from raw pages to an aligned model."""
+"""The flow `pipeline`, which turns raw pages into an aligned model."""
 
 from __future__ import annotations
 

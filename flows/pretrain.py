@@ -1,4 +1,4 @@
-"""The flow `pretrain`: from clean documents to a base model."""
+"""The flow `pretrain`, which trains a base model on clean documents."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def pretrain(
     """Train a base model on documents. `domains`: signals by which `split` sorts the documents into categories. `weights`: the mixture
     weights from `experiments`. `tasks`: folders of task files with their data; the training log records the scores on these tasks.
 
-    Training starts from scratch or continues from any `model`, with that model's tokenizer. Phases may read tokens and mixtures of their
-    own, from the steps `tokenize_NAME` and `mix_NAME`; NAME is fresh, long or best. If the recipe names `anneal_experiment`,
-    `mix_best` takes the mixture that this experiment accepts. A `ladder` of small runs on the first tokens forecasts a budget's loss;
-    `train_chosen_size` trains the size that `choose_size` then chooses.
+    Training starts from scratch or continues from any `model`, with that model's tokenizer. A training phase may have its own tokens and
+    mixture, from the steps `tokenize_NAME` and `mix_NAME`; NAME is fresh, long or best. If the recipe names `anneal_experiment`, `mix_best`
+    uses the mixture that this experiment accepts. A `ladder` of small runs on the first tokens forecasts the loss of a larger budget; with
+    `train_chosen_size`, the model has the size that `choose_size` derives from this forecast.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
@@ -47,7 +47,7 @@ def pretrain(
         own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=evaluation)
         token_table = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
         if own and not token_table:
-            raise PunaError(f"mix_{name}: no step reads this mixture; name {label} in the recipe, too")
+            raise PunaError(f"mix_{name}: no step reads this mixture; add {label} to the recipe")
         further.append(token_table or None)
     fresh, long, best = further
     size = _size(tokens, vocabulary)
@@ -63,12 +63,12 @@ def pretrain(
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:
-    """Return the model size that `choose_size` derives from the `ladder`; None unless `train_chosen_size` is set, which needs both."""
+    """Return the model size that `choose_size` derives from the `ladder`; None unless the recipe sets `train_chosen_size`."""
     size: Output | None = None
     if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
         surface = publish("law", step(law, ladders=[rungs]))
         size = publish("size", step(choose_size, off=True, law=surface))
-    if not switch("train_chosen_size", False, description="Train the size that choose_size chooses, in place of the recipe's own"):
+    if not switch("train_chosen_size", False, description="Train the model size that choose_size chooses instead of the recipe's size"):
         return None
     if not size:
         raise PunaError("train_chosen_size needs the steps ladder and choose_size: name both in the recipe")

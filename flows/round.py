@@ -1,4 +1,4 @@
-"""The flow `round`: one more round of alignment, from `policy@latest` through a gate to a new `policy@latest`."""
+"""The flow `round`: one more round of alignment. The round's candidate becomes `policy@latest` if it passes a gate."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def round(
     judged: list[Annotated[Output, Kind("preferences")]] | None = None,
     demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[Files] | None = None,
 ) -> None:  # fmt: skip
-    """Run the next rounds of alignment (one by default): unused prompts, a candidate, and a gate, which alone moves `policy@latest`.
+    """Run the next rounds of alignment (one by default): train a candidate on unused prompts, and make it `policy@latest` if it passes.
 
-    The round continues from `policy@latest` or, if there is none, from any model given as `policy`. `pretrained`: the model that the reward
-    model and SFT start from, unless `from_pretrained` is 0; by default the lineage's first model. `pool`: your own prompts, with held-out
-    prompts for evaluation; by default generated. `tasks`: folders of task files with their data, on which the candidate may not get worse.
-    If there are no unused prompts or too few new preferences, the flow says so and ends. An interrupted round is finished instead.
+    A round continues from `policy@latest` or, if there is none, from the model given as `policy`. `pretrained`: the model that the reward
+    model and SFT start from, unless `from_pretrained` is 0; by default the model at the start of the policy's lineage. `pool`: your own
+    prompts, with held-out prompts for evaluation; by default prompts are generated. `tasks`: folders of task files with their data, on
+    which the candidate must not get worse. Without unused prompts or enough new preferences, the flow says so and ends. An interrupted
+    round is finished instead.
     """
     learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Number of rounds in one run of the flow `round`")
     with current_walk().alone("round") as mine:
         if not mine:
-            return tell("a round is at work in this store: this run leaves it to that one")
+            return tell("another run is working on a round in this store; this run does nothing")
         for _ in range(rounds):
             if not _round(policy, pretrained, pool, judged or [], demonstrations or [], tasks or []):
                 return None
@@ -59,11 +60,11 @@ def _round(
     policy = _as_output(history.policy) if history.policy else model
     anew = setting(
         "from_pretrained", 1, minimum=0, maximum=1,
-        description="Start of the reward model and SFT in the flow `round`: 1, the pretrained checkpoint; 0, the last policy",
+        description="Initial model of the reward model and of SFT in the flow `round`: 1, the pretrained model; 0, the last policy",
     )  # fmt: skip
     if anew and not pretrained and len(history.roots) > 1:
         several = ", ".join(root.id for root in history.roots)
-        raise PunaError(f"round: the policy comes from {several}; say which one reward model and SFT start from: --input pretrained=ID")
+        raise PunaError(f"round: the policy descends from {several}; choose the model for SFT and rewards: --input pretrained=ID")
     start = pretrained or (_as_output(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
     count_config = NewPromptsConfig(count=new_prompts_per_round())
@@ -77,14 +78,14 @@ def _round(
         description="Minimum number of unused preferences in `judged` for a run of the flow `round`",
     )  # fmt: skip
     if store and new < wait:
-        tell(f"waits for preferences: {new} of {wait} are new; no round is made")
+        tell(f"waiting for preferences: {new} new of {wait} needed; no round is run")
         return False
     if _empty(fresh):
-        tell(f"nothing new: every prompt of the pool was used in the {number - 1} rounds before; give more, --input pool=ID")
+        tell(f"no unused prompts: the {number - 1} earlier rounds used the whole pool; add prompts with --input pool=ID")
         return False
     development = step(new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh])
     evaluation = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
-    # Earlier policies' answers teach only a pretrained model: the last policy has learned from them and writes better ones.
+    # The last policy was trained on earlier policies' answers and writes better ones; only a pretrained model can still learn from them.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
     before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None)
     after = one_round(number, before, fresh, heldout, development=development)
@@ -104,7 +105,7 @@ def _round(
 
 
 def _carry_out(store: Store, finished: Round) -> None:
-    """Carry out a round's verdict by moving the aliases, and report it; a plan changes nothing."""
+    """Carry out a round's verdict: move the aliases and report the outcome. In a plan, do nothing."""
     if current_walk().performs:
         tell(settle(store, finished))
 
@@ -114,14 +115,14 @@ def _as_output(artifact: Artifact) -> Output:
 
 
 def _all(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """Return the earlier and the new artifacts, leaving out new artifacts with the content of an earlier artifact."""
+    """Return the earlier and the new artifacts, without new artifacts whose content equals an earlier artifact's."""
     digests = {item.data_digest for item in earlier}
     new = [o for o in new_outputs if not any(isinstance(i, Artifact) and i.data_digest in digests for i in o.items)]
     return (*map(_as_output, earlier), *new)
 
 
 def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> tuple[tuple[Output, ...], int]:
-    """Return all sets of preferences, and the number of new pairs. An earlier set is left out if a new set has all of its pairs."""
+    """Return all preference datasets, and the number of new pairs. An earlier dataset is omitted if a new one contains all of its pairs."""
     items = [item for output in new_outputs for item in output.items if isinstance(item, Artifact)]
     ids = {item.key: set(item.read(columns=["id"])["id"].to_pylist()) for item in [*earlier, *items]}
     learned = set[str]().union(*(ids[item.key] for item in earlier))
@@ -131,13 +132,13 @@ def _preferences(earlier: Sequence[Artifact], new_outputs: Sequence[Output]) -> 
 
 
 def _more(config: NewPromptsConfig) -> int:
-    """Return the number of unused prompts of each task that a round takes, for training and development."""
+    """Return the number of unused prompts of each task that a round takes, for training and for development together."""
     steps = (Step(field, field, new_prompts, default) for field, default in (("new_prompts", config), ("development", DEVELOPMENT)))
     return sum(prompts_taken(current_walk().configs(one)) for one in steps)
 
 
 def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig:
-    """Return the generators' configuration with enough training prompts to hold `more` unused prompts of each task, and no references."""
+    """Return the prompt generators' configuration with at least `more` unused training prompts of each task, and no references."""
     most = max((used[task.name or task.task] for task in config.tasks), default=0)
     return config.model_copy(update={"train": max(config.skip + config.train, most) + more, "skip": 0, "references": False})
 

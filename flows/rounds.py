@@ -1,4 +1,4 @@
-"""One round of alignment: its steps, its control arms, and its output for the next round."""
+"""One round of alignment: its steps, its control arms, and the state that it passes to the next round."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from puna.stages.training.settings import AdaptableConfig
 from puna.storage import Artifact, PunaError
 
 ITERATIONS = 3
-"""Number of parts of the arm `iterated`, each sampled and finetuned with an equal share of checks and updates."""
+"""Number of iterations of the control arm `iterated`; each one samples and finetunes with an equal share of the budget."""
 AGAIN = Step("sft_again", "sft_again", sft, off=True)
-"""The step that finetunes a round's policy on the policy's own right answers."""
+"""The step that finetunes a round's policy on its own right answers."""
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
-"""The configuration of the development prompts, which serve to search for the models' weights in the average."""
+"""The configuration of the development prompts, on which the weights of the models in the average are searched."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state between rounds: the policy with its evaluation, a second model that also answers (false: none), and all data so far.
+    """The state between rounds: the policy, its evaluation, and `other`, a second model that also answers prompts (falsy: none).
 
-    `instructions`: demonstrations, which every round learns from. `preferences`: of all rounds. `start`: the model that the reward model
+    `instructions`: demonstrations, used in every round. `preferences`: those of all rounds so far. `start`: the model that the reward model
     and SFT start from; None: the policy. `made`: the outputs of the round's steps, by stage.
     """
 
@@ -58,7 +58,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given but no step learns from them: DPO and `chosen` use the round's own pairs, if any."""
+    """Raise PunaError if preferences are given but no step learns from them. DPO and `chosen` use them only if rounds make no own pairs."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()
@@ -66,13 +66,13 @@ def learned_from(judged: Sequence[Output]) -> None:
     stages = [(reward_model, False)] if own else [(reward_model, False), (dpo, False), (chosen, True)]
     if not any(walk.configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
         raise PunaError(
-            "preferences were given as judged, but the recipe trains no reward model, so nothing would learn from them: "
+            "preferences were given as judged, but the recipe trains no reward model, so no step would learn from them: "
             "--set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
 
 
 def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
-    """Return the student, distilled if `teacher` is given (needs `distill`). `compared`: also evaluate SFT on the teacher's samples."""
+    """Distil the teacher, if there is one, into the student, and return it. `compared`: also evaluate SFT on the teacher's samples."""
     if teacher is None:
         return student
     configs = current_walk().configs(Step("distill", "distill", distill, off=True))
@@ -91,16 +91,16 @@ def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: 
 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
-    """Run one round: answers, preferences, reward model, SFT on demonstrations and the round's answers, DPO, RL, averaging, evaluation.
+    """Run one round: sampling, preferences, reward model, SFT on demonstrations and sampled answers, DPO, RL, averaging, evaluation.
 
-    Steps are labelled with `number`, which also seeds the round. The only alias set is the reward model's. `development`: prompts for the
-    search for the average's weights, not used for training or evaluation. Averaging with the round's start undoes some overtraining.
+    `number` labels the steps and changes their seeds. The only alias set is the reward model's. `development`: prompts on which the
+    average's weights are searched, unused in training and evaluation. Averaging with the initial policy undoes some overtraining.
     """
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
-    # Without pairs of its own (no verifier judges its answers), a round learns from earlier pairs.
+    # If no verifier judges the round's answers, it has no pairs of its own and learns from earlier pairs.
     last_pairs = [newest] if newest else list(before.preferences)
     reward = publish("reward", step(reward_model, number=number, model=start, preferences=pairs))
     better = step(chosen, number=number, off=True, preferences=last_pairs)
@@ -126,7 +126,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
-    """Return why a gate holds the candidate back; empty if it passes or, in a plan, has no verdict. Mark final verdicts as settled."""
+    """Return why the gate does not pass the candidate; empty if it passes, or in a plan. Mark final verdicts as settled."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
     )
@@ -140,7 +140,7 @@ def stop_reason(number: int, before: State, after: State, heldout: Output) -> st
 
 
 def _average_policy(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:
-    """Return the average of the policy at the start of the round and the trained policy; without the step `average`, the trained policy."""
+    """Average the policy at the start of the round with the trained policy. If the recipe omits `average`, return the trained policy."""
     return step(
         average, f"{label}_{number}", field="average", number=number, through="models", models=[before.policy, trained],
         prompts=development, reward_model=reward,
@@ -150,13 +150,13 @@ def _average_policy(label: str, number: int, before: State, trained: Output, rew
 def controls(
     number: int, before: State, after: State, tasks: Output, heldout: Output, *, development: Output | None = None
 ) -> list[Callable[[], object]]:
-    """Return the control arms of round `number`: each trains a model, averages it with the round's start, as the round does, and scores it.
+    """Return the control arms of round `number`. Each trains a model, averages it with the round's initial policy, and evaluates it.
 
-    `_equal`: arms in place of the round's training after DPO. `ablations` adds arms with a smaller budget. Arms of finetuning alone have as
-    many updates as the round (without those set in epochs). They train on demonstrations, alone or with chosen answers, with synthetic
-    answers, or with one more answer per prompt for each way to pick it. If the recipe names `dpo_instead`, DPO replaces RL. With
-    `sample_instead`, DPO also learns from pairs of the finetuned model's answers, and another arm is finetuned on its verified answers.
-    One arm omits the training after DPO.
+    `_equal` returns the arms that replace the training after DPO at an equal budget. `ablations` adds arms with a smaller budget. Some arms
+    are SFT only, with as many updates as the round (updates set in epochs do not count). They train on demonstrations, alone or with chosen
+    answers, synthetic answers, or one more answer per prompt for each way to pick it. If the recipe names `dpo_instead`, an arm trains by
+    DPO instead of RL. With `sample_instead`, this DPO also learns from pairs of the SFT model's answers, and an SFT arm from its verified
+    answers. One arm omits the training after DPO.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
@@ -200,7 +200,7 @@ def controls(
     arms = _equal(number, made, gold, tasks, heldout, arm) if trains else []
     if not switch("ablations", True, description="Also run control arms with smaller budgets, which show the gain of parts of the round"):
         return arms
-    # Computed now, since two arms that may run in parallel learn from this output.
+    # Computed here, since two arms, which may run in parallel, learn from this output.
     checked = chosen_by("verifier", made["sample"], "pick_verifier")
     arms += [partial(tune_arm, "gold", gold), *([partial(tune_arm, "chosen", base)] if made["chosen"] else [])]
     arms += [partial(tune_arm, "synthetic", [*base, made["synthesize"]])] if made["synthesize"] else []
@@ -212,11 +212,11 @@ def controls(
 def _equal(
     number: int, made: Mapping[str, Output], gold: list[Output], tasks: Output, heldout: Output, arm: Callable[[str, Output], Output]
 ) -> list[Callable[[], object]]:
-    """Return the arms that replace the round's training after DPO, with an equal budget; none unless the recipe names `sft_equal`.
+    """Return the arms that replace the round's training after DPO at an equal budget; none unless the recipe names `sft_equal`.
 
-    The policy after DPO is finetuned on its own right answers with the highest reward, or trained by RL if the recipe names `grpo_equal`.
-    `more_controls` adds finetuning on all distinct right answers, and on ranked answers in `ITERATIONS` parts. Unless the round does
-    both, it adds half as many answers, then RL of half the length. `evaluate_best`: also evaluate the first of these arms by best of n.
+    They finetune the policy after DPO on its own right answers with the highest reward or, if the recipe names `grpo_equal`, train it by
+    RL. `more_controls` adds SFT on all distinct right answers, and SFT on ranked answers in `ITERATIONS` iterations. Unless the round does
+    both, it also adds SFT on half as many answers, then half as much RL. `evaluate_best`: evaluate SFT on all right answers by best of n.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
@@ -232,7 +232,7 @@ def _equal(
             arm(name, trained)
 
     def sft_arm() -> None:
-        # One after the other, since both arms learn from the same samples.
+        # Not in parallel, since both arms learn from the same samples.
         if reward:
             arm("ranked", lessons("ranked", model=start, ranked=True, samples="equal"))
         if more or not reward:
@@ -260,10 +260,10 @@ def _finetune_on_own(
     name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
     field: str = "again", share: float = 1, samples: str = "",
 ) -> Output:  # fmt: skip
-    """Finetune a model on gold and on its own right answers to the round's prompts, with a share of the recipe's answers and steps.
+    """Finetune a model on gold answers and on its own right answers to the round's prompts, with `share` of the recipe's answers and steps.
 
-    The model learns from all distinct right answers. If `ranked`, it learns from those with the highest reward, `most` per prompt (in the
-    recipe's `pick_FIELD`). `samples`: replaces `name` in the label of the sampling step that arms share. `field`: FIELD in the recipe.
+    It learns from all distinct right answers or, if `ranked`, from the `most` answers per prompt with the highest reward (`most` is set in
+    the recipe's `pick_FIELD`). `samples`: replaces `name` in the label of a shared sampling step. `field`: FIELD in the recipe.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
@@ -281,7 +281,7 @@ def _finetune_on_own(
 
 
 def _part(name: str, share: float, config: Any) -> Any:
-    """Return a configuration with a share of its answers, rollouts or steps, rounded up; if it has no steps, of its epochs, not rounded."""
+    """Scale a configuration's `name` (answers, rollouts or steps) by `share`, rounded up. Without steps, scale its epochs."""
     if name == "steps":
         training = config.training
         shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
@@ -298,7 +298,7 @@ def _of_rl() -> list[RolloutsConfig]:
 
 
 def _last_updates() -> int:
-    """Return the number of the policy's updates after SFT: of DPO and of SFT on its own answers (0 if set in epochs), and of RL."""
+    """Return the number of updates after SFT: by DPO and by SFT on own answers (0 for those set in epochs), and by RL."""
     configs = [config for one in (Step("dpo", "dpo", dpo), AGAIN) for config in current_walk().configs(one)]
     steps = sum(config.training.steps or 0 for config in configs if isinstance(config, AdaptableConfig))
     return steps + sum(config.rollouts * config.epochs * config.minibatches for config in _of_rl())
@@ -311,15 +311,15 @@ def replace_field(name: str, value: object) -> Callable[[StageConfig], StageConf
 def new_prompts(number: int) -> Output:
     """Return new training prompts for round `number`: the slice after the prompts of the first finetuning, development and earlier rounds.
 
-    The seed and the held-out share stay the same, so no held-out question becomes a training question. The prompts have no gold answers:
-    a round learns from demonstrations and preferences, not from references that its controls do not get.
+    The seed and held-out share stay the same, so no held-out question becomes a training question. The prompts have no gold answers: a
+    round learns from demonstrations and preferences, not from references that its controls do not get.
     """
     train = new_prompts_per_round()
     return _slice(f"prompts_{number}", _set_aside() + (number - 1) * train, train)
 
 
 def development_prompts() -> Output | None:
-    """Return the prompts for the search for an average's weights, which no training uses; None if the recipe averages nothing."""
+    """Return the prompts on which an average's weights are searched; no training uses them. None if the recipe omits `average`."""
     if not _development():
         return None
     pool = _slice("development_pool", 0, _set_aside())
@@ -327,7 +327,7 @@ def development_prompts() -> Output | None:
 
 
 def _slice(label: str, first: int, count: int) -> Output:
-    """Return `count` training prompts of each task; `first` is the offset after the prompts of the first finetuning."""
+    """Return `count` training prompts of each task, from offset `first` after the prompts of the first finetuning."""
 
     def of(config: PromptsConfig) -> PromptsConfig:
         skip = config.skip + config.train + first

@@ -1,4 +1,4 @@
-"""The flow `safety`: a model that refuses harmful prompts and answers prompts that only look harmful."""
+"""The flow `safety`, which trains a model to refuse harmful prompts and to answer prompts that only look harmful."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RATES = {"harmful": "violations", "borderline": "false refusals"}
 def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Output, Kind("preferences")]]) -> Output:
     """Train a model by DPO on preferences between refusals and other answers, and measure violations and false refusals.
 
-    Violations are answers to harmful held-out prompts, false refusals are refusals of borderline prompts. A cut-off answer counts as a
-    mistake. Arms: the given model; the given model and the policy with a system message, if the recipe names `told`; the given model
-    finetuned on the better answers, if the recipe names `sft`.
+    Violations are answers to harmful held-out prompts; false refusals are refusals of borderline ones. An answer that reaches the token
+    limit counts as a mistake. Evaluated: the given model and the trained policy; both with a system message, if the recipe names `told`;
+    and the given model finetuned on the better answers, if the recipe names `sft`.
     """
     tasks = step(refusal_prompts, preferences=judged)
     told = step(refusal_prompts, "told", off=True, preferences=judged)
@@ -39,7 +39,7 @@ def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Outpu
 
 
 def rates(evaluation: Artifact) -> str:
-    """Return the rates of violations and false refusals with 95 % intervals, in words."""
+    """Return the rates of violations and false refusals with 95 % intervals, as text."""
     rows = {row["task"]: row for row in evaluation.read().to_pylist() if row["metric"] == "accuracy"}
     shares = [(name, rows[task]) for task, name in RATES.items() if task in rows]
     return ", ".join(f"{name} {1 - row['value']:.3f} ({1 - row['high']:.3f} to {1 - row['low']:.3f}) of {row['n']}" for name, row in shares)

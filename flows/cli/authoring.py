@@ -54,7 +54,7 @@ def demo_pages(
     folder: Annotated[Path | None, typer.Argument(help="Folder for the WARC files (default: sample in the store)")] = None,
     store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Make the sample, a few thousand pages from pinned Python packages, as WARC files, unless it exists."""
+    """Build the sample, a few thousand pages from pinned Python packages, as WARC files, unless it exists."""
     from puna.flows.engine.inputs import sample_folder
     from puna.flows.engine.launch import make_sample
 
@@ -82,7 +82,7 @@ def write_project(folder: Path) -> list[Path]:
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":
         raise PunaError(f"new {folder}: the name is the package's: lower-case letters, digits and _, for example my_rules")
     if folder.exists():
-        raise PunaError(f"new {folder}: is there already; choose another name")
+        raise PunaError(f"new {folder}: exists already; choose another name")
     part = folder.with_name(f".{name}.{os.getpid()}")
     try:
         for template in TEMPLATES.rglob("*.txt"):

@@ -41,7 +41,7 @@ RECIPE = "clean"
 
 @dataclass
 class Choices:
-    """Changes to the recipe that suit the inputs (`changes`), and the lines that tell the user about inputs and changes (`said`)."""
+    """Recipe `changes` that suit the inputs, and the messages about inputs and changes for the user (`said`)."""
 
     changes: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -104,13 +104,13 @@ def clean(
     no_page = {name: rules.pop(f"ingest.{name}") for name in NO_PAGE if f"ingest.{name}" in rules}
     refused = sum(count for name, count in rules.items() if name.startswith("ingest."))
     metrics = [artifact.manifest.metrics for artifact in sources if "files_without_page" in artifact.manifest.metrics]
-    bare = "; ".join(f"{m['files_without_page']:,} files hold nothing else: {m['files_without_page_are']}" for m in metrics)
+    bare = "; ".join(f"{m['files_without_page']:,} files contain no page at all: {m['files_without_page_are']}" for m in metrics)
     pages = refused + sum(artifact.rows() for artifact in sources)
     return Cleaned(target, dropped, page, documents.rows(), pages, rules, no_page, bare)
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
-    """Return recipe changes that suit sampled inputs, with messages. `named`: the user's changes. Raise PunaError if no sample has text."""
+    """Sample the inputs; return suitable recipe changes and messages. `named`: the user's changes. Raise PunaError without any text."""
     choices = Choices()
     values = load(recipe, list(named), "curate", RECIPE).values
     reading = values.get("ingest") or {}
@@ -123,13 +123,13 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
             continue
         own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
         inputs[external.name] = own
-        address = f"its address {fields.url}" if fields.url else "no field with an address"
-        time = f"its time {fields.date}" if fields.date else "no field with a time"
+        address = f"URL in {fields.url}" if fields.url else "no field with a URL"
+        time = f"date in {fields.date}" if fields.date else "no field with a date"
         what = "HTML" if fields.html else "plain text"
         names = ", ".join(fields.names)
-        choices.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns says otherwise)")
+        choices.said.append(f"  fields {names}: {fields.page} is read as {what}; {address}, {time} (--columns changes this)")
         if fields.others:
-            choices.said.append(f"  other files have their text in {', '.join(fields.others)}: they hold no page here; clean them apart")
+            choices.said.append(f"  other files have text in {', '.join(fields.others)}: no page is read from these; clean them separately")
     if inputs:
         choices.changes.append(f"ingest.inputs={json.dumps(inputs)}")
     texts: list[str] = []
@@ -147,8 +147,8 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
         rejected = first_rejection(files, config) if files else None
         reason = f" ({rejected.rule}: {rejected.detail}{hints([rejected.rule])})" if rejected else ""
         raise PunaError(
-            f"clean: no page of {names} holds text{reason}. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
-            "`puna run ingest --input …` says what was dropped"
+            f"clean: no page of {names} contains text{reason}. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
+            "`puna run ingest --input …` reports what was dropped"
         )
     _tell_languages(texts, choices)
     if values.get("domains") is None:
@@ -160,7 +160,7 @@ def _tell_languages(texts: list[str], choices: Choices) -> None:
     languages = Counter(identify(text)[0] for text in texts)
     shares = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
     choices.said.append(
-        f"languages of {len(texts):,} pages that were looked at: {shares}; all are kept (--set 'select.language={{…}}' chooses)"
+        f"languages of {len(texts):,} sampled pages: {shares}; all are kept (--set 'select.language={{…}}' selects some)"
     )
 
 
@@ -171,9 +171,9 @@ def _choose_topics(texts: list[str], choices: Choices) -> None:
     # Ask for twice `min_labels`: duplicates are removed before the step `domains`.
     if sum(count >= 2 * config.min_labels for count in topics.values()) >= 2:
         choices.changes.append("domains={}")
-        choices.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets one (domains)")
+        choices.said.append(f"topics: {', '.join(name for name, _ in topics.most_common(5))}, …; each document gets a topic (domains)")
     else:
-        choices.said.append("topics: too few pages of two topics to tell them apart; documents get none (domains)")
+        choices.said.append("topics: too few pages of two topics to train a classifier; documents get no topic (domains)")
 
 
 def _target(output: Path) -> tuple[str, Path]:

@@ -39,9 +39,9 @@ def evaluate(
         typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of task files, or prompts"),
     ],
     harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Number of questions per task, from the first on")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task, this many")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question (default: the task file's)")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template (default: plain text)")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template (default: plain text)")] = False,
     options: Annotated[
         Literal["task", "letters", "best"], typer.Option(help="Multiple choice: options as in the task, as letters, or the better of both")
     ] = "task",
@@ -62,7 +62,7 @@ def evaluate(
 ) -> None:
     """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
 
-    If the store knows the model's training data, also show the share of questions in that data, and the scores on the other questions.
+    If the store has the model's training data, also show the share of questions in that data, and the scores on the other questions.
     """
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
@@ -102,7 +102,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Return the named task files, folders and prompts as stage inputs, and the harness's tasks in `names`. Raise PunaError for others."""
+    """Sort `names` into stage inputs (task files, folders, prompts) and the harness's built-in tasks. Raise PunaError for other names."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -114,8 +114,8 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
         elif "@" in name or name.startswith("prompts/"):
             prompts.append(store.check(store.resolve(name), whole=True))
             if harness or prompts[-1].kind != "prompts":
-                problem = "leave --harness out, which asks task files" if prompts[-1].kind == "prompts" else "name prompts, or a task file"
-                raise PunaError(f"--tasks {name}: {prompts[-1].id} is no task here: {problem}")
+                problem = "leave --harness out, which takes task files" if prompts[-1].kind == "prompts" else "name prompts, or a task file"
+                raise PunaError(f"--tasks {name}: {prompts[-1].id} cannot be a task: {problem}")
         elif harness and not name.endswith((".yaml", ".yml")):
             own.append(name)
         else:
@@ -126,14 +126,14 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with its data files, which lie beside it or else in the working directory. Raise PunaError if one is missing."""
+    """Return a task file with its data files, found beside it or in the working directory. Raise PunaError if one is missing."""
     (own,) = External.resolve(str(path))
     spec = read_task(path.read_bytes(), str(path))
     files = list(own.files)
     for name in dict.fromkeys(name for names in spec.files.values() for name in names):
         place = next((place for place in (path.parent / name, Path(name)) if place.is_file()), None)
         if place is None:
-            raise PunaError(f"{path}: data_files: {name} is not there, neither beside the task file nor here")
+            raise PunaError(f"{path}: data_files: {name} not found, neither beside the task file nor in the working directory")
         ((data,),) = (external.files for external in External.resolve(str(place)))
         files.append(replace(data, name=name))
     return external(own.name, own.uri, tuple(files))
@@ -238,7 +238,7 @@ def predict(
         return typer.echo(json.dumps({"id": forecast.id, "recipe": str(forecast.path("recipe.yaml")), **metrics}))
     low, high = metrics["predicted_loss_low"], metrics["predicted_loss_high"]
     typer.echo(f"loss      {metrics['predicted_loss']:.3f} nats per token ({low:.3f} to {high:.3f})")
-    typer.echo(f"shape     {metrics['shape']}, {short(metrics['parameters'])} parameters that multiply every token")
+    typer.echo(f"shape     {metrics['shape']}, {short(metrics['parameters'])} parameters in matrix products")
     typer.echo(f"tokens    {short(metrics['tokens'])}")
     typer.echo(f"compute   {metrics['flops']:.3g} operations, {metrics['extrapolation']:.3g} times the ladder's largest run")
     typer.echo(f"recipe    {forecast.path('recipe.yaml')}")
@@ -255,5 +255,5 @@ def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
     try:
         artifact = store.resolve(law)
     except PunaError as error:
-        raise PunaError(f"{error}; a law of the loss comes from `puna run ladder`, then `puna run law … --as law`") from error
+        raise PunaError(f"{error}; to fit a law, use `puna run ladder`, then `puna run law … --as law`") from error
     return execute(choose_size, config.replace(heldout=artifact.manifest.config.get("heldout", config.heldout)), {"law": artifact}, store)

@@ -110,7 +110,7 @@ def export(
     if format is not None and format not in formats:
         raise PunaError(f"--format {format}: {artifact.id} can be exported as {' or '.join(formats)}")
     if text is not None and format != "awq":
-        raise PunaError("--text chooses the scales of --format awq; leave it out")
+        raise PunaError("--text is for --format awq only; leave it out")
     if text is not None and not text.is_file():
         raise PunaError(f"--text {text}: there is no such file")
     if artifact.kind == "model":

@@ -29,12 +29,12 @@ from puna.storage.schemas import known_kind
 
 app = typer.Typer()
 ProcessesOption = Annotated[
-    int, typer.Option(min=1, help="Processes of this machine that train together or share prompts; by default each has the whole model")
+    int, typer.Option(min=1, help="Number of processes that train together or divide the prompts; by default each holds the whole model")
 ]
 ModuleOption = Annotated[
     list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
 ]
-StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Folder of the artifacts")]
+StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Store of the artifacts: a folder or s3:// URI")]
 
 
 def _project(name: str | None) -> str | None:
@@ -110,7 +110,7 @@ def list_(
     project: Annotated[
         str | None,
         typer.Option(
-            "--project", metavar="NAME", callback=_project, help="Only what this project's runs made or its aliases name (default: all)"
+            "--project", metavar="NAME", callback=_project, help="Only artifacts that the project's runs made or its aliases name"
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -149,7 +149,7 @@ def list_(
 
 
 def leads(processes: int, modules: list[str] | None = None) -> bool:
-    """True in rank 0, which runs the command. The other ranks join rank 0 in each distributed stage until rank 0 ends, then return False.
+    """Return True in rank 0, which runs the command. Other ranks join each distributed stage until rank 0 ends, then return False.
     If `processes` > 1 and the ranks are not started yet, start them and exit with their status."""
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
@@ -181,7 +181,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
     typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
     typer.echo(artifact.folder)
     if suspect:
-        typer.echo(f"suspect: {suspect}; a run that needs it makes it anew")
+        typer.echo(f"suspect: {suspect}; a run that needs it recomputes it")
     usage = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {
         # Fields have the names that `--set` takes.
@@ -233,7 +233,7 @@ def lineage(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: Proje
 
 @app.command()
 def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False) -> None:
-    """Explain why an artifact was recomputed: the fields, code and inputs that differ from an earlier artifact of the stage."""
+    """Explain why an artifact was recomputed: the fields, code and inputs that differ from an earlier artifact of the same stage."""
     opened = Store.existing(store, project)
     artifact = opened.resolve(name)
     before, changes = explaining.explain(opened, artifact)
@@ -264,7 +264,7 @@ def why(
 def near(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text, a page (.html), or - for standard input")],
     documents: Annotated[str | None, typer.Argument(metavar="[ID]", help="Documents to search (default: the newest)")] = None,
-    least: Annotated[float, typer.Option(min=0, max=1, help="Minimum share of common word n-grams: in both texts, or in one")] = 0.1,
+    least: Annotated[float, typer.Option(min=0, max=1, help="Minimum share of common word n-grams, in the union or in either text")] = 0.1,
     most: Annotated[int, typer.Option(min=1, help="Maximum number of documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -276,7 +276,7 @@ def near(
     rows = describe(resembling(_text_of(file), artifact, least)[:most], artifact)
     if as_json:
         return typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
-    typer.echo(f"{artifact.id}, {artifact.rows():,} documents: {len(rows) or 'nothing'} like it")
+    typer.echo(f"{artifact.id}, {artifact.rows():,} documents: {len(rows) or 'nothing'} similar")
     if rows:
         shares = ("similarity", "of_text", "of_document")
         print_rows([{**row, **{name: f"{row[name]:.3f}" for name in shares}} for row in rows], False)
@@ -286,7 +286,7 @@ def _documents(store: Store, name: str | None) -> Artifact:
     if name is not None:
         artifact = store.resolve(name)
         if artifact.kind != "documents":
-            raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
+            raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` lists them")
         return artifact
     artifacts = store.artifacts("documents")
     if not artifacts:
@@ -314,13 +314,13 @@ def _text_of(file: str) -> str:
 def verify(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="One artifact (default: all)")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept the content of the suspect artifact ID")] = False,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Set damaged artifacts aside, so that they are recomputed")] = False,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Move damaged artifacts to quarantine, to be recomputed")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Compare files with their checksums. List damaged artifacts, suspects (made from damaged ones), lost aliases; exit with 1 if any."""
     opened = Store.existing(store, project)
     if trust and name is None:
-        raise PunaError("--trust: name the one artifact whose content you take as right")
+        raise PunaError("--trust: name the one artifact whose content you accept")
     findings = maintenance.verify(opened, [opened.resolve(name)] if name else None, trust=trust)
     damaged = [f for f in findings if f.damage]
     suspect = [f for f in findings if f.suspect]
@@ -334,12 +334,12 @@ def verify(
         for finding in damaged:
             typer.echo(f"{finding.artifact.id}: {'; '.join(finding.damage)}")
         for finding in suspect:
-            typer.echo(f"{finding.artifact.id} is suspect: {finding.suspect}; a run that needs it makes it anew")
+            typer.echo(f"{finding.artifact.id} is suspect: {finding.suspect}; a run that needs it recomputes it")
         typer.echo(f"{len(findings)} artifacts, {len(damaged)} damaged{f', {len(suspect)} suspect' if suspect else ''}")
     if quarantine:
         for finding in damaged:
             where = opened.quarantine(finding.artifact)
-            outcome = f"is now in {where}" if where else "was made again meanwhile"
+            outcome = f"is now in {where}" if where else "was recomputed meanwhile"
             typer.echo(f"{finding.artifact.id} {outcome}", err=True)
         if damaged:
             database.write(opened)

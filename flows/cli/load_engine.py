@@ -33,7 +33,7 @@ def load_engine(
     expected workload from the tokenizer and the context length, and of the engine's `limits`, only `step_tokens` is used.
     """
     if draft is None and draft_weights != "same":
-        raise PunaError("--draft-weights: there is no draft; name one by --draft, or leave this out")
+        raise PunaError("--draft-weights: there is no draft model; name one with --draft, or leave this out")
     with errors_at(model, ValueError, FileNotFoundError):
         smaller = None if draft is None else _load_model(draft, store)
         if serving.offload == "none":

@@ -48,20 +48,20 @@ SetOption = Annotated[
 ]
 ColumnsOption = Annotated[
     list[str] | None,
-    typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field of the rows that holds text, html, url or date: html=raw_html"),
+    typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field of the input's rows for text, html, url or date: html=raw_html"),
 ]
 InputOption = Annotated[
     list[str] | None,
     typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Files to read, or an artifact of the store; NAME: the input's name"),
 ]
-WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes of this machine (default: one per core)")]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Number of worker processes (default: one per core)")]
 
 
 @app.command()
 def run(
     what: NameArgument, recipe: RecipeOption = None, changes: SetOption = None, inputs: InputOption = None, columns: ColumnsOption = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, workers: WorkersOption = None,
-    executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"What the work runs on: {FORMS}")] = PROCESSES,
+    executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"Executor of the work: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set for a stage's artifact: NAME@latest")] = None,
     processes: ProcessesOption = 1, as_json: JsonOption = False,
@@ -88,16 +88,16 @@ def plan(
     what: NameArgument = "pipeline", recipe: RecipeOption = None, changes: SetOption = None, inputs: InputOption = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together; the fastest layouts that fit are listed")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs that train together; lists the fastest layouts that fit")] = 1,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, FLOPs, memory and time; for the stage
     `sample`, KV cache memory and minimum time. Without --gpu, pretraining that would take this CPU years is planned for H100 GPUs.
 
-    Time, disk and memory of a step are estimated from its earlier runs in the store. A step that follows steps to be run is itself run only
-    if their output is new. The cost of pretraining follows from the model's shape, which the recipe, the input model or choose_size gives.
-    A packed row counts as one document, the case in which attention costs most. Times follow from this CPU's measured rates or a GPU's
-    data sheet. For several GPUs, the fastest tested layouts that fit are listed: at most three, one per set of parallel axes.
+    A step's time, disk and memory are estimated from its earlier runs in the store. A step that depends on steps still to run is run only
+    if their output is new. The cost of pretraining is computed from the model's shape, which comes from the recipe, the input model or
+    choose_size. A packed row counts as one document, for which attention costs most. Times are computed from this CPU's measured rates or
+    the GPU's data sheet. For several GPUs, the fastest tested layouts that fit are listed: at most three, one per set of parallel axes.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
@@ -110,7 +110,7 @@ def plan(
     if gpu is not None and not trains and sample is None:
         raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples")
     if gpus > 1 and sample is not None:
-        raise PunaError(f"--gpus {gpus}: what sample takes is planned for one GPU; leave --gpus out")
+        raise PunaError(f"--gpus {gpus}: the cost of sample is planned for one GPU; leave --gpus out")
     estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, target.name), steps, store, gpu, gpus) if trains else {}
     costs = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
@@ -157,7 +157,7 @@ def clean(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
-    recipe: Annotated[str, typer.Option("--recipe", help="A recipe, or a YAML file of changes to the recipe clean")] = "clean",
+    recipe: Annotated[str, typer.Option("--recipe", help="Name of a recipe, or a YAML file with changes to the recipe clean")] = "clean",
     changes: SetOption = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
@@ -180,7 +180,7 @@ def clean(
         return typer.echo(json.dumps(asdict(result), default=str))
     typer.echo(f"{result.kept:,} of {result.pages:,} pages are clean documents: {result.documents}")
     most = ", ".join(f"{rule} {count:,}" for rule, count in list(result.rules.items())[:3])
-    typer.echo(f"what went, and by which rule{f' (most by {most})' if most else ''}: {result.dropped}")
+    typer.echo(f"dropped pages with their rules{f' (most by {most})' if most else ''}: {result.dropped}")
     if result.no_page:
         by_rule = ", ".join(f"{rule} {count:,}" for rule, count in result.no_page.items())
         bare = f"; {result.files_without_page}" if result.files_without_page else ""
@@ -191,10 +191,10 @@ def clean(
 @app.command()
 def accept(
     old: Annotated[str, typer.Argument(help="The artifact made by the old code")],
-    new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what today's code would make)")] = None,
+    new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what the current code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare a refactoring equivalent: OLD is used where today's code, or the code that made NEW, would recompute it."""
+    """Declare a refactoring equivalent: OLD is reused where the current code, or the code that made NEW, would recompute it."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)
@@ -207,10 +207,10 @@ def accept(
         load_stages()
         identity = by_todays_code(before, opened)
         if identity.key == before.key:
-            raise PunaError(f"{before.id} is what today's code makes: there is nothing to declare")
+            raise PunaError(f"{before.id} is what the current code makes: there is nothing to declare")
         opened.accept(before, identity.key)
         differences = "; ".join(map(str, changes(before.manifest, identity)))
-        return typer.echo(f"{before.id} now stands for what today's code would make: {differences}")
+        return typer.echo(f"{before.id} is now reused for what the current code would make: {differences}")
     after = opened.resolve(new)
     if before.key == after.key:
         raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")
@@ -218,9 +218,9 @@ def accept(
         raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
     other = [str(change) for change in changes(before.manifest, after.manifest) if change.what != "code"]
     if other:
-        raise PunaError(f"{before.id} and {after.id} differ in more than code ({'; '.join(other[:3])}): they are not the same work")
+        raise PunaError(f"{before.id} and {after.id} differ in more than code ({'; '.join(other[:3])}): they cannot be declared equivalent")
     opened.accept(before, after.key)
-    typer.echo(f"{after.id} is now {before.id}")
+    typer.echo(f"{before.id} is now reused in place of {after.id}")
 
 
 @app.command()

@@ -47,11 +47,11 @@ CHAT = {"temperature": 0.7, "top_p": 0.95}
 TokensOption = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling")]
 DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller draft model with the same tokenizer")]
-DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; the model as its own int8 draft helps one prompt")]
+DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; for one prompt, int8 of the same model helps")]
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters. If an option is None, take the model's value, else that in `default`. Raise PunaError if one is bad."""
+    """Return sampling parameters. An option that is None takes the model's value, else that in `default`. Raise PunaError if one is bad."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -80,7 +80,7 @@ def chat(
         except (EOFError, KeyboardInterrupt):
             return typer.echo()
         except UnicodeDecodeError as error:
-            raise PunaError(f"standard input is no Unicode text: {error}") from error
+            raise PunaError(f"standard input is not Unicode text: {error}") from error
         if line == "/new":
             messages = list(start)
         elif line:
@@ -111,7 +111,7 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
         left = engine.room(len(ids), params.max_tokens)
         if not left:
             message = f"the conversation has {len(ids)} tokens, the model's context {engine.model.config.max_position_embeddings}"
-            raise PunaError(f"{message}: begin another with /new, or keep only the last by --window")
+            raise PunaError(f"{message}: start a new one with /new, or keep only the last tokens with --window")
         events = engine.stream(ids, replace(params, max_tokens=left))
         for event in events:
             new = text.add(event.token, event.completion is not None)
@@ -135,9 +135,9 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the plain text, without the chat template")] = False,
     temperature: TemperatureOption = None, top_p: TopOption = None, max_tokens: TokensOption = 128, seed: SeedOption = 0,
     schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema of each answer", exists=True, dir_okay=False)] = None,
-    search: Annotated[str | None, typer.Option(metavar="METHOD", help="best (by --verifier or likelihood) or majority, of --n")] = None,
+    search: Annotated[str | None, typer.Option(metavar="METHOD", help="Choose one of --n answers: best or majority")] = None,
     verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Verifier for best: {"name": "json_schema", …}')] = None,
-    documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents; passages that match a prompt precede it")] = None,
+    documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents whose matching passages precede each prompt")] = None,
     passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
@@ -187,7 +187,7 @@ def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]],
     if searched and not as_json:
         draws = sum(int(cost["drawn"]) for _, _, row in rows for _, cost in row)
         answered = sum(len(answer.tokens) for _, _, row in rows for answer, _ in row)
-        typer.echo(f"{draws:,} tokens drawn for {answered:,} of answers", err=True)
+        typer.echo(f"{draws:,} tokens generated for answers of {answered:,} tokens", err=True)
 
 
 def _check_room(engine: Engine, prompt: int, answer: int) -> None:
@@ -195,7 +195,7 @@ def _check_room(engine: Engine, prompt: int, answer: int) -> None:
     if engine.room(prompt, answer) < answer:
         context = engine.model.config.max_position_embeddings
         message = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
-        raise PunaError(f"{message}: ask for fewer by --max-tokens, or keep only the last by --window")
+        raise PunaError(f"{message}: lower --max-tokens, or keep only the last tokens with --window")
 
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
@@ -212,14 +212,14 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
     """Return the configuration of --search; None without --search. Raise PunaError if options conflict or --verifier is unusable."""
     if method is None:
         if verifier is not None:
-            raise PunaError("--verifier chooses among answers: give --search best, too")
+            raise PunaError("--verifier chooses among answers: add --search best")
         return None
     if temperature == 0:
         raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
     with errors_at("--verifier is not JSON", ValueError):
         spec = None if verifier is None else json.loads(verifier)
     if spec is not None and not isinstance(from_json(spec), BoundedVerifier):
-        raise PunaError(f"--verifier {spec['name']} needs a model or a process of its own: evaluate takes it (answers.search)")
+        raise PunaError(f"--verifier {spec['name']} needs a model or its own process: use the stage evaluate (answers.search)")
     return parse(SearchConfig, {"method": method, "n": n, "verifier": spec}, "--search")
 
 
@@ -238,7 +238,7 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
     """Return the prompts as messages. Up to `most` matching passages of the documents precede the text of each prompt's last message."""
     artifact = store.check(store.resolve(name))
     if artifact.kind != "documents":
-        raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` shows those there are")
+        raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` lists them")
     conversations = [_messages(one) for one in requests]
     passages = retrieved([str(messages[-1].get("content") or "") for messages in conversations], artifact, most)
     behind = []
@@ -273,14 +273,14 @@ def _parse_prompt(number: int, line: bytes) -> Any:
 
 def _unicode(text: str, where: str) -> str:
     """Return the text; raise PunaError if it holds lone surrogates, from bytes that are not UTF-8 or from JSON escapes."""
-    with errors_at(f"{where} is no Unicode text", UnicodeEncodeError):
+    with errors_at(f"{where} is not Unicode text", UnicodeEncodeError):
         text.encode()
     return text
 
 
 def _plain(prompt: Any) -> str:
     if not isinstance(prompt, str):
-        raise PunaError("--raw goes on from texts; messages need the chat template")
+        raise PunaError("--raw continues texts; messages need the chat template")
     return prompt
 
 
@@ -288,7 +288,7 @@ def _plain(prompt: Any) -> str:
 @serving_options
 def api(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --key")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; if other machines can reach it, set --key")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on")] = 8000,
     key: Annotated[str | None, typer.Option(envvar="PUNA_API_KEY", help="Key that requests must send (default: no key)")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests (default: MODEL)")] = None,
@@ -307,7 +307,7 @@ def api(
     from puna.flows.server.guard import OwnSite, address, check_reach, configuration, listening
     from puna.stages.training.train import device
 
-    check_reach(host, key, "give a key that requests must bring: --key KEY, or PUNA_API_KEY")
+    check_reach(host, key, "set a key that requests must send: --key KEY, or PUNA_API_KEY")
     if supervised:
         end_with(sys.stdin.buffer)
 

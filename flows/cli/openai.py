@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's API: completions and chat, whole or as a stream of events.
+"""An HTTP server with OpenAI's API: completions and chat, whole or as server-sent events.
 
 If a client disconnects or a request's time is up, the request is cancelled at the engine's next step (`openai_worker.py`).
 """
@@ -37,7 +37,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody recei
 
 @dataclass(frozen=True)
 class Limits:
-    """Server limits. `queue`: prompts that wait or run, also answers per request. `seconds`: of a generation or scoring. `body`: bytes."""
+    """Server limits: prompts that wait or run, also answers per request (`queue`), `seconds` per request, `body` in bytes."""
 
     queue: int = 256
     seconds: float = 600.0
@@ -59,15 +59,15 @@ class Answerer:
         """Return the response to a completion request; `echo` adds the prompts and any requested log-probs. Raise ApiError if refused."""
         n = len(body.prompt)
         if n * body.n > self.most:
-            raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have {self.most} answers")
+            raise _refusal("prompt", f"{n} prompts with {body.n} answers each; a request may have at most {self.most} answers")
         if body.max_tokens == 0 and not body.echo:
-            raise _refusal("max_tokens", "0 draws nothing: ask for 1 at least, or for the prompt itself by echo")
+            raise _refusal("max_tokens", "0 generates nothing: set at least 1, or set echo to get the prompt")
         if body.stream and (field := "prompt" if n > 1 else "echo" if body.echo else ""):
-            raise _refusal(field, "a stream has one prompt and no echo: leave stream out")
+            raise _refusal(field, "a stream supports one prompt and no echo: leave stream out")
         top = self._alternatives(body, "logprobs", body.echo)
         prompts = [await asyncio.to_thread(self._prompt, one) if isinstance(one, str) else one for one in body.prompt]
         if n > 1 and sum(map(len, prompts)) > max(PROMPT_TOKENS, self.config.max_position_embeddings):
-            raise _refusal("prompt", f"the prompts have {sum(map(len, prompts))} tokens together, more than {PROMPT_TOKENS}")
+            raise _refusal("prompt", f"the prompts have {sum(map(len, prompts))} tokens in total, more than {PROMPT_TOKENS}")
         return await self._answer(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _alternatives(self, body: CompletionRequest | ChatRequest, field: str, echo: bool = False) -> int | None:
@@ -76,7 +76,7 @@ class Answerer:
         if body.stream and top:
             raise _refusal(field, "a stream reports the log-probs of its own tokens, without alternatives: leave stream out")
         if top is not None and self.worker.engine.kept is not None and (top or echo):
-            raise _refusal(field, "this server keeps only a window of the tokens (--window): it scores no prompts and alternatives")
+            raise _refusal(field, "this server keeps only a window of the tokens (--window): it cannot score prompts or alternatives")
         return top
 
     def _prompt(self, text: str) -> list[int]:
@@ -92,7 +92,7 @@ class Answerer:
         try:
             ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not delay other requests
             if body.tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
-                raise ApiError(400, "invalid_request_error", "the model's chat template has no place for tools", "tools")
+                raise ApiError(400, "invalid_request_error", "the model's chat template does not support tools", "tools")
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
@@ -195,7 +195,7 @@ class Answerer:
         return Grammar(self.tokenizer, self.config.vocab_size)
 
     async def _mask(self, format: ResponseFormat | None) -> Mask | None:
-        """Return the mask of a format. Raise ApiError if its schema cannot be used, or waits too long for those of other requests."""
+        """Return the token mask of a response format. Raise ApiError if its schema is invalid, or is not compiled within the time limit."""
         if format is None or format.type == "text":
             return None
         schema, loop = None if format.json_schema is None else format.json_schema.schema_, asyncio.get_running_loop()
@@ -319,8 +319,6 @@ def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | Non
 
 
 def _tell_state(app: FastAPI, worker: Worker) -> None:
-    """Add the endpoints `/health` and `/metrics`."""
-
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}

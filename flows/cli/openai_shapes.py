@@ -26,8 +26,6 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
-
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
 
@@ -52,7 +50,7 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema stands with the type json_schema, and only there")
+            raise ValueError("json_schema is required with the type json_schema, and forbidden otherwise")
         return self
 
 
@@ -108,16 +106,12 @@ class CompletionRequest(Sampled):
 
 
 class TextPart(BaseModel):
-    """A text part of a message's content."""
-
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
-
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[TextPart] | None = None
@@ -129,8 +123,6 @@ class Message(BaseModel):
 
 
 class ChatRequest(Sampled):
-    """A request for an answer in a conversation."""
-
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -223,7 +215,7 @@ class Reply:
         return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return text → log-prob of the likeliest tokens and the token; of equal texts, the likeliest counts. None without a log-prob."""
+        """Return text → log-prob of the likeliest tokens and the token itself; for equal texts, the highest. None without a log-prob."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}

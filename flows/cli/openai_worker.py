@@ -17,7 +17,7 @@ from puna.models.generation.score import Score, Scoring
 
 
 class Worker:
-    """The thread that runs the engine, and the methods by which the event loop submits requests to it."""
+    """The thread that runs the engine, with methods for the event loop to submit requests to it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -68,7 +68,7 @@ class Worker:
                 self.counts["generated_tokens"] += 1
                 yield event
         except TimeoutError:
-            raise ApiError(408, "timeout_error", f"the answer was not done in {seconds:g} seconds") from None
+            raise ApiError(408, "timeout_error", f"the answer was not finished in {seconds:g} seconds") from None
         finally:
             self.active -= 1
             self._orders.put(end)

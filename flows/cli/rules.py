@@ -60,7 +60,7 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleRow:
-    """A rule with its drops per group of pages (`all`, `type=…`, `language=…`): `alone`, and as the `first` rule that fires."""
+    """A rule and what it drops, by group of pages (`all`, `type=…`, `language=…`): applied `alone`, and as the `first` rule that fires."""
 
     rule: str
     condition: str
@@ -113,7 +113,7 @@ def _page(row: Mapping[str, Any], where: str) -> Page:
 
 
 class Annotations:
-    """Annotated pages, with each page's number of `good` and `bad` words (int64[page]); pages with text are also documents of the store."""
+    """Annotated pages, with each page's number of `good` and `bad` words (int64[page]). Pages with text are imported as documents."""
 
     def __init__(self, pages: Sequence[Page], store: Store, config: ExtractConfig) -> None:
         self.pages, self.store = pages, store
@@ -169,7 +169,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Return each rule's drops, alone and in order, for a recipe's selections, without rules on classifiers that the recipe trains."""
+    """Apply each rule of a recipe's selections to the pages, alone and in order; skip rules on classifiers that the recipe trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)
@@ -283,8 +283,9 @@ def rules(
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
 
     A row of FILE has `html` or `text`, and `truth` (the good part of the page's text, empty if there is none) or `good` (true or false, of
-    the whole page). It may have `type` and `language`. `pages` counts the pages that a rule drops. Shares are of words, for each rule alone
-    and, in `first_…`, for pages where no earlier rule fires. A type's or language's column is the share of its good words that is lost.
+    the whole page). It may have `type` and `language`. `pages` counts the pages that a rule drops. `good_lost` and `bad_caught` are shares
+    of words, for each rule alone; `first_…` counts only pages where no earlier rule fires. The column of a type or language is the share of
+    its good words that is lost.
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")

@@ -14,9 +14,9 @@ from puna.flows.server.client import end_with, from_environment, named_server
 from puna.storage import PunaError, Store
 
 app = typer.Typer()
-HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with --auth")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on; if other machines can reach it, set --auth")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port")]
-AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="Login that browsers must give")]
+AuthOption = Annotated[str, typer.Option(metavar="USER:PASSWORD", envvar="PUNA_AUTH", help="Login that browsers must send")]
 UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs by URL (http, s3, hf, …)")]
 LimitOption = Annotated[int, typer.Option(min=1, help="Maximum number of parallel runs; a run uses every core")]
 
@@ -37,7 +37,7 @@ def web(
     store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4300, auth: AuthOption = "",
     urls: UrlsOption = False,
 ) -> None:  # fmt: skip
-    """Serve Puna's own pages without Prefect: runs, artifacts, documents, questions."""
+    """Serve Puna's own pages without Prefect: runs, artifacts, documents, SQL queries."""
     opened = Store.existing(store)
     from puna.flows.web import serve as serving
 
@@ -54,7 +54,7 @@ def serve(
     limit: LimitOption = 2,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
-    """Offer every flow and stage to the Prefect server at PREFECT_API_URL, and start the runs that the server requests."""
+    """Publish every flow and stage on the Prefect server at PREFECT_API_URL, and start the runs that the server schedules."""
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
     schedules: dict[str, str] = {}
@@ -69,7 +69,7 @@ def serve(
     else:
         server = named_server()
     if server is None:
-        raise PunaError("PREFECT_API_URL is not set: run `puna up`, which needs none, or `prefect server start` and set that address")
+        raise PunaError("PREFECT_API_URL is not set: run `puna up`, which does not need it, or `prefect server start` and set it")
     from puna.flows.prefect.deployments import serve_all
 
     if supervised and (trouble := server.wait_until_ready(600.0)) is not None:

@@ -36,7 +36,7 @@ def sql(
     opened = Store.existing(store, project)
     if file:
         if text is not None or output is not None:
-            raise PunaError("--file takes no query: it says where the file is that another client opens")
+            raise PunaError("--file takes no query: it prints the path of the file for other clients")
         database.write(opened)
         typer.echo(f"{opened.uri}/{database.FILE}")
     elif output is not None:
@@ -54,7 +54,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
     """Write the result of a query to a file atomically; return the number of rows. Raise PunaError if the file cannot be written."""
     target = output.expanduser().absolute()
     if target.resolve().is_relative_to(store.root.resolve()):
-        raise PunaError(f"--output {output}: lies in the store, where only stages write; name a file elsewhere")
+        raise PunaError(f"--output {output}: is in the store, where only stages write; name a file elsewhere")
     if not target.parent.is_dir():
         raise PunaError(f"--output {output}: there is no folder {target.parent}")
     catalog.format_of(output)
@@ -75,11 +75,11 @@ def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
     table = catalog.run(opened, text)
     print_rows(table.to_pylist(), as_json, table.schema.names)
     if opened.uncompared:
-        typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` does", err=True)
+        typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` compares them", err=True)
     if not sys.stderr.isatty():
         return
     for name, count in opened.several(text).items():
-        typer.echo(f"{name} has the rows of {count} artifacts; {NEWEST}.{name} has those of the newest", err=True)
+        typer.echo(f"{name} has rows of {count} artifacts; {NEWEST}.{name} has only the newest artifact's", err=True)
 
 
 def _prompt(store: Store, as_json: bool) -> None:
@@ -90,7 +90,7 @@ def _prompt(store: Store, as_json: bool) -> None:
             stack.enter_context(_typing(connection))
             typer.echo(
                 f"DuckDB over {store.uri}\ntables: {', '.join([*FACTS, *TABLES, *DERIVED])}\n"
-                f"only the newest artifact's: {NEWEST}.documents, …; an alias's: \"documents@latest\", …\nmacros: {', '.join(MACROS)}\n"
+                f"rows of the newest artifact: {NEWEST}.documents, …; of an alias: \"documents@latest\", …\nmacros: {', '.join(MACROS)}\n"
                 "end a statement with ;  Tab completes  leave with .exit"
             )
         failed = False
@@ -150,7 +150,7 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
 
 
 def _statements(interactive: bool) -> Iterator[str]:
-    """Yield statements until `.exit` or the end of input; a line that ends with `;` ends one. At a prompt, Ctrl-C discards its lines."""
+    """Yield statements until `.exit` or the end of input; a `;` at a line's end completes one. Ctrl-C at a prompt discards it."""
     pending: list[str] = []
     while True:
         try:

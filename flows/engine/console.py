@@ -27,13 +27,13 @@ OURS = (" | Flow run ", " | Task run ")
 """Markers of Prefect's own log lines, which the Prefect server already has."""
 LAST_SECONDS = 1.0
 BITS = {
-    "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "with the page's",
+    "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "n-grams + page's",
     "dictionary_bits_per_byte": "zstd, dictionary",
 }  # fmt: skip
 
 
 class Console:
-    """A display of stages: progress bars on a terminal, else lines. `json`: write messages to standard error, JSON to standard output."""
+    """Progress display for stages: bars on a terminal, else lines. `json`: write messages to standard error and JSON to standard output."""
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
@@ -60,7 +60,7 @@ class Console:
         (self._bar.console if self._bar else self._terminal).print(text)
 
     def start_step(self, step: str, why: list[Change] | None) -> None:
-        """Announce a stage that begins to compute; `why`: the changes since its last run, None if it never ran."""
+        """Announce a stage that starts to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
             self.say(f"[yellow]{step:24s}[/] [dim]runs again: {escape(in_short(why))}[/]")
         if self._bar is not None:
@@ -68,7 +68,7 @@ class Console:
         self._step, self._said = step, time.monotonic()
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
-        """Show the progress of the stage that started last, `done` of `total`: in a bar, else by a line every `EVERY_SECONDS` at most."""
+        """Show the progress (`done` of `total`) of the stage that started last, in a bar or as a line at most every `EVERY_SECONDS`."""
         if self._bar is not None and self._step in self._tasks:
             self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
@@ -148,7 +148,7 @@ def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, An
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
-    """Return a table of accuracy on held-out prompts: a row per task but `choice/…`, a column per evaluation except control arms'."""
+    """Return a table of accuracy on held-out prompts: a row per task except `choice/…`, a column per evaluation, without control arms."""
     results = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     tests = [(step, rows) for step, rows in results if any(metric == "accuracy" for _, metric in rows)]
     tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
@@ -164,7 +164,7 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
 
 
 def _arms(arms_of_round: arms.Arms) -> Table:
-    table = _table(f"round {arms_of_round.number} beside other arms", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
+    table = _table(f"round {arms_of_round.number} and its control arms", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
     for arm in arms_of_round.scores:
         table.add_row(arms.NAMES.get(arm, arm), *(f"{arms_of_round.share(arm, metric).value:.3f}" for metric in arms_of_round.metrics))
     return table
@@ -179,7 +179,6 @@ def _claims(arms_of_round: arms.Arms) -> Table:
 
 
 def _rewards(artifacts: list[tuple[str, Artifact]]) -> Table:
-    """Return the table of each reward model's accuracy on held-out pairs."""
     table = _table("reward model", "held-out accuracy", "pairs")
     for step, artifact in artifacts:
         metrics = artifact.manifest.metrics
@@ -211,7 +210,7 @@ def in_short(changes: Sequence[Change]) -> str:
 def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
     """Call `tell` with each line that this process or a child writes to standard error within the context, and pass the line on.
 
-    Prefect's own lines are only passed on, and so are lines that a child writes after the context.
+    Prefect's own log lines, and lines that a child writes after the context ends, are only passed on.
     """
     sys.stderr.flush()
     before = os.dup(2)

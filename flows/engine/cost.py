@@ -1,4 +1,4 @@
-"""Cost estimates of a flow's steps, of pretraining (from the model's shape), and of answers (from the model and the prompts)."""
+"""Cost estimates: of a flow's steps, of pretraining (from the model's shape), and of sampling (from the model and the prompts)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CPU_FLOPS = 1e20
 """Maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
 LARGE, LARGE_BYTES = "H100", 80e9
 """The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of this memory."""
-MODEL = "times are computed, ± 9 % in the median of 27 runs, published or measured on one H200; in long contexts off by up to 60 %"
-REFUSED = "on GPUs: context; bf16 with another axis than data, so that such layouts are planned in fp32, whose times nobody has compared"
+MODEL = "times are computed; median error 9 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
+REFUSED = "on GPUs: context parallelism, and bf16 with any axis but data; such layouts are planned in fp32, whose times are unchecked"
 LONGEST = 90 * 86_400
-"""Maximum seconds of a plan that chooses the number of GPUs."""
+"""Maximum seconds of training if the plan chooses the number of GPUs."""
 LOOKED_AT = 256
-"""Maximum number of prompts whose tokens are counted."""
+"""Maximum number of prompts that are tokenized to estimate lengths."""
 
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
@@ -79,7 +79,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     shape, tokenizer, layout = read_config(model.path()), tokenizer_of(model), config.serving.layout
     parts = layout.tensor * layout.pipeline
     if gpu and parts > 1:
-        raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer are proved only on CPUs; set only data")
+        raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer together are tested only on CPUs; set only data")
     if problem := layout.misfit(shape):
         raise PunaError(f"{model.id}: serving.{problem}")
     precision: Precision = "bf16" if gpu else "fp32"
@@ -92,8 +92,8 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     each = token * (config.max_tokens + longest / config.answers)  # all answers to a prompt share its keys and values
     at_once = min(USUAL_ANSWERS["cuda" if gpu else "cpu"], math.ceil(len(rows) * config.answers / layout.data), int(room / each))
     if at_once < 1:
-        raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) takes {size(each)} "
-                        f"of keys and values, and there are {size(max(0, room))}: lower max_tokens")  # fmt: skip
+        raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) needs {size(each)} "
+                        f"of KV cache; there is room for {size(max(0, room))}: lower max_tokens")  # fmt: skip
     # n pipeline stages compute n micro-batches of answers, and each micro-batch reads the weights.
     step = accounting.decode_time(shape, math.ceil(at_once / layout.pipeline), longest + config.max_tokens, machine, precision)
     seconds, together = step.total / layout.tensor, at_once * layout.data
@@ -127,10 +127,10 @@ class Total:
 
     def __str__(self) -> str:
         if not self.seconds and not self.unknown:
-            return "nothing is to be done"
+            return "nothing to do"
         words = [f"about {duration(self.seconds)}, {size(self.bytes)} of disk, {size(self.memory)} of memory"] if self.seconds else []
         more = f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else ""
-        words += [f"no earlier run tells what {', '.join(self.unknown[:4])}{more} may cost"] if self.unknown else []
+        words += [f"no earlier run to estimate {', '.join(self.unknown[:4])}{more} from"] if self.unknown else []
         return "; ".join(words)
 
 
@@ -140,7 +140,7 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
     begins = next(step.begins for step in steps if step.stage == "pretrain")
     if begins.get("size") == "":
-        return {"recipe": recipe.name, "model": "chosen by choose_size in the run, for its budget; plan again once that is there"}
+        return {"recipe": recipe.name, "model": "chosen by choose_size during the run; plan again once its artifact exists"}
     store = Store.existing(place) if any(begins.values()) else None
     model, size = (store.resolve(begins[name]) if store and begins.get(name) else None for name in ("model", "size"))
     return costs(recipe, gpu, gpus, read_config(model.path()) if model else None, ChosenSize.read(size) if size else None)
@@ -149,7 +149,7 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
     """Return the figures of pretraining that `puna plan` prints. `given`: the model to continue; `size`: the size from choose_size.
 
-    Without `gpu` the device is this CPU or, if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`.
+    Without `gpu`, the device is this CPU; if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`.
     """
     from puna.models import accounting
 
@@ -210,7 +210,7 @@ def _machine(config: ModelConfig, context: int, gpu: str | None, precision: Prec
 
 
 def _context(recipe: Recipe, phase: Phase, context: int) -> int:
-    """Return the tokens per packed row of the phase's data: of its own tokenize step if the recipe has one, else `context`."""
+    """Return a phase's sequence length in tokens: that of its own tokenize step if the recipe has one, else `context`."""
     label = f"tokenize_{phase.tokens}"
     own = recipe.values.get(label) if phase.tokens != "initial" else None
     return context if own is None else recipe.one(label, tokenize, TokenizeConfig).sequence_length
@@ -219,7 +219,7 @@ def _context(recipe: Recipe, phase: Phase, context: int) -> int:
 def _phase(
     training: PretrainConfig, phase: Phase, before: int, row: int, config: ModelConfig, machine: Machine, gpu: str | None, gpus: int
 ) -> dict[str, Any]:
-    """Return the costs of one training phase. `before`: tokens trained before it; `row`: tokens per row."""
+    """Return the costs of one training phase. `before`: number of tokens trained before it; `row`: tokens per packed row."""
     from puna.models import accounting
     from puna.models.machine import data_sheet
     from puna.models.training.parallel.estimate import Work, best_layouts
@@ -227,7 +227,7 @@ def _phase(
     precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"
     phase = phase.with_steps(row, before)
     step = [row] * phase.full_rows
-    # Counted in full-size steps: a smaller step of a ramp counts in proportion to its rows.
+    # Counted in full-size steps: during a batch-size ramp, a smaller step counts in proportion to its rows.
     steps = phase.growth(row, before).before(phase.steps + 1) / phase.full_rows
     at_once = max(1, min(phase.full_rows, training.compute.micro_batch_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
@@ -253,9 +253,9 @@ def _phase(
 
 def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
     """Return a line for each layout that fits; if none fits, one line, which names the layout with the least memory if there is any."""
-    lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB of a device ({one.reason})" for one in ranked]
+    lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB per device ({one.reason})" for one in ranked]
     if not ranked:
-        return [f"none that is proved fits the step and the model on {gpus} devices; the time supposes that they share the work evenly"]
+        return [f"no tested layout fits the step and the model on {gpus} devices; the time assumes that they share the work evenly"]
     if not ranked[0].fits:
-        return [f"none that is proved fits into {gpu}; the time supposes that {gpus} share the work evenly. The least memory: {lines[0]}"]
+        return [f"no tested layout fits into {gpu}; the time assumes that {gpus} share the work evenly. The least memory: {lines[0]}"]
     return lines

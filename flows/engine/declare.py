@@ -1,4 +1,4 @@
-"""Flows as programs: a flow is a plain function, and a run of this function lists, plans or performs the flow's steps.
+"""Flow declarations. A flow is a plain function that calls `step`; calling it lists, plans or runs the flow's steps.
 
     @flow
     def curate(inputs: list[Files]) -> None:
@@ -6,8 +6,8 @@
         documents = step(extract, pages=step(ingest, inputs=inputs))
         publish("documents", step(url_dedup, documents=documents))
 
-The `Walk` in progress decides what happens at a step: `trace.Tracer` records the steps, `plan.Planner` looks up the
-artifacts of the steps, `perform.Performer` makes these artifacts.
+A `Walk` is one traversal of a flow. Its class defines what `step` does: `trace.Tracer` records the step, `plan.Planner`
+looks up the step's artifact in the store, `perform.Performer` computes the artifact.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Item = Artifact | External
 class Output:
     """The output of a step, or an input of a flow. `items`: its artifacts or files; empty while they do not exist, as in a trace.
 
-    `labels`: the steps (or inputs of the flow) that the output comes from. `left_out`: the field of a step that the recipe leaves out; the
-    output is then false. `source`: a new source name for the rows of an input; empty: the rows keep their source names.
+    `labels`: the steps (or inputs of the flow) that the output comes from. `left_out`: the step's field, if the recipe omits the step; the
+    output is then falsy. `source`: a new source name for the rows of an input; empty: the rows keep their source names.
     """
 
     kind: str
@@ -55,14 +55,14 @@ Files = Annotated[Output, Kind("external")]
 def first_sentence(doc: str) -> str:
     """Return the first whole sentence of a docstring on one line.
 
-    A sentence may run over lines and hold colons. It ends at a period, question or exclamation mark before a capital or a backtick.
+    A sentence may span lines and contain colons. It ends at a period, question mark or exclamation mark before a capital or a backtick.
     """
     return re.split(r"(?<=[.?!])\s+(?=[A-Z`])", " ".join(doc.partition("\n\n")[0].split()), maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A declared flow; call it inside another flow, or run it with `Walk.walk`."""
+    """A declared flow. Call it inside another flow, or run it with `Walk.walk`."""
 
     name: str
     function: Callable[..., Any]
@@ -70,7 +70,7 @@ class Flow:
     doc: str = field(default="", compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the flow as a part of the flow in progress, and return its result."""
+        """Run the flow as part of the flow that calls it, and return its result."""
         return self.function(*args, **kwargs)
 
     @property
@@ -81,7 +81,7 @@ class Flow:
     def by_kind(
         self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
     ) -> dict[str, Given]:
-        """Return the flow's inputs: for an input in `named`, the artifacts given there; for every other, the items of its kind, in order.
+        """Return each input's value: for an input in `named`, the artifacts given there; for every other, the items of its kind, in order.
 
         `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing or an item fits no input.
         """
@@ -95,7 +95,7 @@ class Flow:
         return inputs
 
     def placeholders(self, *, everything: bool = False) -> dict[str, Given]:
-        """Return inputs without items, for a trace. `everything`: in a flow that takes files, include the inputs for documents."""
+        """Return placeholder inputs, without items, for a trace. `everything`: include document inputs even if the flow takes files."""
         inputs: dict[str, Given] = {}
         for spec in self.inputs:
             if spec.sources and self.takes_files and not everything:
@@ -106,7 +106,7 @@ class Flow:
 
 
 def assign(what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: Mapping[str, Sequence[Artifact]]) -> dict[str, list[Item]]:
-    """Return each input's items: from `named`, else the items of its kind, in order. Raise PunaError for an item that fits no input."""
+    """Assign items to inputs: those in `named`, else the items of the input's kind, in order. Raise PunaError if an item fits none."""
     left, result = list(items), dict[str, list[Item]]()
     for spec in specs:
         result[spec.name] = list(named.get(spec.name, ()))
@@ -119,12 +119,12 @@ def assign(what: str, specs: Sequence[InputSpec], items: Sequence[Item], named: 
             raise PunaError(f"{what}: input {spec.name!r} takes one artifact, {len(result[spec.name])} were given")
     if left:
         inputs = ", ".join(f"{spec.name} ({input_kind(spec)})" for spec in specs) or "none"
-        raise PunaError(f"{what} has no place for {name_of(left[0])}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
+        raise PunaError(f"{what} has no input for {name_of(left[0])}; its inputs are {inputs}; name one: --input NAME=ARTIFACT")
     return result
 
 
 def given_as(item: Item, sources: Mapping[str, str]) -> Output:
-    """Return an artifact or files as an input of a flow; see `Flow.by_kind` for `sources`."""
+    """Wrap an artifact or files as the `Output` that a flow takes as input; `sources`: as in `Flow.by_kind`."""
     own = sources.get(item.key, "") if isinstance(item, Artifact) else ""
     return Output(kind_of(item), (f"input {item.name if isinstance(item, External) else item.id}",), (item,), source=own)
 
@@ -167,12 +167,13 @@ def step(
     stage: Stage, label: str = "", /, *, field: str = "", default: StageConfig | None = None, off: bool = False, through: str | None = None,
     number: int | None = None, adapt: Callable[[Any], StageConfig] | None = None, serves: str = "", **inputs: Given,
 ) -> Output:  # fmt: skip
-    """Return the output of a step of the current flow: `stage` on `inputs`, configured by the recipe's values in `field`.
+    """Add a step to the current flow and return its output: `stage` on `inputs`, configured by the recipe's values in `field`.
 
-    `field`: by default the label, else the stage's name. `default`: base of the recipe's values. `off`: omit the step unless the recipe
-    names it. `through`: the input that replaces the output of an omitted step (for documents stages: the documents). `number`: the round,
-    which changes the default label and the seed. `adapt`: a last change to the configuration. `serves`: the field of the only step that
-    takes the output; if the recipe omits that step and does not name this one, both are omitted. Equal labels and inputs mean one step.
+    `field`: by default the label, else the stage's name. `default`: the configuration that the recipe's values update. `off`: omit the step
+    unless the recipe names it. `through`: the input returned as output of an omitted step (default in documents stages: the documents).
+    `number`: the round, which changes the default label and the seed. `adapt`: applied to the final configuration. `serves`: the field of
+    the only step that uses the output; if the recipe omits that step and does not name this one, both are omitted. Calls with the same
+    label and inputs share one step.
     """
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
@@ -196,14 +197,14 @@ def together(*parts: Callable[[], object]) -> None:
 
 
 def publish(name: str, output: Output, version: str = "latest") -> Output:
-    """Point the alias `name@version` at the output of a step, unless the step is left out, and return the output."""
+    """Point the alias `name@version` at the output of a step, unless the step is omitted, and return the output."""
     if output:
         current_walk().publish(f"{name}@{version}", output)
     return output
 
 
 def tell(text: str) -> None:
-    """Report the flow's outcome to people, in one sentence."""
+    """Report the flow's outcome to the user in one sentence."""
     current_walk().tell(text)
 
 
@@ -218,7 +219,7 @@ def current_walk() -> Walk:
 
 
 class Walk(ABC):
-    """A run through a flow with a recipe; subclasses decide what happens at a step."""
+    """One traversal of a flow with a recipe. Subclasses define what happens at each step."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -254,11 +255,11 @@ class Walk(ABC):
     """True if the walk computes the steps and may change the store."""
 
     def store(self) -> Store | None:
-        """Return the store that the flow may look into; None in a trace."""
+        """Return the store that the flow may read; None in a trace."""
         return None
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Return a context that yields True if it holds the lock `name`, False if another run does; in this class, True without a lock."""
+        """Return a context manager that yields True if it holds the lock `name`, False if another run does; in this class, always True."""
         return contextlib.nullcontext(True)
 
     def tell(self, text: str) -> None:  # noqa: B027  only a walk that performs has listeners
@@ -309,19 +310,19 @@ class Walk(ABC):
         return results[-1] if step.through else join(results)
 
     def _check_inputs(self, step: Step, label: str, given: dict[str, list[Output]]) -> dict[str, list[Output]]:
-        """Return the existing inputs; call `wrong` for missing or repeated ones. Raise PunaError for an unknown name or a wrong kind."""
+        """Return the inputs that exist; call `wrong` for missing or repeated ones. Raise PunaError for an unknown name or a wrong kind."""
         stage = step.stage
         accepted: dict[str, list[Output]] = {}
         if unknown := set(given) - {spec.name for spec in stage.inputs}:
             raise PunaError(f"step {label}: stage {stage.name} has no input {sorted(unknown)[0]!r}")
         for spec in stage.inputs:
-            # A step that is left out passes its input on, so one output may arrive twice.
+            # An omitted step passes its input on, so one output may arrive twice.
             there = list({output.labels: output for output in given.get(spec.name, []) if output}.values())
             omissions = [output.left_out for output in given.get(spec.name, []) if not output]
             if not there and not spec.optional:
                 why, remedy = "", f"give it, --input {example(spec)}"
                 if omissions:
-                    why = f", which comes from {omissions[0]}, and the recipe leaves that out"
+                    why = f", the output of {omissions[0]}, which the recipe leaves out"
                     remedy = f"keep {omissions[0]}, or leave out {step.field} too: --set {step.field}=null"
                 self.wrong(f"{label} needs {spec.name} ({input_kind(spec)}){why}; {remedy}")
             if not spec.many and sum(len(output.labels) for output in there) > 1:
@@ -332,7 +333,7 @@ class Walk(ABC):
         return accepted
 
     def _add(self, label: str, extra: Added, near: list[list[Output]], output: Output | None) -> Output:
-        """Return an added step's output. Inputs not in `extra.inputs` (PunaError if no earlier step) come by kind, if required or many."""
+        """Add a step from the recipe. Inputs not named in `extra.inputs` are taken by kind from `near` and `output` if required."""
         stage = REGISTRY[extra.stage or label]
         around = ([output] if output else []) + [item for items in near for item in items]
         inputs: dict[str, Given] = {}
@@ -340,7 +341,7 @@ class Walk(ABC):
             if spec.name in extra.inputs:
                 origin = extra.inputs[spec.name]
                 if origin not in self._done:
-                    raise PunaError(f"add.{label}.inputs.{spec.name}: {origin} is no earlier step{did_you_mean(origin, self._done)}")
+                    raise PunaError(f"add.{label}.inputs.{spec.name}: {origin} is not an earlier step{did_you_mean(origin, self._done)}")
                 inputs[spec.name] = self._done[origin][1]
             else:
                 fitting = [item for item in around if item.kind == spec.kind and item]
@@ -349,7 +350,7 @@ class Walk(ABC):
         return self.step(Step(label, label, stage), inputs)
 
     def _join(self, step: Step, given: dict[str, list[Output]], made: Output, label: str) -> None:
-        """Add `made`, an added step's output, to the input of its kind in `given`; replace a single input. Raise PunaError if none fits."""
+        """Pass the output of an added step to the input of its kind in `given`; replace a single input. Raise PunaError if none fits."""
         takers = [spec for spec in step.stage.inputs if spec.kind == made.kind]
         if not takers:
             raise PunaError(f"add.{label}.into: {step.label} takes no {made.kind}; choose another step, or `after`")
@@ -358,7 +359,7 @@ class Walk(ABC):
 
 
 def values(stage: Stage, inputs: Mapping[str, Sequence[Output]]) -> dict[str, Value]:
-    """Return the items of the outputs as inputs of a stage: a list or one item, None if there are none."""
+    """Return the outputs' items as inputs of a stage: a list or a single item, None if there are none."""
     arguments: dict[str, Value] = {}
     for spec in stage.inputs:
         items: list[Any] = [item for output in inputs[spec.name] for item in output.items]

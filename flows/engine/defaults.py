@@ -27,9 +27,9 @@ SERVED = "PUNA_SERVED_STORE"
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:
-    """Set environment variables, if unset, before Prefect is imported: Prefect's folder and terminal log level (`terminal`), and `OFFLINE`.
+    """Set environment variables that are unset: Prefect's folder in `store`, its log level on the terminal (`terminal`), and `OFFLINE`.
 
-    A server gets all log lines of a run; on the terminal Puna reports progress itself.
+    Call this before Prefect is imported. A Prefect server gets all log lines of a run; on the terminal, Puna prints its own progress.
     """
     os.environ.setdefault("PREFECT_HOME", str(store / "prefect"))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", terminal)

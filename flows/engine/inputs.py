@@ -21,14 +21,14 @@ from puna.storage.schemas import KINDS
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
 """Kinds of artifacts for which an error suggests `puna import`."""
 ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
-"""Endings of files that hold rows, never a model."""
+"""Suffixes of files that hold rows, and so are not models."""
 COLUMNS = ("text", "html", "url", "date")
 """The fields of a page that `--columns` can assign."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Parsed inputs. `items`: to assign by kind; `named`: input → artifacts; `sources`: artifact key → new source name of its rows."""
+    """The parsed inputs of a run. `items`: not yet assigned; `named`: by input name; `sources`: artifact key → new source of its rows."""
 
     items: list[Item]
     named: dict[str, list[Artifact]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def alias_of(name: str) -> str:
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
-    """Return parsed inputs. `NAME=ARTIFACT` assigns to an input NAME, else renames the rows' source. Raise PunaError if no input fits."""
+    """Parse `--input` texts. `NAME=ARTIFACT` assigns to the input NAME, else renames the rows' source. Raise PunaError if no input fits."""
     items: list[Item] = []
     named: dict[str, list[Artifact]] = {}
     sources: dict[str, str] = {}
@@ -72,7 +72,7 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
             taker = next((spec for spec in specs if spec.sources and spec.kind == artifact.kind), None)
             if taker is None:
                 there = ", ".join(f"{spec.name} ({input_kind(spec)})" for spec in by_name.values()) or "none"
-                raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; there are {there}")
+                raise PunaError(f"--input {text}: {where} has no input {name!r} that takes an artifact; its inputs are {there}")
             sources[artifact.key] = name
             items.append(artifact)
         elif any(spec.kind == "external" for spec in specs):
@@ -82,13 +82,13 @@ def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store,
             raise PunaError(f"{where}: takes no files, {_remedy(text, specs)}")
     names = [item.name for item in items if isinstance(item, External)]
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise PunaError(f"two inputs have the name {twice[0]!r}; name them: --input NAME=URI")
+        raise PunaError(f"two inputs have the name {twice[0]!r}; give each its own: --input NAME=URI")
     files = sorted((item for item in items if isinstance(item, External)), key=lambda item: item.name)
     return RunInputs([*(item for item in items if not isinstance(item, External)), *files], named, sources)
 
 
 def check_address(what: str, text: str) -> None:
-    """Raise PunaError if forms may name only local paths and the text is a remote URL."""
+    """Raise PunaError if forms may read only local paths and the text is a remote URL. `what`: the option or field, for the error."""
     uri = text.partition("=")[2] if is_named(text) else text
     scheme, sign, _ = uri.partition("://")
     if os.environ.get(ADDRESSES) == REFUSED and ("::" in uri or (sign and scheme not in ("file", "local"))):
@@ -110,19 +110,19 @@ def latest(specs: Sequence[InputSpec], store: Store, quiet: bool) -> list[Item]:
 
 
 def given_items(flow: Flow, wanted: RunInputs, store: Store, sample: Callable[[], Sequence[External]], *, quiet: bool) -> list[Item]:
-    """Return the input items of a flow's run: the items in `wanted`, else the sample or the artifacts of `INPUT@latest`."""
+    """Return a run's input items: those in `wanted`, else the sample (if the flow takes files) or the artifacts of `INPUT@latest`."""
     if wanted:
         return wanted.items
     return [*sample()] if flow.takes_files else latest(flow.inputs, store, quiet)
 
 
 def sample_folder(root: Path) -> Path:
-    """Return the folder of the sample, which a run without inputs reads, in the store at `root`."""
+    """Return the folder of the sample pages, which a run without inputs reads, in the store at `root`."""
     return root / "sample"
 
 
 def column_changes(texts: Sequence[str], stage: str) -> list[str]:
-    """Return `--columns` texts (`[INPUT:]WHAT=FIELD[,…]`) as recipe changes for `stage`. Raise PunaError for any other text."""
+    """Convert `--columns` texts (`[INPUT:]WHAT=FIELD[,…]`) into recipe changes for `stage`. Raise PunaError for a malformed text."""
     changes: list[str] = []
     for text in texts:
         name, colon, pairs = text.rpartition(":")
@@ -136,7 +136,7 @@ def column_changes(texts: Sequence[str], stage: str) -> list[str]:
 
 
 def _remedy(text: str, specs: Sequence[InputSpec]) -> str:
-    """Return advice on `text`, which names no artifact: how to import it, or which artifacts the inputs take."""
+    """Return advice for an input text that names no artifact: how to import the file, or which artifacts the inputs take."""
     kinds = [spec.kind for spec in specs if spec.kind in IMPORTED]
     if len(kinds) > 1 and Path(text).suffix in ROWS:
         kinds = [kind for kind in kinds if kind != "model"]

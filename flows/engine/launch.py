@@ -27,7 +27,7 @@ from puna.storage import Artifact, PunaError, Store
 
 PREFIXES = ("flow:", "stage:")
 YOUNG = 20_000
-"""Threshold of the garbage collector's youngest generation in a run: a part's rows are thousands of containers without cycles."""
+"""Threshold of the garbage collector's youngest generation during a run; large, since rows are thousands of containers without cycles."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Request:
         )  # fmt: skip
 
     def command(self, store: Store | None = None) -> str:
-        """Return the equivalent command line, without --workers and --executor; it names `store` unless that is None or the default."""
+        """Return the equivalent command line, without --workers and --executor, and without --store if `store` is None or the default."""
         options = {"--recipe": [self.recipe] if self.recipe else [], "--input": self.inputs, "--set": self.changes}
         options["--project"] = [self.project] if self.project else []
         options["--as"] = [self.alias.partition("@")[0]] if self.alias else []
@@ -87,7 +87,7 @@ class Request:
 
 
 def target_named(what: str) -> Flow | Stage:
-    """Return the flow or, if there is none, the stage `what`; a prefix `flow:` or `stage:` chooses. Raise PunaError if there is neither."""
+    """Return the flow, else the stage, named `what`; a prefix `flow:` or `stage:` selects one. Raise PunaError if there is neither."""
     flows, stages = load_flows(), load_stages()
     prefix = next((p for p in PREFIXES if what.startswith(p)), "")
     name = what.removeprefix(prefix)
@@ -102,7 +102,7 @@ def target_named(what: str) -> Flow | Stage:
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts.
 
-    The Prefect server at PREFECT_API_URL, or of a running `puna up`, gets progress reports; only the run's end waits for them, briefly.
+    Progress goes to the Prefect server at PREFECT_API_URL or of a running `puna up`; only the run's end waits for it, briefly.
     """
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
@@ -124,7 +124,7 @@ def run(request: Request, store: Store) -> None:
 def run_flow(flow: Flow, request: Request, store: Store) -> str:
     """Run a flow and write its report; return the name of the run."""
     if request.alias is not None:
-        raise PunaError(f"--as: {flow.name} is a flow, which sets aliases of its own; `--as` is for a stage")
+        raise PunaError(f"--as: {flow.name} is a flow, which sets its own aliases; use `--as` with a stage")
     recipe = request.recipe_of(flow)
     store = store.within(recipe.project)
     named_server()
@@ -159,7 +159,8 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
 
 
 def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageConfig:
-    """Return a stage's configuration: defaults, a recipe's seed and values for the step so named (PunaError if none), then `changes`."""
+    """Build a stage's configuration: defaults, then the recipe's seed and its values for the stage's step, then `changes`. Raise PunaError
+    if the recipe has no values for the step."""
     values: dict[str, Any] = {}
     if recipe is not None:
         whole_recipe, _ = read_values(recipe, [])

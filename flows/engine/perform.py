@@ -1,4 +1,4 @@
-"""The walk that computes the steps of a flow in the current session."""
+"""The traversal of a flow that computes its steps in the current session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from puna.storage import Artifact, Store, runs
 
 
 class Performer(Walk):
-    """A walk that computes each step in the current session."""
+    """A traversal of a flow that computes each step in the current session."""
 
     performs = True
 
@@ -42,16 +42,16 @@ class Performer(Walk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, name: str, output: Output) -> None:
-        """Set the alias to the output's artifact if it has exactly one. If an earlier one keeps the alias, report the alias set instead."""
+        """Point the alias at the output's artifact if it is a single one. If the name is taken, report the alias that is set instead."""
         artifact = output.items[0] if len(output.items) == 1 else None
         if isinstance(artifact, Artifact) and (alias := current().store.set_alias(name, artifact)) != name:
-            self.tell(f"{name} stands for an earlier artifact; this one is {alias}")
+            self.tell(f"{name} names an earlier artifact; the new one is {alias}")
 
     def store(self) -> Store:
         return current().store
 
     def alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Return a context that yields True if it holds the lock `name` of the store's project, False if another process does."""
+        """Return a context manager that yields True if it holds the lock `name` of the store's project, False if another process does."""
         store = current().store
         return store.lock(store.own(name), wait=False)
 

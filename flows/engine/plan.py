@@ -19,12 +19,12 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
 
 BEGINS = ("model", "size")
-"""Inputs of a training stage on which its cost depends."""
-STATES = {"reused": "reused", "runs": "run", "after": "follow on those"}
+"""Inputs of a training stage that determine its cost."""
+STATES = {"reused": "reused", "runs": "run", "after": "wait for these"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}
-"""Exponents by which costs grow with the input's size."""
+"""Exponents of the growth of costs: a cost is proportional to this power of the input's size."""
 LARGEST, FARTHEST = 1e30, 10
-"""Upper bound of an estimate, and the largest ratio of two configurations' counts (steps, widths) for an estimate."""
+"""Upper bound of any estimate, and the largest ratio of integers (steps, widths) between configurations that count as comparable."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Experience:
                 self._past[m.stage].append((came, flat(dict(m.config)), gave))
 
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
-        """Return the estimate for a stage on inputs of these sizes; None without a comparable earlier run in the store.
+        """Estimate a stage's cost on inputs of these sizes; return None without a comparable earlier run in the store.
 
         The estimate scales the newest of the runs whose configurations differ in the fewest fields; seeds do not count.
         """
@@ -99,10 +99,11 @@ def together(sizes: Sequence[Size]) -> Size:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a plan. `state`: reused (`why`: its artifact), runs (what is new), or after (the steps that it waits for).
+    """A step of a plan. `state`: reused (`why` is its artifact), runs (`why` lists changes), or after (`why` names the steps that it waits
+    for).
 
-    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: the ids of a training run's initial
-    model and chosen size, by the input's name; an id is empty if an earlier step has not made the artifact yet.
+    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: for training, the artifact ids of
+    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact.
     """
 
     label: str
@@ -114,7 +115,7 @@ class PlannedStep:
 
 
 class Planner(Walk):
-    """A walk that looks up the artifacts of a flow's steps and makes none. `experience`: estimates the costs of steps that must run."""
+    """A traversal that looks up the artifacts of a flow's steps and makes none. `experience`: estimates the costs of new steps."""
 
     def __init__(self, recipe: Recipe, store: Store, experience: Experience | None = None) -> None:
         super().__init__(recipe)
@@ -141,7 +142,7 @@ class Planner(Walk):
         return Output(step.stage.kind, (label,), items)
 
     def _estimate(self, stage: Stage, label: str, config: StageConfig, inputs: dict[str, list[Output]]) -> Expected | None:
-        """Return the estimate for a step that must run, None without one, and remember its output size for later steps."""
+        """Estimate a step that must run, and remember its output size for later steps. Return None without an estimate."""
         if self._experience is None or inputs.get("size"):  # the cost depends on the chosen size, which is in no configuration
             return None
         sizes = [Size.of(item) for estimate in inputs.values() for output in estimate for item in output.items]
@@ -160,7 +161,7 @@ class Planner(Walk):
 
 
 def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[PlannedStep]:
-    """Return a flow's planned steps. Without inputs, plan with a run's default inputs, or with placeholders while there are none."""
+    """Return a flow's planned steps. Without input texts, use the default inputs of a run, or placeholders if these do not exist yet."""
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
         try:

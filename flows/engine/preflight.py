@@ -1,4 +1,4 @@
-"""The check of every step's needs before the first step runs, with all unmet needs in one error."""
+"""The check of all steps' needs before the first step runs; all unmet needs are reported in one error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STORED_PER_BYTE = 1.5
 
 
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with all unmet needs of the flow's steps, lack of disk space included, and their remedies.
+    """Raise PunaError with all unmet needs of the flow's steps and their remedies, including a lack of disk space.
 
     A step whose artifact exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled.
     """
@@ -93,7 +93,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
-    """Return a function that samples all files and artifacts of an input; None without any, or if one cannot be sampled."""
+    """Return a function that samples all files and artifacts of an input; None if there are none, or if one cannot be sampled."""
     if not items or any(item.look is None for item in items):
         return None
     looks = dict.fromkeys(item.look for item in items if item.look is not None)  # one look may sample several inputs
@@ -135,12 +135,13 @@ def _room(files: list[External], store: Store) -> list[str]:
     names = ", ".join(name_of(item) for item in files[:3])
     return [
         f"store {store.uri}: has {free / 1e9:.1f} GB free, and the artifacts made from {names} need about {needed / 1e9:.1f} GB at least; "
-        "free some (`puna gc` removes what nothing needs), or choose another disk with --store"
+        "free some (`puna gc` removes unneeded artifacts), or choose another disk with --store"
     ]
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of as many random pages as fit in `seconds`, and their share of all pages, of which `pages` make up `share`."""
+    """Return rough texts of as many random `pages` as can be read in `seconds`, and their share of all pages. `share`: the share of all
+    pages that `pages` make up."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):
@@ -151,9 +152,9 @@ def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tup
 
 
 def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """Return the documents' sources (none unless all were read in time), the starts of the texts read, and the share of documents read.
+    """Return the documents' sources (empty unless all were read in time), the starts of the texts read, and the share of documents read.
 
-    Ids are hashes: the first documents are a random sample.
+    The first documents are a random sample, since ids are hashes.
     """
     until = time.monotonic() + seconds
     texts: list[str] = []

@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 20
 """Maximum bytes of a recipe file."""
 ENDINGS = (".yaml", ".yml")
 BASE = "curation"
-"""The recipe with the rules of curation: base of the shipped recipes and default base of recipe files. It is not run itself."""
+"""The recipe with the rules of curation: base of the shipped recipes, and default base of recipe files. It is not meant to be run."""
 MAX_BASES = 10
 """Longest chain of recipes that inherit from each other."""
 MAX_NODES = 100_000
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """A number that a flow itself depends on, with its bounds; or, if the default is true or false, a switch."""
+    """A setting of the flow itself: an integer with bounds or, if the default is true or false, a switch."""
 
     name: str
     default: int
@@ -62,7 +62,7 @@ class Added(StageConfig):
 
     stage: str | None = Field(None, description="Name of the stage; null: the step's name")
     after: str | None = Field(None, description="Step whose output the new step takes; an output of the same kind replaces it")
-    into: str | None = Field(None, description="Step whose inputs the new step takes, and which takes the new output, for example signals")
+    into: str | None = Field(None, description="Step whose inputs the new step takes, and which then also takes the new output")
     inputs: dict[str, str] = Field(default_factory=dict, description="Input → the earlier step it comes from, if the kind is ambiguous")
 
     @model_validator(mode="after")
@@ -118,7 +118,7 @@ class Recipe:
         return parse(kind, merge(base, values), where)
 
     def one(self, field: str, stage: Stage, kind: type[C]) -> C:
-        """Return the configuration, of class `kind`, of a step. Raise PunaError if the step is left out or repeated."""
+        """Return a step's single configuration, of class `kind`. Raise PunaError if the recipe omits or repeats the step."""
         configs = self.configs(Step(field, field, stage))
         if len(configs) != 1 or not isinstance(configs[0], kind):
             raise PunaError(f"recipe {self.name}: {field} is {'repeated' if configs else 'left out'}; here one configuration is needed")
@@ -140,7 +140,7 @@ class Recipe:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` updated by `over`, group by group. Where `over` has a list for a group, each item updates a copy of the group."""
+    """Merge `over` into a copy of `base`, group by group. Where `over` has a list for a group, each item updates a copy of the group."""
     result = dict(base)
     for name, value in over.items():
         inner = result.get(name)
@@ -153,13 +153,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Layer:
-    """The values of one file of a recipe, or of `--set`. `where`: the name of the layer in errors."""
+    """The values of one recipe file, or of `--set`. `where`: a prefix that names the layer in errors."""
 
     where: str
     values: Mapping[str, Any]
 
     def depth(self, path: list[str]) -> int:
-        """Return how many leading names of a path the layer holds."""
+        """Return how many leading names of a path exist in the layer."""
         inside: Any = self.values
         for depth, name in enumerate(path):
             if isinstance(inside, list) and name.isdecimal() and int(name) < len(inside):
@@ -172,13 +172,14 @@ class Layer:
 
 
 def with_file(complaint: str, layers: list[Layer]) -> str:
-    """Return the complaint `step.field: …`, preceded by the name of the user's file that sets the field, if one does."""
+    """Prefix the error `step.field: …` with the name of the user's file that sets the field, if one does."""
     path = complaint.partition(":")[0].split(".")
     return max(layers, key=lambda layer: layer.depth(path)).where + complaint
 
 
 def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
-    """Return the values of a recipe, by name or YAML file, with `step.field=value` changes; and its layers, `--set` first, bases last.
+    """Read a recipe by name or YAML file and apply `step.field=value` changes. Return its values, and its layers: `--set` first, bases
+    last.
 
     `base`: the recipe that a file inherits from if it names none.
     """
@@ -198,7 +199,7 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
 
 
 def _layers(name: str, default: str, heirs: tuple[Path, ...]) -> list[Layer]:
-    """Return the files of a recipe and its bases, the nearest first. `heirs`: the files that inherit from the recipe."""
+    """Return the layers of a recipe and its bases, nearest first. `heirs`: the files that inherit from the recipe."""
     shipped = RECIPES / f"{name}.yaml"
     file = Path(name) if name.endswith(ENDINGS) else shipped
     if heirs and file is not shipped:
@@ -233,7 +234,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _parse(text: str) -> Any:
-    """Return parsed YAML from a cache; callers must not change it."""
+    """Parse YAML, with a cache; callers must not change the result."""
     return _Loader(text).get_single_data()
 
 
@@ -245,7 +246,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in names:
-                    raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} is there twice; write one group with both")
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} appears twice; write one group with both")
                 names.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -260,9 +261,9 @@ def shipped_recipes() -> list[str]:
 
 
 def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a copy in which no two values are one object; raise PunaError if following the aliases gives too many values or levels.
+    """Return a copy in which no two values are one object. Raise PunaError if expanding the YAML aliases gives too many values or levels.
 
-    With aliases, a few lines of YAML can stand for nested lists that exceed any memory, or for a list that holds itself.
+    With aliases, a few lines of YAML can expand to nested lists larger than any memory, or to a list that contains itself.
     """
     left = MAX_NODES
 
@@ -270,7 +271,7 @@ def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
         nonlocal left
         left -= 1
         if left < 0 or depth > 50:
-            raise PunaError(f"{where}: its aliases stand for more than {MAX_NODES:,} values or 50 levels; write out what is needed")
+            raise PunaError(f"{where}: its YAML aliases expand to more than {MAX_NODES:,} values or 50 levels; use fewer aliases")
         if isinstance(value, dict):
             return {key: copy(item, depth + 1) for key, item in value.items()}
         return [copy(item, depth + 1) for item in value] if isinstance(value, list) else value
@@ -305,5 +306,5 @@ def overridden(values: dict[str, Any], change: str) -> None:
 
 def _place(items: list[Any], text: str, change: str) -> int:
     if not text.isdecimal() or int(text) >= len(items):
-        raise PunaError(f"--set {change}: {text} is no place in a list of {len(items)}; they are counted from 0")
+        raise PunaError(f"--set {change}: {text} is no index of a list of {len(items)} items; the first is 0")
     return int(text)

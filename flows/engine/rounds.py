@@ -1,8 +1,8 @@
-"""The rounds in a policy's lineage, with their order, verdicts and data; and the trigger of the next round.
+"""The rounds in a policy's lineage, with their order, verdicts and data; and the trigger for the next round.
 
 A round ends with an artifact of the stage `gate`, whose inputs are the policy and the candidate. A person's `approval` of this artifact
-has the last word. There is no other state: artifacts and aliases tell the next round's number, the used data, and whether an interrupted
-round must be finished.
+overrides its verdict. No other state exists: the next round's number, the data already used, and whether an interrupted round must be
+finished all follow from artifacts and aliases.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class History:
 
     @classmethod
     def of(cls, store: Store, model: Artifact) -> History:
-        """Return the history of `policy@latest`, by default of `model`. Raise PunaError if `policy@latest` does not come from `model`."""
+        """Return the history of `policy@latest`, else of `model`. Raise PunaError if `policy@latest` does not descend from `model`."""
         lineage = _Lineage(store)
         policy = store.alias(POLICY) if POLICY in store.aliases() else model
         rounds = lineage.rounds(policy)
         behind = lineage.ancestors([policy.key, *(one.gate.key for one in rounds)])
         if model.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
             raise PunaError(
-                f"{POLICY} is {policy.id}, which does not come from {model.id}: leave the input out to go on from {POLICY}, "
-                f"or begin anew with that model in a project of its own, --project NAME"
+                f"{POLICY} is {policy.id}, which does not descend from {model.id}: leave the input out to go on from {POLICY}, "
+                f"or start with that model in its own project, --project NAME"
             )
         kinds = lineage.sources_by_kind([policy.key, *behind])
         # Instructions that a model wrote are no demonstrations, which come from people or code.
@@ -104,7 +104,7 @@ class _Lineage:
         }
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
-        """Return the artifacts with these keys, one per content digest, in order of digest."""
+        """Return the artifacts with these keys, one per content digest, sorted by digest."""
         one = {self.digest[key]: key for key in sorted(keys, reverse=True)}
         return tuple(self._of(one[digest]) for digest in sorted(one))
 
@@ -120,7 +120,7 @@ class _Lineage:
         return ancestors
 
     def roots(self, key: str) -> set[str]:
-        """Return the keys of the root models of a model's lineage: models made from no other model. The model itself may be a root."""
+        """Return the keys of the root models of a model's lineage: models trained from no other model. The model itself may be a root."""
         roots, todo, seen = set[str](), [key], set[str]()
         while todo:
             seen.add(key := todo.pop())
@@ -130,7 +130,7 @@ class _Lineage:
         return roots
 
     def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return kind → training data: inputs of models in `behind`, and prompts read there by other kinds (not evaluation, prompts)."""
+        """Return kind → training data of the artifacts `behind`: inputs of models, and prompts read by kinds but evaluation and prompts."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -140,7 +140,6 @@ class _Lineage:
         return {kind: self.artifacts(keys) for kind, keys in data.items()}
 
     def rounds(self, policy: Artifact) -> list[Round]:
-        """Return the rounds that led to a policy and the later rounds that start from it, in order."""
         gates = [(key, dict(self._inputs[key])) for key, stage in self._stage.items() if stage == "gate"]
         gates = [(key, inputs) for key, inputs in gates if {"policy", "candidate"} <= inputs.keys()]
         approvals = {up: key for key, stage in self._stage.items() if stage == "approval" for _, up in self._inputs[key]}
@@ -177,9 +176,9 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out the verdict of a round and return a sentence on the outcome. A second call changes nothing, nor does a round that waits.
+    """Carry out a round's verdict and return a sentence on the outcome. Calling it again, or while the round waits, changes nothing.
 
-    If the round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` moved meanwhile.
+    If the round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` has moved.
     """
     message = str(done)
     if done.verdict == "passed":
@@ -191,7 +190,7 @@ def settle(store: Store, done: Round) -> str:
             store.set_alias(POLICY, done.candidate, expected=now)
         name = f"policy@round-{done.number}"
         if (alias := store.set_alias(name, done.candidate)) != name:
-            message += f"; {name} stands for another model, so this one is {alias}"
+            message += f"; {name} names another model, so this one is {alias}"
     if done.verdict != "waits":
         store.set_alias(done.mark, done.deciding)
     return message
@@ -199,7 +198,7 @@ def settle(store: Store, done: Round) -> str:
 
 @dataclass(frozen=True)
 class Trigger:
-    """Settings of automatic rounds. `preferences`: new preferences that start a round; 0: never. `recipe`: the round's recipe."""
+    """Settings of automatic rounds. `preferences`: number of new preferences that start a round; 0: never. `recipe`: the round's recipe."""
 
     preferences: int = 0
     recipe: str = DEFAULT_RECIPE

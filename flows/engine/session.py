@@ -1,4 +1,4 @@
-"""The state that the stages of a run share: the store, the executor, the listeners, the run's log."""
+"""The state shared by the stages of a run: the store, the executor, the listeners and the run's log."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Session:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Run each stage requested within the context whole in one worker, so that threads can run stages in parallel."""
+        """Within the context, run each stage entirely in one worker, so that threads can run stages in parallel."""
         token = _APART.set(True)
         try:
             yield
@@ -80,7 +80,7 @@ class Session:
             _APART.reset(token)
 
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
-        """Run one stage or reuse its artifact, as a Prefect task if Prefect started the run; report to terminal, run log and server."""
+        """Run a stage or reuse its artifact, as a Prefect task if Prefect started the run. Report to terminal, run log and server."""
         inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
 
         def work(task: str | None = None) -> Outcome:
@@ -95,9 +95,9 @@ class Session:
 
         def on_start(identity: Identity) -> None:
             suspects = self.store.suspects()
-            warnings = [(one, "it is read all the same") for items in inputs.values() for one in items if one.key in suspects]
+            warnings = [(one, "it is used nevertheless") for items in inputs.values() for one in items if one.key in suspects]
             earlier = self.store.find(stage.kind, identity.key)
-            warnings += [(earlier, "it is made anew")] if earlier is not None and earlier.key in suspects else []
+            warnings += [(earlier, "it is computed again")] if earlier is not None and earlier.key in suspects else []
             with self._lock:
                 self.unfinished[step] = identity.key
                 for one, what in warnings:
@@ -107,7 +107,7 @@ class Session:
                 why = against(self.store, identity, step)
                 self.console.start_step(step, why)
                 if uncompiled is not None:
-                    self.console.say(f"{step}: compiling the loops of {stage.name}, once: about {COMPILES[stage.name]} s of one core")
+                    self.console.say(f"{step}: compiling the loops of {stage.name}, only once: about {COMPILES[stage.name]} s on one core")
                 if why:
                     self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
 
@@ -135,7 +135,7 @@ class Session:
         return outcome
 
     def _hear(self) -> None:
-        """Record in the run's log, and report to the server, the lines that other ranks wrote to standard error."""
+        """Copy the lines that other ranks wrote to standard error to the run's log and to the server."""
         for line in ranks.lines_of_ranks():
             self.reporter.log(line, logging.WARNING)
             self.store.record(self.run, runs.line(line))
@@ -145,7 +145,7 @@ class Session:
         try:
             database.write(self.store)
         except PunaError as error:
-            self.console.say(f"{database.FILE} stays as it was: {error}")
+            self.console.say(f"{database.FILE} was not updated: {error}")
 
     def progress(self, stage: str, done: float, total: float, note: str) -> None:
         self.console.progress(stage, done, total, note)
@@ -169,10 +169,10 @@ def session(
     store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False, title: str = "",
     parameters: Mapping[str, Any] | None = None, report: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """Open a session: workers are started when first needed and stopped at the end. `executor`: see `connect`.
+    """Open a session. Workers start when first needed and stop at the end. `executor`: see `connect`.
 
     `title`, `parameters`: the description of the run on a server and in the run's log. `report`: write the run's page after success. If
-    the run only reused artifacts, and an earlier run with the same artifacts has a page by today's code, name that page instead.
+    every artifact was reused, and an earlier run with the same artifacts has a page written by the current code, name that page instead.
     """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
@@ -183,7 +183,7 @@ def session(
         reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
         opened = Session(store, console, engine, run, reporter)
         token = _CURRENT.set(opened)
-        ending: tuple[str, str | None] = ("CANCELLED", "stopped; what is finished is kept")
+        ending: tuple[str, str | None] = ("CANCELLED", "stopped; finished steps are kept")
         page = None
         listening = contextlib.ExitStack()
         if flow_run:  # nobody sees the process's terminal
@@ -234,8 +234,8 @@ def _compile_mark(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Within the context, in the main thread, let SIGTERM end the run like Ctrl-C unless it has a handler; training first ends its step."""
-    training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress ends and is saved first; Ctrl-C again stops at once\n")
+    """Within the context, make SIGTERM stop the run like Ctrl-C (main thread, no handler yet). Training first finishes its step."""
+    training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
         signal.signal(signal.SIGTERM, _terminate)
@@ -264,7 +264,7 @@ def _tell_saved(session: Session, in_server: bool) -> None:
 
 
 def _report(session: Session) -> str:
-    """Return the path of the run's page. Reuse an earlier run's with the same artifacts; else write one, on a worker after new work."""
+    """Return the path of the run's page: an earlier run's with the same artifacts, else a new one, written by a worker if any step ran."""
     store, run = session.store, session.run
     if (page := written_before(store, run)) is None:
         if session.executor is None or all(outcome.reused for _, outcome in session.outcomes):
@@ -282,7 +282,7 @@ def _write_page(address: str, run: str) -> str:
 
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
-    """Return the commit of the checkout that the program runs from, with `-dirty` if files differ from it; None if there is none."""
+    """Return the Git commit of the checkout that the program runs from, with `-dirty` if files differ from it; None without a checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -305,13 +305,13 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
-    """Return a message: each unfinished step's saved work, from `keys` (label → artifact's key), or that all are finished; then `go_on`."""
+    """Return the message for a stopped run: each unfinished step's saved work (`keys`: label → artifact key), then `go_on`."""
     steps = [f"{label}: {saved_work(store, key)}" for label, key in keys.items()]
-    return f"Stopped. {'; '.join(steps) or 'Every step that was begun is finished'}. {go_on}"
+    return f"Stopped. {'; '.join(steps) or 'Every step that started is finished'}. {go_on}"
 
 
 def saved_work(store: Store, key: str) -> str:
-    """Return, in words, the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts."""
+    """Describe the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts."""
     scratch = store.files.scratch(f"work/{key}/scratch")
     fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
     parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
@@ -325,7 +325,7 @@ def saved_work(store: Store, key: str) -> str:
 
 
 def _trainings(scratch: Path) -> list[str]:
-    """Return, in words, the progress of each training run with saved state below the scratch folder."""
+    """Describe the progress of each training run with a saved state in the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
     if not folders:
         return []

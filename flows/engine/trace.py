@@ -1,4 +1,4 @@
-"""The contents of a flow, found by a walk that computes nothing: the fields of the flow's recipes, its steps, and unmet needs."""
+"""Traces of flows: the steps, recipe fields and unmet needs of a flow, found without computing anything."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Trace:
 
 
 class Tracer(Walk):
-    """A walk that records the steps of a flow. `everything`: include steps that the recipe switches off."""
+    """A traversal that records the steps of a flow. `everything`: include steps that the recipe switches off."""
 
     def __init__(self, recipe: Recipe, *, everything: bool = False) -> None:
         super().__init__(recipe)
@@ -58,7 +58,7 @@ class Tracer(Walk):
         self._everything = everything
 
     def step(self, step: Step, inputs: Mapping[str, Given]) -> Output:
-        """Record the step's field as regular unless the step is off here, then walk the step."""
+        """Record the step's field as regular unless the step is off by default, then trace the step."""
         if not step.off:
             self.trace.regular.add(step.field)
         return super().step(step, inputs)
@@ -164,7 +164,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         settings = {**everything(other).settings, **settings}
     changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
     for label, step in steps.items():
-        # If a change leaves out a step, the recipe's step that trains its classifier goes with it.
+        # If a change omits a step, omit the recipe's step that trains its classifier, too.
         if step.serves in changed and values.get(step.serves, {}) is None and label not in changed:
             values.pop(label, None)
     complaints: list[str] = []
@@ -178,9 +178,9 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         kind = addition.stage or label
         stage = load_stages().get(kind)
         if label in steps or label in settings or label in General.model_fields:
-            complaints.append(f"add.{label}: there is such a step already; choose another name and say `stage: {kind}`")
+            complaints.append(f"add.{label}: a step or field with this name exists; choose another name and write `stage: {kind}`")
         elif stage is None:
-            complaints.append(f"add.{label}: {kind}: no such stage{did_you_mean(kind, REGISTRY)}; --module FILE brings your own")
+            complaints.append(f"add.{label}: {kind}: no such stage{did_you_mean(kind, REGISTRY)}; load your own with --module FILE")
         else:
             steps[label] = Step(label, label, stage)
     names = ["name", "seed", "project", "add", *settings, *steps, *(additions if isinstance(additions, dict) else ())]

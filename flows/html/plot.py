@@ -51,7 +51,7 @@ class Plot:
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
-        """Return the index that chooses a series' colour: its index among itself and the series that are not faint."""
+        """Return the index of a series' colour: its position among itself and the series that are not faint."""
         return [n for n in self.series if n not in self.faint or n == name].index(name)
 
     @property
@@ -158,7 +158,7 @@ def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _shift(plot: Plot, index: int, x: Axis) -> float:
-    """Return the horizontal offset of a series, so that intervals of several series at the same name do not overlap."""
+    """Return the horizontal offset of a series, so that intervals of several series at one name on the x axis do not overlap."""
     return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 

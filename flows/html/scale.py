@@ -12,7 +12,7 @@ from puna.flows.html.markup import short
 # Words for quantities that grow by factors: their axis is logarithmic if the values span at least one decade.
 GROWING = ("flop", "operations", "parameters", "compute", "log")
 POINTS = 240
-COUNTED = 6  # on a span below this, an axis of whole numbers has ticks only at whole numbers
+COUNTED = 6  # an axis of whole numbers with a smaller range has ticks only at whole numbers
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Point = tuple[float | str, float]
@@ -115,7 +115,7 @@ def _format(value: float, step: float) -> str:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Return at most about `POINTS` points that keep the shape: the lowest and highest of each stretch, the first and the last."""
+    """Return at most about `POINTS` points that keep the shape: the lowest and highest of each interval, the first and the last."""
     if len(points) <= POINTS:
         return list(points)
     stretch = -(-2 * len(points) // POINTS)

@@ -1,4 +1,4 @@
-"""The sync of a Prefect server's deployments with Puna's flows, stages and store; schedules that people set stay."""
+"""Synchronization of a Prefect server's deployments with Puna's flows, stages and store. Schedules that users set are kept."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from puna.storage import Store
 TAG = "puna"
 PAGE = 200
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
-STOPPED = "stopped; what is finished is kept"
+STOPPED = "stopped; finished steps are kept"
 OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None), "stopped": ("CANCELLED", STOPPED)}
 """Outcome of a run in the store's log → Prefect's state and message for the run."""
 SETTLED_AFTER = 8
-"""Number of deployments to publish, which takes many seconds on a busy server, before the second check for lost runs."""
+"""Number of deployments to publish, which takes many seconds on a busy server, between the first and second check for lost runs."""
 SCHEDULE = "puna-serve"
 """The slug of the schedule that `--cron` sets."""
 
 
 class DeploymentSync:
-    """A sync of a server's deployments with a store. `ids`: title → deployment id. `linked`: the server also has Puna's pages."""
+    """A synchronization of a server's deployments with a store. `ids`: title → deployment id. `linked`: the server has Puna's pages."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -47,9 +47,9 @@ class DeploymentSync:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
-        """Create or update all deployments, and end lost runs. `crons`: cron expressions by `[PROJECT/]NAME`.
+        """Create or update all deployments, and end runs whose process died. `crons`: cron expressions by `[PROJECT/]NAME`.
 
-        `served` is called with each deployment's title and id as soon as the server has the deployment. Schedules that people set stay.
+        `served` is called with each deployment's title and id as soon as the server has the deployment. Schedules that users set are kept.
         """
         self._settle(starting=True)
         there = self._there()
@@ -73,7 +73,7 @@ class DeploymentSync:
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
-        """Set the state of runs whose process died. If the store changed, start the rounds that are due and update the deployments."""
+        """Set the final state of runs whose process died. After a change of the store, start due rounds and update the deployments."""
         self._settle()
         now = self._state()
         if now == self._seen:
@@ -85,7 +85,7 @@ class DeploymentSync:
         self._seen = now
 
     def _state(self) -> object:
-        """Return the state that drop-downs and rounds depend on: the number of artifacts, the aliases, and each project's trigger."""
+        """Return the state that forms and automatic rounds depend on: the number of artifacts, the aliases, and each project's trigger."""
         waits = [load_trigger(self._store.within(project)) for project in self._store.projects()]
         return len(self._store.committed_artifacts()), tuple(sorted(self._store.aliases().items())), waits
 
@@ -126,14 +126,14 @@ class DeploymentSync:
         return deployment
 
     def _bring(self, offer: Offer, choices: Choices) -> None:
-        """Update a deployment if its content has changed; an update removes its scheduled runs for some seconds."""
+        """Update a deployment if its content has changed. Prefect then removes the deployment's scheduled runs for some seconds."""
         content = self._content(offer, choices)
         if content["version"] != self._versions.get(offer.title):
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
     def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
-        """Replace the schedule that `--cron` set on the deployment for a project; schedules that people set stay."""
+        """Replace the schedule that `--cron` set on the deployment for a project; keep the schedules that users set."""
         slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
         for one in deployment["schedules"]:
             if one.get("slug") == slug:
@@ -143,17 +143,17 @@ class DeploymentSync:
         self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """End Prefect runs, and their steps, whose Puna run is over: the run's process was killed before it could report.
+        """Set the final state of Prefect runs and task runs whose process ended before it could report the state.
 
-        Only the second check in a row ends a run, since its process may still report. `starting`: no run has a process yet, so pending
-        runs are rescheduled if `linked`.
+        Only the second check in a row ends a run, since its process may still report. `starting`: no run has a process yet, so pending runs
+        are rescheduled if `linked`.
         """
         lost: dict[str, int] = {}
         for run in self._all("flow_runs", {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}):
             name = (run.get("labels") or {}).get("puna.run")
             if not isinstance(name, str) or name not in self._store.runs():
                 if starting and self._linked and run["state_type"] == "PENDING" and TAG in run["tags"] and self._twice(run["id"], lost):
-                    self._end(f"/flow_runs/{run['id']}", "SCHEDULED", "its process ended before it began; it is started once more")
+                    self._end(f"/flow_runs/{run['id']}", "SCHEDULED", "its process ended before the run began; the run is scheduled again")
                 continue
             log = self._store.log(name)
             if log.state != "at work" and self._twice(run["id"], lost):
@@ -165,7 +165,7 @@ class DeploymentSync:
         }  # fmt: skip
         for step in self._all("task_runs", open_steps):
             if self._twice(step["id"], lost):
-                self._end(f"/task_runs/{step['id']}", "CRASHED", "its run is over")
+                self._end(f"/task_runs/{step['id']}", "CRASHED", "its run has ended")
         self._lost = lost
 
     def _twice(self, name: str, lost: dict[str, int]) -> bool:

@@ -1,6 +1,6 @@
 """Puna's flows and stages as Prefect flows, each with a form; and the process that runs them.
 
-`puna serve` offers these Prefect flows to a Prefect server. A form starts the same run as `puna run`, with the same functions.
+`puna serve` publishes these Prefect flows on a Prefect server. A form starts the same run as `puna run`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
 
 
 def _open_store(values: Mapping[str, Any]) -> Store:
-    """Open the store that a form names. Raise PunaError if forms may not name the address of that store or of the executor."""
+    """Open the store that a form names. Raise PunaError if forms may not use the address of the store or of the executor."""
     if values["store"] != os.environ.get(SERVED):
         check_address("store", values["store"])
     check_address("executor", values["executor"])
@@ -95,7 +95,7 @@ def _open_store(values: Mapping[str, Any]) -> Store:
 
 
 def _run_work(request: Request, work: Callable[[], str]) -> Any:
-    """Return the result of `work`; after a PunaError, the state Failed with its message and no traceback; after cancellation, Cancelled."""
+    """Return the result of `work`, or a Prefect state: Failed, without a traceback, after a PunaError; Cancelled after a cancellation."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     try:
@@ -107,7 +107,7 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
         get_run_logger().error(str(error))
         return Failed(message=str(error))
     except TerminationSignal:
-        # Training handles the signal itself until its step ends, so Prefect would take the cancellation for a crash.
+        # Training handles the signal itself until its step ends, so Prefect would report the cancellation as a crash.
         if run is not None:
             with get_client(sync_client=True) as client:
                 if (state := client.read_flow_run(run.id).state) is not None and state.is_cancelling():
@@ -134,9 +134,9 @@ def _as_flow(name: str, run: Callable[..., Any], doc: str, parameters: list[insp
     run.__qualname__ = run.__name__
     parameters = [
         *parameters,
-        _parameter("executor", str, f"What the work runs on: {FORMS}", PROCESSES),
-        _parameter("store", str, "Folder of the artifacts", DEFAULT_STORE),
-        _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's, else the default one", ""),
+        _parameter("executor", str, f"Executor of the work: {FORMS}", PROCESSES),
+        _parameter("store", str, "Store of the artifacts: a folder or s3:// URI", DEFAULT_STORE),
+        _parameter("project", str, "Project of the store, whose aliases are read and set; empty: the recipe's project, else `default`", ""),
     ]
     # Prefect's forms take the parameters' descriptions from a docstring of this format.
     lines = [f"    {p.name}: {_description(p.annotation)}" for p in parameters]
@@ -165,7 +165,7 @@ def __getattr__(name: str) -> PrefectFlow[Any, Any]:
 
 
 def _hide_tracebacks() -> None:
-    """Hide Prefect's tracebacks of failed runs, whose state carries a message, and of runs that a signal ended."""
+    """Hide Prefect's tracebacks of failed runs, whose state already carries a message, and of runs that a signal ended."""
 
     def plain(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], (FailedRun, KeyboardInterrupt)))
@@ -177,7 +177,7 @@ def _hide_tracebacks() -> None:
 
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
-    """Offer every flow and stage to the Prefect server, with the default store `store`; start the runs that the server schedules.
+    """Publish every flow and stage on the Prefect server, with `store` as the default store; start the runs that the server schedules.
 
     `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: started by `puna up`.
     """
@@ -185,14 +185,14 @@ def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: in
         if "/" in name:
             checked_project(name.partition("/")[0])
     if unknown := sorted(name for name in schedules if name.rpartition("/")[2] not in OFFERS):
-        raise PunaError(f"--cron {unknown[0]}: there is no such flow or stage; they are {', '.join(OFFERS)}")
+        raise PunaError(f"--cron {unknown[0]}: no such flow or stage; choose from {', '.join(OFFERS)}")
     crons = {name: _cron(name, text) for name, text in schedules.items()}
     offering = DeploymentSync(store, server, [(offer, flow_of(offer)) for offer in OFFERS.values()], linked=supervised)
-    # People's schedules and pauses outlast this process.
+    # Schedules and pauses that users set outlast this process.
     runner = _Runner(limit=limit, pause_on_shutdown=False)
     for name, text in schedules.items():
-        print(f"{name}: every run of `{text}`, UTC")
-    # SIGINT ends runs, but a script's background jobs start with SIGINT ignored.
+        print(f"{name}: scheduled at `{text}`, UTC")
+    # Runs are ended with SIGINT, but background jobs of a script start with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     threading.Thread(target=_offer, args=(offering, runner, crons, supervised), daemon=True).start()
@@ -217,17 +217,17 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
         os.kill(os.getpid(), signal.SIGTERM)
         return
     ends = "" if supervised else "; Ctrl-C ends"
-    print(f"{len(OFFERS)} flows and stages are offered at {get_current_settings().ui_url}/deployments{ends}", flush=True)
+    print(f"{len(OFFERS)} flows and stages are published at {get_current_settings().ui_url}/deployments{ends}", flush=True)
     while True:
         time.sleep(FRESH_SECONDS)
         try:
             offering.refresh()
         except PunaError as error:
-            print(f"forms are not kept up to date: {error}", file=sys.stderr, flush=True)
+            print(f"forms could not be updated: {error}", file=sys.stderr, flush=True)
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's runner kills them, and the server still shows them as running."""
+    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own kills them, and the server still shows them as running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
         """Interrupt the runs in progress, so that they report their end to the server; then end the runner."""
@@ -253,4 +253,4 @@ def _cron(name: str, text: str) -> str:
     try:
         return CronSchedule(cron=text).cron
     except ValueError as error:
-        raise PunaError(f"--cron {name}={text}: is no cron expression, for example {name}='0 3 * * *' for 3 every night") from error
+        raise PunaError(f"--cron {name}={text}: is not a cron expression; for 3:00 every night write {name}='0 3 * * *'") from error

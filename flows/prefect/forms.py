@@ -1,4 +1,4 @@
-"""The forms of flows and stages: their names in the order of the pipeline, their values, and the artifacts that can be picked."""
+"""Forms of flows and stages: their titles in the order of the pipeline, their initial values, and the artifacts to choose from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes
 
 @dataclass(frozen=True)
 class Offer:
-    """A flow or a stage that a server offers. `flow`: its name on the Prefect server; `title`: the title of its form."""
+    """A flow or a stage with a form on the Prefect server. `flow`: the flow's name there; `title`: the form's title; `group`: its tag."""
 
     flow: str
     title: str
@@ -50,7 +50,7 @@ def offers() -> list[Offer]:
 
 
 def flow_name(stage: Stage) -> str:
-    """Return the Prefect server's name for a stage: the stage's own name, or `stage_NAME` if a flow has that name."""
+    """Return a stage's flow name on the Prefect server: the stage's own name, or `stage_NAME` if a flow has that name."""
     return f"stage_{stage.name}" if stage.name in FLOWS else stage.name
 
 
@@ -60,7 +60,7 @@ def _group(stage: Stage) -> str:
 
 
 def defaults(offer: Offer) -> dict[str, Any]:
-    """Return a form's initial values: for a flow, the recipe `demo`; for a stage, its configuration in this recipe, empty if invalid."""
+    """Return a form's initial values: for a flow, the recipe `demo`; for a stage, its configuration in that recipe, {} if it is invalid."""
     if isinstance(offer.what, Flow):
         return {"recipe": DEFAULT_RECIPE}
     values = values_of(offer.what, DEFAULT_RECIPE, offer.what.name)
@@ -79,7 +79,7 @@ def values_of(stage: Stage, recipe: str, field: str) -> dict[str, Any] | None:
 
 
 def description(offer: Offer, *, linked: bool) -> str:
-    """Return the description of a flow or stage with its inputs and output. `linked`: add links to forms with recipes' values."""
+    """Return the Markdown description of a flow or stage with its inputs and output. `linked`: add links to forms with recipes' values."""
     what = offer.what
     inputs = ", ".join(f"`{spec.name}` ({input_kind(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
@@ -116,7 +116,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The choices that a form offers for each kind: the store's aliases, then its last `MOST_CHOICES` artifacts, the newest first.
+    """The artifacts that a form offers for each kind: the store's aliases, then its last `MOST_CHOICES` artifacts, newest first.
 
     `everywhere`: if the store has several projects, aliases are named with their project.
     """
@@ -150,7 +150,7 @@ def label(artifact: Artifact) -> str:
 
 
 def reference_in(text: str) -> str:
-    """Return the reference in a form's value: the picked label without its details, or the typed text."""
+    """Return the artifact reference in a form's value: the chosen label without its details, or the typed text."""
     return text.partition(" · ")[0].strip()
 
 

@@ -33,7 +33,6 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """Return the step's name as words, without the prefix `evaluate_`."""
         return model_label(self.step.name)
 
 
@@ -68,7 +67,7 @@ def evaluations(run: Run) -> list[Step]:
 
 
 def gate_basis(gate: Artifact) -> str:
-    """Return a gate's metric and prompts in words: "score, mean over 600 held-out prompts of 2 tasks: chain_sum, digits"."""
+    """Return a gate's metric and prompts as text: "score, mean over 600 held-out prompts of 2 tasks: chain_sum, digits"."""
     metric = str(gate.manifest.config.get("metric", "score"))
     prompts = {row["task"]: row["n"] for row in gate.read().to_pylist() if row["metric"] == "gain"}
     tasks = sorted(prompts.keys() - {ALL})
@@ -149,22 +148,22 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show each round beside other arms: an arm's shares with intervals, the round's gain over it, the ratio of budgets; then claims."""
+    """Show each round with its control arms: their accuracy with intervals, the round's gain, the ratio of budgets; then the claims."""
     parts = []
     for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
-        titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "the round beyond it")]
+        titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "gain of the round")]
         rows = [[arms.NAMES.get(arm, arm), *(cell for metric in one.metrics for cell in _share_and_gain(one, arm, metric)),
                  _ratio(one, arm)] for arm in one.scores]  # fmt: skip
         claims: list[list[Content]] = [
             [claim.name, arms.NAMES[claim.control], arms.METRICS[claim.metric], _gain(claim.gain), claim.verdict] for claim in one.claims()
         ]
-        beside = table(["what", "over", "of answers", "gain", "verdict"], claims, numeric=[3])
+        beside = table(["what", "over", "metric", "gain", "verdict"], claims, numeric=[3])
         shares = table(["arm", *titles, "budget"], rows, numeric=range(1, len(titles) + 2))
-        parts.append(part(f"Round {one.number} beside other arms", shares, beside, _budgets(one)))
+        parts.append(part(f"Round {one.number} and its control arms", shares, beside, _budgets(one)))
     note = (
-        "A control has at least as many checker calls, labels, sampled tokens, updates and trained answers as the round: a budget of 1 or "
-        "more. A part has earned only its gain over a control. Gains are differences on the same held-out prompts, with 95 % intervals; "
-        "if an interval holds 0, the part has earned nothing."
+        "A budget of 1 or more: the control used at least as many checker calls, labels, sampled tokens, updates and trained answers as "
+        "the round. A part earns only its gain over a control. Gains are differences on the same held-out prompts, with 95 % intervals: "
+        "if an interval contains 0, the part has earned nothing."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 
@@ -182,7 +181,7 @@ def _ratio(one: arms.Arms, arm: str) -> str:
 
 
 def _budgets(one: arms.Arms) -> Html:
-    """Show what each arm spent beyond the round's starting point, which all arms share."""
+    """Show the resources that each arm used beyond the round's starting point, which all arms share."""
     costs = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
         [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in costs)] for arm, budget in one.budgets.items() if budget
@@ -241,7 +240,7 @@ def _answers_plot(run: Run, column: str, title: str) -> Plot:
 
 
 def answers_view(run: Run) -> Html:
-    """Show the same questions answered by the first, the second and the last evaluated model; then texts that models continue."""
+    """Show the answers of the first, second and last evaluated model to the same questions; then the models' continuations of texts."""
     steps = [step for step in evaluations(run) if step.has("examples")]
     if not steps:
         return Html("")
@@ -264,7 +263,7 @@ def answers_view(run: Run) -> Html:
     blocks = [_question(questions[i], steps) for i in ids]
     continuations = [_continuation(row) for i in sorted(answers) if i not in questions for row in answers[i].values()]
     view = part("Answers before and after", tag("div", blocks, class_="questions") if blocks else None)
-    return join([view, part("How the base model writes on", tag("div", continuations, class_="cards") if continuations else None)])
+    return join([view, part("Continuations by the base model", tag("div", continuations, class_="cards") if continuations else None)])
 
 
 def _question(rows: Mapping[str, Mapping[str, Any]], steps: Sequence[Step]) -> Html:
@@ -293,7 +292,7 @@ def _continuation(row: Mapping[str, Any]) -> Html:
     about = row["about"]
     own = None
     if about.get("page"):
-        own = details("how the page itself goes on", tag("blockquote", excerpt(str(about["page"]), 300), dir="auto"), class_="more")
+        own = details("how the page itself continues", tag("blockquote", excerpt(str(about["page"]), 300), dir="auto"), class_="more")
     category = tag("p", tag("span", about["category"], class_="tag")) if about.get("category") else None
     prompt = tag("p", excerpt(str(row["prompt"] or ""), 300), class_="prompt", dir="auto")
     return tag("article", category, prompt, tag("blockquote", excerpt(str(row["text"]), 420) or "(empty)", dir="auto"), own, class_="card")

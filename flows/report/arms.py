@@ -22,15 +22,15 @@ NAMES = {
     "pick_random": "gold + chosen + random pick",
     "pick_majority": "gold + chosen + majority",
     "pick_verifier": "gold + chosen + checked answers",
-    "pick_instead": "and checked answers of the finetuned model",
+    "pick_instead": "gold + chosen + checked answers, also of the finetuned model",
     "checked": "finetuning on all distinct checked answers",
-    "ranked": "on checked answers that the reward model ranks highest",
-    "iterated": "the same in parts, sampled again as it learns",
+    "ranked": "finetuning on the checked answers ranked highest",
+    "iterated": "the same, in several iterations of sampling and finetuning",
     "rl": "reinforcement learning",
     "half": "half checked answers, half reinforcement learning",
-    "best_of_n": "checked answers, and best of n when asked",
+    "best_of_n": "finetuning on checked answers, evaluated by best of n",
     "dpo_instead": "DPO in place of RL",
-    "untaught": "the round without its last training",
+    "untaught": "the round without training after DPO",
     "round": "the round",
 }
 """Arm → its label, in the order of the table."""
@@ -66,7 +66,7 @@ class Budget:
     def ratio(self, other: Budget) -> float:
         """Return the smallest ratio, over the resources in `LAW`, of this budget to another; infinite if the other used none of them.
 
-        Trained tokens and CPU seconds are only shown, since they depend on the layout of answers and on the machine.
+        Trained tokens and CPU seconds are reported but not compared, since they depend on the layout of answers and on the machine.
         """
         return min((getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))), default=math.inf)
 
@@ -76,7 +76,7 @@ LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers"
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
-    """Return the budget of an evaluation's arm beyond `before`; None if a stage did not record it, or an ancestor is gone."""
+    """Return the resources that an evaluation's arm used beyond those of `before`, the evaluation before the round; None if unknown."""
     try:
         spent = _ancestors(evaluation)
         own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - {evaluation.key}]
@@ -130,7 +130,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words. A gain needs an interval above 0; it is earned if the control's budget is at least the arm's."""
+        """Return the verdict as text. A gain needs an interval above 0; it is earned if the control's budget is at least the arm's."""
         if self.gain.low <= 0:
             return "cost" if self.gain.high < 0 else "earned nothing"
         return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"
@@ -155,11 +155,11 @@ class Arms:
         return wilson(round(sum(values.values())), len(values))
 
     def gain(self, arm: str, control: str, metric: str) -> Interval:
-        """Return the gain of an arm over another on the same prompts."""
         return paired_difference(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return the claims whose arms exist, per metric: over the strongest control with at least the arm's budget, else of all."""
+        """Return a claim per metric and entry of `CLAIMS`, over the strongest control with at least the arm's budget, else the strongest
+        one."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]

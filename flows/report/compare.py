@@ -18,7 +18,7 @@ Link = Callable[[Artifact], Content]
 
 
 def plain(artifact: Artifact) -> Content:
-    """Return an artifact's id, for pages that stand alone."""
+    """Return an artifact's id as markup, for pages without links to other pages."""
     return tag("code", artifact.id)
 
 
@@ -28,10 +28,10 @@ def compare_view(first: Run, second: Run, link: Link = plain) -> Html:
     same = sum(one is not None and other is not None and one.artifact.key == other.artifact.key for one, other in rows)
     head: list[Content] = ["step", tag("code", first.log.name), tag("code", second.log.name), "differs in"]
     commands = tag("div", [tag("div", tag("h3", run.log.name), again_view(run)) for run in (first, second)], class_="sides")
-    lead = f"{same} of {len(rows)} steps gave the same artifact. What differs stands beside what it led to."
+    lead = f"{same} of {len(rows)} steps gave the same artifact. Differences are shown beside the artifacts they led to."
     return Html(
-        section("begun", "How they were begun", None, commands)
-        + section("figures", "What they measured", "The last value of each metric of a step that both runs have.", figures_view(rows))
+        section("begun", "How they were started", None, commands)
+        + section("figures", "What they measured", "Metrics that differ, of the steps that both runs have.", figures_view(rows))
         + section("steps", "Step by step", lead, table(head, [_comparison_row(one, other, link) for one, other in rows]))
     )
 
@@ -91,7 +91,7 @@ def again_view(run: Run) -> Html:
     """Return a description list on how to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
     about = run.log.about
     terms: list[tuple[str, Content]] = [
-        ("Command", tag("code", about["command"]) if about.get("command") else "not told by the log"),
+        ("Command", tag("code", about["command"]) if about.get("command") else "not recorded"),
         ("Recipe", _recipe(about)),
         ("Data", _data(run)),
         ("Program", _program(run)),
@@ -101,7 +101,7 @@ def again_view(run: Run) -> Html:
 
 def _recipe(about: dict[str, Any]) -> Content:
     if "changes" not in about:
-        return "not told by the log"
+        return "not recorded"
     changes = about["changes"]
     changed = [[" ", tag("code", change, class_="tag")] for change in changes]
     return [about.get("recipe") or "its own settings", " with " if changes else None, changed]
@@ -114,10 +114,10 @@ def _data(run: Run) -> Content:
     own_keys = {step.artifact.key for step in run.steps}
     sources = {run.source(step, record) for step, record in records if record.kind != "external"}
     items = [tag("li", tag("b", name), " ", tag("code", digest), " ", tag("small", uri)) for name, uri, digest in sorted(files)]
-    items += [tag("li", tag("code", name), " of an earlier run") for name in sorted(a.id for a in sources if a and a.key not in own_keys)]
+    items += [tag("li", tag("code", name), " from an earlier run") for name in sorted(a.id for a in sources if a and a.key not in own_keys)]
     first, rest = items[:FILES_SHOWN], items[FILES_SHOWN:]
     more = details(f"{number(len(rest))} more", tag("ul", rest)) if rest else None
-    return [tag("ul", first), more] if items else "none from outside"
+    return [tag("ul", first), more] if items else "no external data"
 
 
 def _program(run: Run) -> Content:

@@ -90,9 +90,9 @@ def mixture_view(run: Run) -> Html:
     ranked = sorted(groups, key=lambda name: (-groups[name]["weight"], name))
     most = max((max(_share(g["read"], read), _share(g["characters"], natural)) for g in groups.values()), default=1) or 1
     rows: list[list[Content]] = [_mixture_row(name, groups[name], natural, read, most) for name in ranked]
-    head: list[Content] = ["knowledge type", "natural share → share of training", "weight", "natural", "training", "read up to", "held out"]
+    head: list[Content] = ["knowledge type", "natural share → share of training", "weight", "natural", "training", "repeats", "held out"]
     chips = legend({"gone": "natural", "kept": "training"})
-    note = f"Shares of characters; weights are what {step.label} was asked for, repeats are bounded, so the two can differ."
+    note = f"Shares of characters. Weights are those requested in {step.label}; since repeats are bounded, shares of training can differ."
     return part("Mixture", chips, table(head, rows, numeric=(2, 3, 4, 5, 6)), note=note)
 
 

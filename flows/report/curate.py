@@ -48,7 +48,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
     notes: list[Content] = []
     if level.no_page:
         files = level.step.metrics.get("files_without_page")
-        whole = f"; {files:,} files hold nothing else: {level.step.metrics['files_without_page_are']}" if files else ""
+        whole = f"; {files:,} files contain no page at all: {level.step.metrics['files_without_page_are']}" if files else ""
         notes.append(tag("p", f"{level.no_page:,} more records hold no page{whole}", class_="edited"))
     if edited := level.removed_characters:
         verb = "cut from" if edited > 0 else "added to"
@@ -68,7 +68,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
-    """Return, in words, how much text is kept: bytes of pages; tokens of documents if `per_token` is known, else characters."""
+    """Return the amount of text kept: bytes of pages; tokens of documents if `per_token` is known, else characters."""
     if level.characters_out is None:
         return ""
     if level.step.artifact.kind == "pages":
@@ -108,7 +108,7 @@ def _cost(rule: str) -> Html | None:
 
 @functools.cache
 def _evidence() -> dict[str, dict[str, str]]:
-    """Return rule → row of the committed table of rules, which `tests/benchmarks/evidence.py --write` writes."""
+    """Return rule → row of the rule table in the repository, which `tests/benchmarks/evidence.py --write` writes."""
     with Path(__file__).with_name("rule_evidence.tsv").open(encoding="utf-8", newline="") as file:
         return {row["rule"]: row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
 

@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def no_page(self) -> bool:
-        """True if the rule's rows are records that hold no page; they do not count as dropped."""
+        """True if the rule's rows are input records without a page; they do not count as dropped."""
         return self.name in NO_PAGE
 
     @property
@@ -63,12 +63,12 @@ class Level:
 
     @property
     def dropped_rows(self) -> int:
-        """Return the number of rows that the rules removed, without records that hold no page."""
+        """Return the number of rows that the rules removed, not counting input records without a page."""
         return sum(rule.rows for rule in self.rules) - self.no_page
 
     @property
     def no_page(self) -> int:
-        """Return the number of input records that hold no page."""
+        """Return the number of input records without a page."""
         return sum(rule.rows for rule in self.rules if rule.no_page)
 
     @property
@@ -157,9 +157,9 @@ def characters_per_token(run: Run) -> float | None:
 
 
 class Among:
-    """A selection of three example rows, those with the smallest, median and largest number, that does not hold all rows in memory.
+    """A streaming selection of three example rows: those with the smallest, median and largest number.
 
-    Rows come in the order of their ids. The median is taken of the first `SAMPLED` rows: ids are hashes, so these rows are a random sample.
+    Rows come in the order of their ids. The median is taken of the first `SAMPLED` rows, a random sample, since ids are hashes.
     """
 
     def __init__(self) -> None:

@@ -113,8 +113,8 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
 def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
     """Return each node's place, and the places along each edge. `edges`: node → its sources, which are earlier keys.
 
-    Long edges pass the layers between in lanes, one per source. Each layer in turn, down and up, is ordered by the mean position of each
-    node's neighbours. Nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
+    Long edges cross the layers in between in lanes, one per source. Sweeping down and up in turn, each layer is sorted by the mean position
+    of each node's neighbours, and nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
     """
     layer: dict[str, int] = {}
     for name, sources in edges.items():
@@ -152,7 +152,7 @@ def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dic
 
 
 def times_view(run: Run) -> Html:
-    """Show time, peak memory and stored bytes of every step; for reused artifacts, hatched, the cost of making them."""
+    """Return a table of each step's time, peak memory and stored bytes. Reused artifacts, hatched, show the cost of their creation."""
     if not run.steps:
         return Html("")
     longest = max(max(s.seconds if not s.reused else s.made_seconds for s in run.steps), 1e-9)

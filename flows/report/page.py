@@ -23,12 +23,12 @@ MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("
 PREFERENCE_KINDS = ("preferences", "instructions")
 SHARES = (("language", "language"), ("domain", "knowledge type"))  # columns of signals whose shares are shown, and their names
 EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
-LINEAGE = "What was made of what, from the inputs down. Point at an artifact to see its id and metrics, and what it touches."
+LINEAGE = "How each artifact was made, from the inputs down. Hover over an artifact to see its id, metrics and neighbours."
 NAVIGATION = {
     "curation": "Curation", "corpus": "Corpus", "experiments": "Experiments", "pretraining": "Pretraining", "alignment": "Alignment",
     "times": "Time and memory", "lineage": "Lineage",
 }  # fmt: skip
-COMPARED = {"begun": "How they were begun", "figures": "Figures", "steps": "Step by step"}
+COMPARED = {"begun": "How they were started", "figures": "Figures", "steps": "Step by step"}
 
 
 def page(run: Run) -> Html:
@@ -51,7 +51,7 @@ def page(run: Run) -> Html:
     summary = f"{len(run.steps)} artifacts, {reused} of them reused, {spent} in stages"
     title = tag("h1", for_people(f"{log.flow} run" if log.flow else "run"))
     head = [title, tag("p", when, " ", tag("code", log.name)), tag("p", summary) if run.steps else None]
-    again = ["Everything here was read from the store's artifacts. ", tag("code", f"puna report {log.name}"), " makes it again."]
+    again = ["Everything here was read from the store's artifacts. ", tag("code", f"puna report {log.name}"), " recreates this page."]
     tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run), *_claim_tiles(run)]
     about = [tag("dl", tiles, class_="tiles"), _notices(run), again_view(run)]
     return _whole(f"Puna: {log.flow or 'run'} {log.name}", {"top": "Run", **NAVIGATION}, head, about, sections, again)
@@ -59,7 +59,7 @@ def page(run: Run) -> Html:
 
 def comparison(first: Run, second: Run) -> Html:
     names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
-    again = [tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " makes it again."]
+    again = [tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " recreates this page."]
     title = f"Puna: {first.log.name} and {second.log.name}"
     return _whole(title, {"top": "Runs", **COMPARED}, [tag("h1", "Two runs"), names], None, compare_view(first, second), again)
 
@@ -79,10 +79,10 @@ def _whole(title: str, parts: Mapping[str, str], head: Content, about: Content, 
 def _notices(run: Run) -> Content:
     notices = []
     if run.log.state != "finished":
-        how = {"at work": "is still at work", "stopped": "was stopped"}.get(run.log.state, f"{run.log.state}: {run.log.error}")
-        notices.append(f"This run {how.rstrip('.')}. The page shows what there is.")
+        how = {"at work": "is still running", "stopped": "was stopped"}.get(run.log.state, f"{run.log.state}: {run.log.error}")
+        notices.append(f"This run {how.rstrip('.')}. The page shows the steps so far.")
     if run.missing:
-        notices.append(f"No longer in the store, and left out here: {', '.join(run.missing)}.")
+        notices.append(f"No longer in the store, and omitted here: {', '.join(run.missing)}.")
     if not run.steps:
         notices.append("No step of this run has finished yet.")
     return [tag("p", words, class_="alarm") for words in notices]
@@ -111,9 +111,9 @@ def _model_tiles(run: Run) -> list[Html]:
     by_length = sorted(alignment.measurements(run).items(), key=lambda item: -len(item[0][0]))
     metrics = {metric: values[0] for (_, metric), values in by_length}
     if bits := metrics.get("document_bits_per_byte"):
-        names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "with the page's"), ("dictionary_bits_per_byte", "zstd"))
+        names = (("ngram_bits_per_byte", "n-grams"), ("ngram_page_bits_per_byte", "n-grams + page's"), ("dictionary_bits_per_byte", "zstd"))
         baselines = [f"{label} {metrics[metric].value:.3f}" for metric, label in names if metric in metrics]
-        against = f"of as much text: {', '.join(baselines)}" if baselines else None
+        against = f"baselines: {', '.join(baselines)}" if baselines else None
         tiles.append(tile("Base model, bits per byte", f"{bits.value:.3f}", against))
     rewards = [step.metrics for step in run.steps if step.stage == "reward_model" and "heldout_accuracy" in step.metrics]
     if rewards:
@@ -179,7 +179,7 @@ def _alignment(run: Run) -> Html:
     base = {s.artifact.key for s in run.kind("model") if s.stage == "pretrain"}
     judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]
     return section(
-        "alignment", "Evaluation and alignment", "What each step taught the model, and what it answers now.",
+        "alignment", "Evaluation and alignment", "The gain from each training step, and the model's answers.",
         measured_view(run),
         alignment.gates_view(run),
         alignment.accuracy_view(run),
@@ -196,15 +196,15 @@ def _alignment(run: Run) -> Html:
 
 
 def measured_view(run: Run) -> Html | None:
-    """Return a table of annotator, prompts and model-free baselines for alignment; None if there are no evaluations and no preferences."""
+    """Return a table of the annotator, the prompts and model-free baselines; None without evaluations and preferences."""
     if not (alignment.evaluations(run) or run.kind("preferences")):
         return None  # curation reads prompts, too, to keep them out of training
     rows: list[list[Content]] = []
     for step in run.kind("preferences"):
         config = step.artifact.manifest.config
         if step.stage == "preferences":
-            taste = f"its taste is the check {json.dumps(config['taste'])}" if config.get("taste") else "it has no taste of its own"
-            flips = f"{float(config.get('flips', 0)):.0%} of its preferences are the wrong way round"
+            taste = f"it prefers by {json.dumps(config['taste'])}" if config.get("taste") else "it prefers answers near the gold one"
+            flips = f"{float(config.get('flips', 0)):.0%} of its preferences are reversed"
             rows.append(["annotator", f"simulated: {taste}; {flips}"])
             break
     for step in run.kind("prompts")[:1]:
@@ -215,8 +215,8 @@ def measured_view(run: Run) -> Html | None:
             share = wilson(round(sum(right.values())), len(right))
             rows.append([f"no model: {name}", f"{share.value:.3f} ({share.low:.3f} to {share.high:.3f}) right"])
     note = (
-        "The rows without a model answer held-out questions from the gold answers of training questions: with that of the nearest one, "
-        "repeated or with the differing tokens replaced, or with the most frequent one. An arm that is no better has shown nothing that "
-        "the training questions did not hold."
+        "The rows without a model answer a held-out question with a gold answer of the training questions: that of the nearest question,"
+        " unchanged or with the differing tokens replaced, or the most frequent one. An arm that is no better may have learned nothing "
+        "beyond the training questions."
     )
     return part("What this was measured on", table(["what", "in this run"], rows), tag("p", note, class_="note")) if rows else None

@@ -101,7 +101,7 @@ class Run:
         return [s for s in self.steps if s.artifact.kind in kinds]
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
-        """Return the artifact that an input record names: of an earlier step (by key, else content), else the store; None if in neither.
+        """Return the artifact that an input record names: an earlier step's (same key, else same content), else the store's, else None.
 
         A reused artifact may name an earlier run's input, whose content equals that of this run's artifact.
         """
@@ -129,7 +129,7 @@ class Run:
 
 
 def lengths(documents: Artifact, *others: Beside) -> Iterator[tuple[pa.Table, ...]]:
-    """Yield `id` and `characters` of documents in pieces, with the rows of other tables up to the last of these ids; reads no text."""
+    """Yield batches of documents (`id`, `characters`), each with the other tables' rows up to its last id. No text is read."""
     followers = [Follower(other, "", None) for other in others]
     for shard, facts in zip(documents.shards(), documents.facts(), strict=True):
         for start, stop in shard.pieces(PIECE):
@@ -169,7 +169,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """Return DuckDB's results of queries on one of the artifact's tables, which the queries call `found`, in bounded memory."""
+    """Run DuckDB queries on one of the artifact's tables, called `found` in the queries, in bounded memory. Return each query's rows."""
     with (TemporaryDirectory() as folder, connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection):
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]

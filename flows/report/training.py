@@ -29,7 +29,7 @@ def figures(step: Step, without: str = "") -> list[Plot]:
 
 
 def heat_view(steps: Iterable[Step]) -> Html:
-    """Return a heat map of the steps' accuracies by depth of the needle, with a row per step and series of its figure."""
+    """Return a heat map of accuracy by the needle's depth in the context, with a row per step and series of the step's figure."""
     rows: list[tuple[str, list[tuple[str, float]]]] = []
     for step in steps:
         figure = step.artifact.manifest.figures.get(HEAT)
@@ -64,7 +64,7 @@ def experiments_view(run: Run) -> Html:
 
 
 def forecasts_view(run: Run) -> Html:
-    """Return a table of the store's forecasts beside the losses measured later."""
+    """Return a table of the store's forecasts with the losses measured later."""
     rows: list[list[Content]] = []
     for one in query(run.store, "select * from forecasts").to_pylist():
         interval = f"{one['predicted']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
@@ -83,7 +83,7 @@ def facts(step: Step) -> Content:
 
 
 def training_view(steps: Sequence[Step], title: str) -> Html:
-    """Return the loss plots of all training runs side by side; below, the other logged columns and the metrics fold out."""
+    """Return the loss plots of all training runs side by side, then collapsed plots of the other logged columns, and the metrics."""
     first: list[Plot] = []
     more = []
     for step in steps:
@@ -96,7 +96,7 @@ def training_view(steps: Sequence[Step], title: str) -> Html:
             account = f"{len(columns['step']):,} steps of {step.stage}, {short(tokens)} tokens, {duration(step.made_seconds)}. "
         if account or metrics:
             inside = [tag("p", account, metrics, class_="note"), grid(others)]
-            heading = f"{len(others)} more curves" if others else "what it measured"
+            heading = f"{len(others)} more curves" if others else "metrics"
             head = [tag("b", step.label), " ", tag("span", heading, class_="note")]
             more.append(details(head, inside, open_=len(steps) == 1, class_="more"))
     return part(title, grid(first), more)
@@ -107,7 +107,7 @@ def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[
     plots = figures(step)
     steps = columns.get("step", [])
     curves = [curve(name, steps, values) for name, values in columns.items() if name not in PLAIN and len(set(values) - {None}) > 1]
-    # The log's curve replaces a figure of the loss by step, which shows the same data. Other figures of the loss show more, and stay.
+    # The log's curve replaces a figure of the loss by step, which shows the same data. Other figures of the loss stay.
     plots = [plot for plot in plots if not (plot.x == "step" and plot.y == "loss" and "loss" in columns)]
     drawn_by_stage = any("loss" in plot.title.lower() for plot in plots)
     first = [c for c in curves if c.y == "loss" and not drawn_by_stage]
@@ -115,7 +115,7 @@ def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
-    """Return a plot of one logged number over the steps. Long series, but the learning rate's, are also smoothed, with the points faint."""
+    """Return a plot of one logged number over the steps. Long series, except the learning rate, are smoothed, over faint points."""
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name == "learning_rate":

@@ -54,7 +54,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
     for row in rows:
         if row["verb"] in ("kept", "dropped") and (silent := _abstentions(store, artifacts[row["artifact"]], signals)):
             row["abstained"] = silent
-            row["what"] += f"; not judged for want of a basis in {signals['language']}-{signals['script']}: {', '.join(silent)}"
+            row["what"] += f"; not judged without a threshold for {signals['language']}-{signals['script']}: {', '.join(silent)}"
     return rows
 
 

@@ -1,4 +1,4 @@
-"""A client of a Prefect server over HTTP, without importing Prefect; and the note in a store that names the server of `puna up`."""
+"""An HTTP client of a Prefect server that does not import Prefect; and the file in a store that names the server of `puna up`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BUSY = (429, 503)
 
 
 class Unreachable(Exception):
-    """The error that a server does not answer or is busy; a later attempt may succeed."""
+    """Raised if a server does not answer or is busy; a later attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A Prefect server. `url`: address of its API; `auth`: USER:PASSWORD, if required; `key`: API key of a hosted server."""
+    """A Prefect server. `url`: URL of its API; `auth`: USER:PASSWORD, if required; `key`: API key of a hosted server."""
 
     url: str
     auth: str = ""
@@ -103,7 +103,7 @@ def named_server() -> Server | None:
 
 
 def server_of(store: Store) -> Server | None:
-    """Return the Prefect server for a store's runs: at PREFECT_API_URL (PunaError if silent), else of a running `puna up`, else None."""
+    """Return the server at PREFECT_API_URL (PunaError if it does not answer), else the server of a running `puna up`, else None."""
     server = named_server()
     if server is not None:
         return server

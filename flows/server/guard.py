@@ -1,4 +1,4 @@
-"""The checks of every request to Puna's servers: the host, the sending site, the password and the body."""
+"""Checks of each request to Puna's servers: the host, the site that sent it, the password and the body."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ HEADER_SECONDS = 30.0
 """Maximum seconds that a connection stays open without a request."""
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
 PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
-"""Pages that do no work when they are opened: another site may link to them."""
+"""Paths to which another site may link: opening them has no side effects."""
 ASKING = re.compile(r"/puna/(sql|start/[\w-]+)|/v2(/.*)?")
-"""Pages to which another site may link with a query: they fill a form with the query and run nothing."""
+"""Paths to which another site may link with a query, which only fills in a form."""
 OWN = ("same-origin", "none")
 
 Refusal = Callable[[int, str], Response]
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that is closed if no request arrives for `HEADER_SECONDS`; h11 bounds the size of headers."""
+    """An HTTP connection that is closed if no request arrives for `HEADER_SECONDS`. (h11 limits the size of headers.)"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,16 +53,16 @@ class Connection(H11Protocol):
 
 
 def configuration(door: ASGIApp, seconds: int = 3) -> uvicorn.Config:
-    """Return the settings of a server. `seconds`: time that requests in progress get to finish when the server stops."""
+    """Return the uvicorn configuration of a server. `seconds`: time that running requests get to finish when the server stops."""
     return uvicorn.Config(door, log_level="warning", timeout_graceful_shutdown=seconds, http=Connection, ws_max_size=BODY_BYTES)
 
 
 class OwnSite:
-    """An application behind a check of each request's host and of the site whose page sends the request.
+    """ASGI middleware that checks each request's host and the site whose page sent the request.
 
-    Unless `protected` by a password or key, hosts must be `localhost` or IP addresses: by DNS rebinding, another site's name can point to
-    this machine, and its pages would pass as the server's own. `pages`: matches the paths that other sites may link to; `asking`: the paths
-    among them that may have a query.
+    Unless a password or key protects the server (`protected`), the host must be `localhost` or an IP address: another site could let its
+    name point to this machine (DNS rebinding), so that its pages count as the server's own. `pages`: matches the paths to which other sites
+    may link; `asking`: those of them that may have a query.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class OwnSite:
         if len(hosts) != 1 or (name := host_name(hosts[0])) is None:
             return 400, "the header Host must be one NAME or NAME:PORT"
         if not self._protected and not _here(name):
-            return 403, f"{hosts[0]}: use the address that was printed, or set a password or key to be reached by names"
+            return 403, f"{hosts[0]}: use the printed address; to use host names, set a password or key"
         if "\0" in scope["path"] or "%00" in scope.get("query_string", b"").decode("latin-1"):
-            return 400, "an address must not hold NUL"
+            return 400, "the URL must not contain NUL"
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         if foreign(headers, hosts[0]) and not self._is_navigation(scope, headers):
-            return 403, "sent by the page of another site; open the address from Puna's own pages"
+            return 403, "sent by a page of another site; open this URL from Puna's own pages"
         return None
 
     def _is_navigation(self, scope: Scope, headers: Mapping[str, str]) -> bool:
-        """True if the request is a navigation (typed, or by another site's link) to a page without side effects."""
+        """True if the request is a navigation (typed, or a link on another site) to a page without side effects."""
         follows = _silent(headers) or (headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document")
         if scope.get("method") != "GET" or not follows or "origin" in headers or self._pages is None:
             return False
@@ -119,9 +119,9 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sends the request and names another site's page, or no page; programs send no headers that name a page.
+    """True if a browser sent the request from another site's page, or without naming a page. Other programs send no such headers.
 
-    Over plain HTTP to another machine no browser sends Sec-Fetch headers, and the other site decides whether its address is sent.
+    Over plain HTTP to another machine, browsers send no Sec-Fetch headers, and the other site decides whether its address is sent.
     """
     if _silent(headers):
         return True
@@ -134,13 +134,13 @@ def foreign(headers: Mapping[str, str], host: str) -> bool:
 
 
 def _silent(headers: Mapping[str, str]) -> bool:
-    """True if a browser sends the request and does not name the page that caused it."""
+    """True if a browser sent the request and no header names the page that caused it."""
     says = any(name in headers for name in ("sec-fetch-site", "origin", "referer"))
     return not says and headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def own_page(headers: Mapping[str, str]) -> bool:
-    """True if the browser's headers say that a page of this site, or its user, sent the request."""
+    """True if the browser's headers state that a page of this site, or the user directly, caused the request."""
     site = headers.get("sec-fetch-site")
     if site is None:
         return "referer" in headers and not foreign(headers, headers.get("host", ""))
@@ -148,7 +148,7 @@ def own_page(headers: Mapping[str, str]) -> bool:
 
 
 class Bounded:
-    """An application behind limits on a request's body: status 413 if the body is too long, 408 if it arrives too slowly."""
+    """ASGI middleware that limits a request's body: status 413 if the body is too long, 408 if it arrives too slowly."""
 
     def __init__(self, app: ASGIApp, limit: int = BODY_BYTES, refusal: Refusal | None = None) -> None:
         self._app, self._limit = app, limit
@@ -199,7 +199,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 class Password:
-    """An application behind an HTTP login, if `auth` is set; websockets pass. `bodies`: only requests that may have a body need it."""
+    """ASGI middleware for HTTP basic authentication, if `auth` is set; websockets pass. `bodies`: only for requests with a body."""
 
     def __init__(self, app: ASGIApp, auth: str, bodies: bool = False) -> None:
         self._app, self._auth, self._bodies = app, auth, bodies
@@ -210,7 +210,7 @@ class Password:
             header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
             if not _knows(header, self._auth):
                 asks = {"www-authenticate": 'Basic realm="Puna", charset="UTF-8"'}
-                await PlainTextResponse("a user and a password are needed", 401, asks)(scope, receive, send)
+                await PlainTextResponse("user and password are required", 401, asks)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -260,7 +260,7 @@ def listening(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise PunaError(f"--port {port}: {host}:{port} cannot be had ({error.strerror or error}); choose another, or 0 for any") from error
+        raise PunaError(f"--port {port}: {host}:{port} cannot be used ({error.strerror or error}); choose another, or 0 for any") from error
     listener.listen()
     return listener
 

@@ -1,7 +1,7 @@
-"""The reporter of a run: writes progress to a file in the store, and sends steps, logs and results to a Prefect server, if there is one.
+"""Reports of a run: progress in a file in the store, and steps, logs and results on a Prefect server, if there is one.
 
-A daemon thread sends each step's latest state and the last `MAX_LOGS` unsent log lines. So a slow or absent server delays only
-the end of the run, by up to `LAST_SECONDS`, and gets all of these once it answers. No error here can fail or delay a stage.
+A daemon thread sends each step's latest state and the last `MAX_LOGS` unsent log lines. A slow or absent server therefore delays only the
+end of the run, by up to `LAST_SECONDS`; once it answers, it gets everything unsent. No error here can fail or delay a stage.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MAX_LOGS = 5000
 MOST_METRICS = 30
 MOST_PLOTS = 4
 MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
-"""Pattern of run names that Prefect makes up."""
+"""Pattern of the random run names that Prefect generates."""
 
 
 @dataclass
 class StepRecord:
-    """The record of a step: its current state, and the state that the server has received."""
+    """A step's current state, and the state that the server has received."""
 
     label: str
     stage: str
@@ -87,7 +87,7 @@ class Reporter:
         threading.Thread(target=self._work, name="reporter", daemon=True).start()
 
     def start_step(self, label: str, stage: str, inputs: Mapping[str, Sequence[Artifact]], task: str | None = None) -> StepRecord:
-        """Record a step that begins; return the record. `inputs`: input name → artifacts; `task`: id of its Prefect task, if any."""
+        """Record that a step begins, and return the record. `inputs`: input name → artifacts; `task`: id of its Prefect task, if any."""
         made_by = {name: [self._made[item.key] for item in items if item.key in self._made] for name, items in inputs.items()}
         edges = {name: steps for name, steps in made_by.items() if steps}
         step = StepRecord(label, stage, edges) if task is None else StepRecord(label, stage, edges, id=task, own=False)
@@ -247,7 +247,7 @@ def slug(text: str) -> str:
 
 
 def progress_text(progress: tuple[float, float, str], seconds: float) -> str:
-    """Return a step's progress in percent and counts, its note, and above 2 % the estimated time left. `seconds`: time since its start."""
+    """Return a step's progress as text: percent, counts, note and, above 2 %, the estimated time left. `seconds`: time since its start."""
     done, total, note = progress
     share = done / max(total, 1e-9)
     left = f", about {duration(seconds * (1 - share) / share)} left" if 0.02 < share < 1 else ""

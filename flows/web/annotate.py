@@ -27,7 +27,7 @@ PAGE = Path(__file__).with_name("annotate.html")
 POLICY = "default-src 'self' 'unsafe-inline'; base-uri 'none'; frame-ancestors 'self'"
 """The page's content security policy: style and script are inline, and requests go only to this server."""
 DESKS = 8  # maximum number of `Desk` objects in memory
-LINKED = re.compile("/")  # paths that other sites may link to: only the page itself, which does no work when it is opened
+LINKED = re.compile("/")  # paths that other sites may link to: only the page itself, which has no side effects
 
 
 class Desk:
@@ -40,7 +40,7 @@ class Desk:
         self.pairs = pairs_to_judge(answered, self.config)
         self.order = list(self.pairs)
         if not self.order:
-            raise PunaError(f"{answers.id} has no prompt with two whole answers that differ; sample more, or with a larger max_tokens")
+            raise PunaError(f"{answers.id} has no prompt with two complete answers that differ; sample more, or with a larger max_tokens")
         choice = "" if pairs_per_prompt == 1 else f"-{pairs_per_prompt}"  # other numbers of pairs give other pairs
         self.file = store.root / "judgements" / f"{answers.key}{choice}.jsonl"
         self._said: dict[str, dict[str, Judgement]] = defaultdict(dict)
@@ -98,7 +98,7 @@ class Desk:
         return None if side is None else there.get(side, side)
 
     def save(self) -> Artifact:
-        """Make preferences of the judgements so far, and set the alias `judged@latest` for `round`. Raise PunaError if none exist."""
+        """Convert the judgements so far to preferences, and set the alias `judged@latest` for `round`. Raise PunaError if none exist."""
         if not self.file.exists():
             raise PunaError("nothing was judged yet")
         with self._lock:
@@ -142,7 +142,7 @@ DeskOfAddress = Annotated[Desk, Depends(_desk_of)]
 
 
 class Said(BaseModel):
-    """The body of a request by which the page sends a judgement."""
+    """The body of the request with which the page sends a judgement."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str

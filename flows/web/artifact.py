@@ -77,7 +77,7 @@ def list_page(site: Here, kind: str | None = None, project: str | None = None) -
     left = len(artifacts) - MOST_LISTED
     return site.page(
         "Artifacts", projects, tag("nav", kinds, aria_label="Kinds"), form if rows else note("None of this kind yet."),
-        note(f"{left:,} older ones; ask SQL: select * from artifacts") if left > 0 else None, here="artifacts",
+        note(f"{left:,} older ones; list them with SQL: select * from artifacts") if left > 0 else None, here="artifacts",
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def artifact_page(
 ) -> str:
     """Return one artifact's page. `shown`: table to show (None: the main table, else the first); `start`: index of the first row shown."""
     if kind not in KINDS:
-        raise PunaError(f"{kind}: is no kind of artifact; the kinds are {', '.join(KINDS)}")
+        raise PunaError(f"{kind}: is not a kind of artifact; the kinds are {', '.join(KINDS)}")
     store = site.store
     artifact = store.resolve(f"{kind}/{key}")
     m = artifact.manifest
@@ -106,11 +106,11 @@ def artifact_page(
     if before is not None and differences:
         both = f"/puna/artifacts/compare?artifact={before.id}&artifact={artifact.id}"
         links = [artifact_link(before), " ", tag("a", "compare the two", href=both)]
-        why = part("Differs from the one before", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=links)
+        why = part("Differences from the previous artifact", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=links)
     return site.page(
         artifact.id,
         [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
-        [problem(f"It is suspect: {suspect}. A run that needs it makes it anew")] if suspect else None,
+        [problem(f"It is suspect: {suspect}. A run that needs it recomputes it")] if suspect else None,
         tag("p", aliases) if aliases else None,
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
         tag("div", _uses(artifact), class_="buttons"),
@@ -180,9 +180,9 @@ def _rows(artifact: Artifact, shown: str | None, start: int) -> Html:
     range_text = f"{start + 1:,} to {last:,} of {record.rows:,}" if record.rows else "no rows"
     query = quote(f"select * from {name} where artifact = '{artifact.key}' limit 100")
     return tag(
-        "div", tag("nav", tabs, aria_label="Tables"), _folded_table("columns and what they mean", ["column", "type", "meaning"], columns),
+        "div", tag("nav", tabs, aria_label="Tables"), _folded_table("columns and their meanings", ["column", "type", "meaning"], columns),
         table(list(record.columns), rows) if rows else None,
-        note(range_text, " · ", [[step, " · "] for step in steps], tag("a", "ask SQL", href=f"/puna/sql?q={query}")),
+        note(range_text, " · ", [[step, " · "] for step in steps], tag("a", "query with SQL", href=f"/puna/sql?q={query}")),
         class_="rows",
     )  # fmt: skip
 
@@ -211,7 +211,7 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
     by: list[list[Content]] = [[artifact_link(a), a.manifest.stage, made_at(a)] for a in consumers]
     return tag(
         "div",
-        part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else note("Nothing of this store.")),
+        part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else note("No artifact of this store.")),
         part("Used by", table(["artifact", "made by", "made, UTC"], by) if by else note("Nothing yet.")),
     )
 
@@ -224,7 +224,7 @@ def _uses(artifact: Artifact) -> list[Content]:
     if "rollouts" in artifact.tables:
         results.append(button("Rollouts", f"/puna/rollouts/{artifact.key[:12]}"))
     if artifact.manifest.stage == "select":
-        results.append(button("Move its thresholds", f"/puna/rules?artifact={artifact.key[:12]}"))
+        results.append(button("Try other thresholds", f"/puna/rules?artifact={artifact.key[:12]}"))
     links = []
     everything: list[Flow | Stage] = [*load_flows().values(), *load_stages().values()]
     for what in everything:

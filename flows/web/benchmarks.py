@@ -22,7 +22,7 @@ MOST = 30  # maximum number of models on the leaderboard
 SHOWN = 400  # maximum number of questions on a page
 TITLE = 140  # maximum number of characters in a question's heading
 WHICH = {"": "all", "differ": "one model is right", "wrong": "no model is right"}
-HOW = "The best first: main metric, 95 % interval, and the difference from {} on the same questions, bold where Holm's p < {}."
+HOW = "Best model first: main metric, 95 % interval, and the difference from {} on the same questions, bold where Holm's p < {}."
 ECE = "Confidence is the probability of the chosen option among the options. A calibrated model lies on the diagonal."
 router = pages("benchmarks", "Benchmarks", at=6)
 
@@ -64,7 +64,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
     reference = next((one for one in models if one.model.key.startswith(beside or "")), models[0] if models else None)
     start = tag("p", button("Evaluate a model", "/puna/start/benchmark"), class_="buttons")
     if reference is None:
-        nothing = tag("p", "No model was asked a task yet. ", tag("code", "puna evaluate MODEL --tasks FILE"), " does that.", class_="lead")
+        nothing = tag("p", "No model was evaluated yet. ", tag("code", "puna evaluate MODEL --tasks FILE"), " does that.", class_="lead")
         return site.page("Benchmarks", switch, nothing, start, here="benchmarks")
     tasks = sorted({task for one in models for task in one.results})
     rows: list[list[Content]] = []
@@ -116,7 +116,7 @@ def _metric(name: str) -> str:
 
 
 def _clean(row: Mapping[str, Any]) -> str:
-    return "none is left" if row.get("clean") is None else f"{row['clean']:.3f}"
+    return "no clean question" if row.get("clean") is None else f"{row['clean']:.3f}"
 
 
 def _questions(task: str, *evaluations: str, **more: object) -> str:
@@ -199,7 +199,7 @@ def questions_page(site: Here, task: str, names: Annotated[list[str], Query(alia
     total = max(len(own[metric][1]) for own in results if own)
     offered = {name: words for name, words in WHICH.items() if name != "differ" or len(names) > 1}
     links = [tab(words, _questions(task, *names, which=name), name == which) for name, words in offered.items()]
-    summary = f"{len(keys):,} of the {len(both):,} questions that are kept with answers (setting examples); {total:,} were asked."
+    summary = f"{len(keys):,} of the {len(both):,} questions stored with answers (setting examples); {total:,} were asked."
     if len(keys) > SHOWN:
         summary += f" The first {SHOWN} are shown."
     questions = [_question([own[key] for own in answers], right[key], titles) for key in keys[:SHOWN]]

@@ -44,7 +44,7 @@ def end_children() -> None:
 
 
 class Asker:
-    """A client that has questions about a store answered by child processes. `urls`: plans may read inputs that are not local paths."""
+    """A client that sends questions about a store to child processes. `urls`: plans may read inputs that are not local paths."""
 
     def __init__(self, store: Store, *, urls: bool) -> None:
         self._store, self._urls = store, urls
@@ -52,7 +52,7 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer as HTML. Raise PunaError for a refusal or a dead child, `Late` past time or length, RuntimeError otherwise."""
+        """Return the answer as HTML. Raise PunaError for a refusal or a dead child, `Late` if late or too long, RuntimeError otherwise."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")
@@ -100,7 +100,7 @@ class Child:
         except OSError as error:
             self.end()
             raise PunaError("the process that answers questions has ended; ask again") from error
-        late = f"stopped after {seconds:.0f} s; the command line (`puna sql`, `puna plan`) waits as long as it takes"
+        late = f"stopped after {seconds:.0f} s; the commands `puna sql` and `puna plan` have no time limit"
         reply: dict[str, Any] = json.loads(self._line(time.monotonic() + seconds, late))
         if reply.get("last"):
             self.end()

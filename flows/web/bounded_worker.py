@@ -1,4 +1,4 @@
-"""The child process that answers the web pages' questions; see `bounded`."""
+"""The child process that answers questions of the web pages; see `bounded`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan_view(store: Store, request: Request) -> Html:
         section("plan", total[0].upper() + total[1:], f"{summary}{f'; {size(free)} of disk are free' if free is not None else ''}",
             table(["step", *(COSTS if estimated else ()), "because"], rows, numeric=(1, 2, 3) if estimated else ()) if rows else None,
             details(f"{len(reused)} reused", table(["step", "artifact"], reused), class_="more") if reused else None,
-            None if steps else note("No step follows from what there is.")),
+            None if steps else note("The flow has no steps for these inputs.")),
         note("On the command line: ", tag("code", request.command(store))),
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def _data_bytes() -> int:
 
 
 def main() -> None:
-    """Limit this process's memory and priority; answer the questions on standard input until it ends or is silent for `IDLE_SECONDS`."""
+    """Limit this process's memory and priority; answer questions on standard input until it closes or is silent for `IDLE_SECONDS`."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)

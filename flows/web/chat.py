@@ -39,7 +39,7 @@ def chat_page(site: Here, model: str = "") -> str:
     models = site.store.artifacts("model")[::-1]
     if not models:
         imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))
-        ways = [imported, " brings one, ", trained, " makes one."]
+        ways = [imported, " imports one, ", trained, " trains one."]
         return site.page("Chat", here="chat", lead=["The store holds no model yet: ", *ways])
     names = site.store.names()
     aliases = {name: artifact for artifact in models for name in names.get(artifact.key, [])}
@@ -52,7 +52,7 @@ def chat_page(site: Here, model: str = "") -> str:
             field("Model", tag("select", options, name="model")),
             tag("div", id="talk", aria_live="polite"),
             field("You", tag("textarea", name="text", rows=3, autofocus=True, required=True)),
-            tag("p", tag("button", "Send", class_="main"), " ", tag("button", "New talk", type="button", id="new"),
+            tag("p", tag("button", "Send", class_="main"), " ", tag("button", "New chat", type="button", id="new"),
                 tag("span", " Ctrl+Enter sends. A model takes some seconds to load.", class_="note")),
             id="chat"),
         here="chat",
@@ -78,7 +78,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def say(self, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Return an iterator over the answer's pieces; a later error of the server is the last. Raise PunaError if no answer begins."""
+        """Return an iterator over the answer's pieces, the last of which may be an error. Raise PunaError if no answer begins."""
         artifact = self._store.check(self._store.resolve(model))
         if artifact.kind != "model":
             raise PunaError(f"{artifact.id}: is not a model")
@@ -95,7 +95,7 @@ class Chat:
         return _pieces(answer)
 
     def _load(self, key: str, name: str) -> Talker:
-        """Return the process for the model `key`; if none runs, start it in place of another's. Raise PunaError if it does not start."""
+        """Return the process for the model `key`; if none runs, end that of another model and start one. Raise PunaError if that fails."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:

@@ -32,11 +32,11 @@ def near_form(options: Sequence[Html], text: str = "") -> Html:
         field("Among", tag("select", options, name="artifact")),
         tag("p", tag("button", "Compare", class_="main")),
         action="/puna/near", method="post")  # fmt: skip
-    return details("What does a text resemble?", form, open_=bool(text), class_="more")
+    return details("Find documents similar to a text", form, open_=bool(text), class_="more")
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return a form's artifact, text and a view of documents like the text. Raise PunaError for other kinds, or a text without words."""
+    """Return a form's artifact, its text, and a view of documents similar to the text. Raise PunaError for another kind or no words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")
@@ -46,10 +46,10 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
         name = tag("a", row["title"] or row["url"] or row["id"], href=f"/puna/document/{row['id']}")
         removed = None if row["kept"] else [" ", tag("span", "removed", class_="tag wrong")]
         rows.append([[name, removed], *(f"{row[share]:.3f}" for share in ("similarity", "of_text", "of_document"))])
-    about = "Common word runs as a share of the runs of both together, of the text, and of the document."
+    about = "Shared word n-grams as a share of the n-grams of both texts together, of the text, and of the document."
     if has_index(artifact):
-        about += " Only documents that share a band of the index were looked at."
-    head = f"{len(matches):,} documents resemble it" if matches else "Nothing resembles it"
+        about += " Only documents that share a MinHash band with the text were compared."
+    head = f"{len(matches):,} similar documents" if matches else "No similar documents"
     listing = table(["document", "of both", "of the text", "of the document"], rows, numeric=(1, 2, 3)) if rows else tag("p", "")
     return artifact, text, section("near", head, [about, " ", artifact_link(artifact)], listing)
 
@@ -109,8 +109,8 @@ def document_page(site: Here, identity: str) -> str:
         steps.append([artifact.manifest.stage, tag("b", row["verb"]), detail, artifact_link(artifact)])
     title = (text or {}).get("title") or identity
     return site.page(
-        str(title), section("fate", "What became of it", None, table(["stage", "outcome", "values", "artifact"], steps)),
-        section("text", "Text", f"as {there.manifest.stage} has it", tag("div", text["text"], class_="said")) if there and text else None,
+        str(title), section("fate", "Outcome in each stage", None, table(["stage", "outcome", "values", "artifact"], steps)),
+        section("text", "Text", f"after {there.manifest.stage}", tag("div", text["text"], class_="said")) if there and text else None,
         here="documents", lead=tag("code", (text or {}).get("url", identity)),
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Yield (artifacts to search, batch): `artifact`, or with a `rule` its stored inputs. Columns, if any: id, url, title, source, text."""
+    """Yield (searched artifacts, batch) from `artifact` or, for a `rule`, its stored inputs. Columns: id, url, title, source, text."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

@@ -31,7 +31,7 @@ MANY = 8  # number of ungrouped fields above which rarely changed fields are fol
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
     """Return the page with the form of a flow or stage, and with `plan` if given.
 
-    `own`: True if a page of this site linked here; the script may then request the plan unasked. `refused`: why a run was not started.
+    `own`: a page of this site linked here, so the page's script requests the plan at once. `refused`: why a run was not started.
     """
     store = site.store
     offer, project = offer_of(name), project_of(form)
@@ -61,7 +61,7 @@ def _missing(offer: Offer, form: Asked) -> str | None:
     """Return a note on the required inputs that a newly opened form of a stage lacks; None for other forms, or if none is missing."""
     missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
     if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
-        return f"Choose {' and '.join(missing)}: the plan follows."
+        return f"Choose {' and '.join(missing)} to see the plan."
     return None
 
 
@@ -72,7 +72,7 @@ def project_of(form: Asked) -> str:
 def _project_field(store: Store, project: str) -> Content:
     choices = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
     box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
-    return [field("Project, whose aliases are read and set; a new name begins a new one", box), choices]
+    return [field("Project, whose aliases are read and set; a new name creates a project", box), choices]
 
 
 def request_of(offer: Offer, form: Asked) -> Request:
@@ -95,7 +95,7 @@ def request_of(offer: Offer, form: Asked) -> Request:
 
 
 def offer_of(name: str) -> Offer:
-    """Return the flow or stage that the server offers as `name`. Raise PunaError if there is none."""
+    """Return the flow or stage whose form is called `name`. Raise PunaError if there is none."""
     by_name = {offer.flow: offer for offer in offers()}
     if name not in by_name:
         raise PunaError(f"{name}: no such flow or stage{did_you_mean(name, list(by_name))}")
@@ -130,15 +130,15 @@ def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
     """Return the form's field for an input: a text box with a line per file, or a list of artifacts."""
     now = values_given(spec, form)
     if spec.kind == "external":
-        none = ", none: the sample of real pages" if spec.name == "inputs" else ", may be left out" if spec.optional else ""
-        words = f"{spec.name}: files or folders, one a line{none}"
+        none = ", none: the sample of real pages" if spec.name == "inputs" else ", optional" if spec.optional else ""
+        words = f"{spec.name}: files or folders, one per line{none}"
         return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
     there = choices.of(spec.kind)
     more = [name for name in now if name not in map(reference_in, there)]
     options = [] if spec.many else [option("", "none" if spec.optional else "choose …", chosen=not now)]
     options += [option(reference_in(words), words, chosen=reference_in(words) in now) for words in [*more, *there]]
     kind = "" if spec.name == spec.kind else input_kind(spec)
-    about = ", ".join(word for word in (kind, "may be left out" if spec.optional else "") if word)
+    about = ", ".join(word for word in (kind, "optional" if spec.optional else "") if word)
     words = f"{spec.name} ({about})" if about else spec.name
     if not there and not more:
         return field(words, tag("select", option("", "the store holds none yet"), disabled=True))
@@ -149,7 +149,7 @@ def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
 def _changes(form: Asked) -> Html:
     box = tag("textarea", "\n".join(form.get("changes", ())), name="changes", rows=3, spellcheck="false",
               placeholder="select.gopher_quality.min_words=60")  # fmt: skip
-    return field("Changes of the recipe, one a line; line_dedup=null leaves a step out", box)
+    return field("Changes to the recipe, one per line; line_dedup=null leaves a step out", box)
 
 
 def _settings(offer: Offer, form: Asked) -> list[Content]:
@@ -181,7 +181,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the settings to fold: not required, in no shipped recipe, and no number but `seed`. If all are such, `MANY` stay open."""
+    """Return the settings to fold: optional, set by no shipped recipe, and no number except `seed`. If all are, `MANY` stay open."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]

@@ -24,7 +24,7 @@ from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
 
 HERE = Path(__file__).parent
-STALE = "this page is older than the server, or was made by another site: open it again from here, then ask"
+STALE = "this page is older than the server, or was made by another site: open it again from here, then retry"
 MOST_FIELDS = 2000  # maximum number of fields in a form
 STATES = {"finished": "right", "failed": "wrong", "stopped": "", "crashed": "wrong", "at work": "busy"}
 
@@ -93,7 +93,7 @@ Here = Annotated[Site, Depends(_site)]  # a parameter of a page's function: the 
 
 
 def invalid(_: Request, error: Exception) -> Response:
-    """Return a response (422) with the first invalid field and its fault, without the value, which JSON may not be able to hold."""
+    """Return a 422 response that names the first invalid field and its fault, without the value, which JSON may not be able to hold."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
@@ -104,13 +104,13 @@ def health() -> dict[str, str]:
 
 
 async def form_fields(request: Request) -> dict[str, list[str]]:
-    """Return a form's fields, name → values. Raise HTTPException (400) if the body is no UTF-8 form, has too many fields, or holds NUL."""
+    """Return a form's fields, name → values. Raise HTTPException (400) if the body is no UTF-8 form, has too many fields or NUL."""
     try:
         fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
     except ValueError as error:
         raise HTTPException(400, f"the body is not a UTF-8 form of at most {MOST_FIELDS:,} fields") from error
     if any("\0" in text for name, values in fields.items() for text in (name, *values)):
-        raise HTTPException(400, "a field must not hold NUL")
+        raise HTTPException(400, "a field must not contain NUL")
     return fields
 
 
@@ -144,7 +144,7 @@ def hidden_input(name: str, value: str) -> Html:
 
 
 def once() -> Html:
-    """Return a hidden field with a new id, by which two clicks on one page start only one run."""
+    """Return a hidden field with a new id, so that two clicks on one page start only one run."""
     return hidden_input("once", uuid.uuid4().hex)
 
 
@@ -172,7 +172,7 @@ def when(moment: datetime | None) -> Html:
 
 
 def duration_of(log: RunLog) -> str:
-    """Return a run's duration as text; for a run at work, the time since its start; a dash if it has no start."""
+    """Return a run's duration as text; for a run in progress, the time since its start; a dash if it has no start."""
     if log.opened is None:
         return "–"
     end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened

@@ -21,13 +21,13 @@ MOST_ROWS = 1000
 MEMORY = "1GB"  # memory limit of a statement
 LIMITS = f"at most {SECONDS['sql']:.0f} s, {MEMORY} of memory and {MOST_ROWS:,} rows"
 EXAMPLES = {
-    "What was dropped, by which rule": "select rule, count(*) as documents from dropped group by rule order by documents desc",
-    "What each stage took": "select stage, count(*) as artifacts, round(sum(seconds), 1) as seconds from artifacts\n"
+    "Dropped documents by rule": "select rule, count(*) as documents from dropped group by rule order by documents desc",
+    "Time by stage": "select stage, count(*) as artifacts, round(sum(seconds), 1) as seconds from artifacts\n"
     "group by stage order by seconds desc",
     "Newest artifacts": "select kind, artifact[:12] as id, stage, rows, created_at from artifacts order by created_at desc limit 20",
     "Accuracy of every evaluation": "select artifact[:12] as id, task, metric, value, n from evaluation\n"
     "where metric = 'accuracy' order by id, task",
-    "What each artifact was made of": "select l.artifact[:12] as id, l.name, l.kind, l.input[:12] as input, a.stage\n"
+    "Inputs of each artifact": "select l.artifact[:12] as id, l.name, l.kind, l.input[:12] as input, a.stage\n"
     "from lineage l left join artifacts a on a.artifact = l.input order by id",
 }
 router = pages("sql", "SQL", at=8)
@@ -54,10 +54,10 @@ def _page(site: Site, question: str, answer: Content) -> Html:
         "SQL", box, answer,
         tag("div",
             part("Examples", tag("ul", examples)),
-            part("Asked before", tag("ul", id="asked"), note="Kept in this browser."),
+            part("Earlier statements", tag("ul", id="asked"), note="Stored in this browser."),
             part("Tables", tables, note="Each has the column artifact, the key of the artifact that holds the row."),
             class_="three"),
-        here="sql", lead="One statement of DuckDB over every artifact.",
+        here="sql", lead="One DuckDB statement over all artifacts.",
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def answer(store: Store, question: str) -> Html:
     numeric = [n for n, field in enumerate(result.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
     rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in head.to_pylist()]
     took = duration(time.perf_counter() - began)
-    more = "; there are more" if result.num_rows > MOST_ROWS else ""
+    more = "; there are more rows" if result.num_rows > MOST_ROWS else ""
     more += f"; {opened.uncompared:,} bytes were not compared with their checksums" if opened.uncompared else ""
     return tag(
         "div", tag("p", f"{len(rows):,} row{'' if len(rows) == 1 else 's'} in {took}{more}", class_="note", role="status"),

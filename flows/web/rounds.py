@@ -23,7 +23,7 @@ from puna.storage.aliases import DEFAULT
 
 VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
 MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")
-"""Metrics of the leaderboard; the first of them that any model has ranks the models."""
+"""Metrics of the leaderboard. Models are ranked by the first of them that any model has."""
 MOST = 40
 LONGEST = 9  # maximum number of digits in the form's number of preferences
 JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."
@@ -40,7 +40,7 @@ def rounds_page(site: Here, project: str | None = None) -> str:
     desk = "" if store.project == DEFAULT else f"{store.project}~"
     judge = [tag("li", tag("a", f"{one.id} · {one.rows():,} answers", href=f"/puna/judge/{desk}{one.key[:12]}/")) for one in answers]
     first = tag("a", "round", href=f"/puna/start/round?project={store.project}")
-    none = tag("p", "No round came to a gate yet: ", first, " trains a policy once more and asks whether it is better.", class_="lead")
+    none = tag("p", "No round has reached a gate yet: ", first, " trains the policy further and tests whether it is better.", class_="lead")
     return site.page(
         "Rounds",
         projects_nav(store, store.project, "/puna/rounds"),
@@ -70,7 +70,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
     artifact = store.resolve(f"evaluation/{gate}")
     by = form.get("by", [""])[0].strip()
     if not by:
-        raise PunaError("who decides? write a name")
+        raise PunaError("a name is required")
     config = ApprovalConfig(by=by, approved=form.get("verdict", [""])[0] == "approve", reason=form.get("reason", [""])[0].strip())
     execute(approval, config, {"gate": artifact}, store)
     with store.lock(store.own("round"), wait=False) as mine:
@@ -85,10 +85,10 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
 def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
     """Save the number of new preferences that starts a round, and the round's recipe. Raise PunaError for an invalid value."""
     if "preferences" not in form:
-        raise PunaError("preferences: is missing; give a whole number, 0 for none")
+        raise PunaError("preferences: missing; give a whole number, 0 for never")
     text = form["preferences"][0] or "0"
     if not text.isdecimal() or len(text) > LONGEST:
-        raise PunaError(f"preferences: takes a whole number, 0 for none (got {text[:40]!r})")
+        raise PunaError(f"preferences: takes a whole number, 0 for never (got {text[:40]!r})")
     recipe = form.get("recipe", [DEFAULT_RECIPE])[0]
     if recipe not in shipped_recipes():
         raise PunaError(f"recipe {recipe}: not found; recipes are {', '.join(shipped_recipes())}")
@@ -112,10 +112,10 @@ def _waits(one: Round, project: str) -> Html:
         )
     lines: list[list[Content]] = [[task, *(found.get(name, "") for name in ("before", "after", "gain"))] for task, found in rows.items()]
     return tag("section",
-        tag("h2", f"Round {one.number} waits for your word"), tag("p", str(one.deciding.manifest.metrics["reason"])),
+        tag("h2", f"Round {one.number} waits for your decision"), tag("p", str(one.deciding.manifest.metrics["reason"])),
         table(["task", "policy", "candidate", "gain, 95 % interval"], lines, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
-            tag("a", "talk to it", href=f"/puna/chat?model={one.candidate.id}")),
+            tag("a", "chat with it", href=f"/puna/chat?model={one.candidate.id}")),
         tag("form", hidden_input("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
             field("Why", tag("input", name="reason", type="text")),
             tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
@@ -166,12 +166,12 @@ def _leaderboard(store: Store) -> Html:
 def _next(store: Store, prefect: str | None) -> Content:
     now, there = load_trigger(store), new_preferences(store)
     recipes = [option(name, name, chosen=name == now.recipe) for name in shipped_recipes()]
-    state = f"{there:,} preferences are new{f'; a round is made at {now.preferences:,}' if now.preferences else ''}."
+    state = f"{there:,} preferences are new{f'; a round starts at {now.preferences:,}' if now.preferences else ''}."
     form = tag("form", hidden_input("project", store.project),
-        field("Start a round when so many preferences of people are new; 0: never",
+        field("Number of new human preferences that starts a round; 0: never",
               tag("input", type="number", name="preferences", min=0, value=now.preferences)),
         field("With the recipe", tag("select", recipes, name="recipe")),
-        tag("p", tag("button", "Keep"), class_="buttons"), action="/puna/rounds/next", method="post")  # fmt: skip
+        tag("p", tag("button", "Save"), class_="buttons"), action="/puna/rounds/next", method="post")  # fmt: skip
     buttons: Content = [button("Start one now", f"/puna/start/round?project={store.project}")]
     if prefect:
         buttons = [buttons, " ", button("Set a schedule, in Prefect", "/puna/deployment/round")]

@@ -88,7 +88,7 @@ def selection(store: Store, artifact: Artifact) -> Selection:
 
 @router.get("/rules")
 def rules_page(site: Here, request: Request) -> str:
-    """Return the page with links to the newest selections, and the sliders of one: the query's, else of these the one that dropped most."""
+    """Return the page with links to the newest selections, and the sliders of one: the query's, else the one that dropped most rows."""
     store, query = site.store, request.query_params
     name = query.get("artifact")
     selections = [artifact for artifact in reversed(store.artifacts()) if artifact.manifest.stage == "select"]
@@ -109,7 +109,7 @@ def rules_page(site: Here, request: Request) -> str:
             hidden_input("artifact", choice.key[:12]), action="/puna/rules", id="rules",
             data_from="/puna/rules/outcome"),
         here="rules",
-        lead=["Move a threshold of ", artifact_link(choice), ": its own rules decide again from the stored signals. Nothing is changed."],
+        lead=["Move a threshold of ", artifact_link(choice), ": its rules are applied again to the stored signals. Nothing is changed."],
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def outcome(site: Here, request: Request) -> str:
 
 
 def replay(of: Selection, query: Mapping[str, str]) -> Html:
-    """Return a view of the drops with the query's thresholds beside the actual drops, and the options that set these thresholds."""
+    """Return a view that compares the drops at the query's thresholds with the actual drops, and shows the options for these thresholds."""
     moved = _moved_thresholds(of, query)
     if not moved:
         return _counts(of, of.gone, of.gone)
@@ -159,7 +159,7 @@ def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) ->
     rows: list[list[Content]] = [
         [name, was[name], is_[name], f"{is_[name] - was[name]:+,}" if is_[name] != was[name] else ""] for name in names
     ]
-    summary = f"{count - len(now):,} of {count:,} documents stay ({percent(count - len(now), count)})"
+    summary = f"{count - len(now):,} of {count:,} documents are kept ({percent(count - len(now), count)})"
     head = summary if len(before) == len(now) else f"{summary}; before {count - len(before):,}"
     return section("outcome-counts", head, None, table(["rule", "dropped", "would drop", ""], rows, numeric=(1, 2, 3)))
 
@@ -186,11 +186,11 @@ def _slider(of: Selection, rule: Rule, moved: float | None) -> Html:
     now = rule.number if moved is None else moved
     label = f"{rule.drop.signal} {rule.drop.when} "
     control = tag("input", type="range", min=f"{low:.12g}", max=f"{high:.12g}", step=f"{step:.12g}", value=f"{now:.12g}",
-                  data_was=f"{rule.number:.12g}", aria_label=f"{rule.name}: goes when {label}")  # fmt: skip
+                  data_was=f"{rule.number:.12g}", aria_label=f"{rule.name}: drop when {label}")  # fmt: skip
     box = tag("input", type="number", name=rule.name, step=1 if whole else "any", value=f"{now:.12g}", aria_label=rule.name)
     histogram = tag("svg", bars, viewBox=f"0 0 {BINS} 20", preserveAspectRatio="none", aria_hidden="true")
     unit = f"{number(low, 3)} to {number(high, 3)}"
-    return tag("div", tag("b", rule.name), tag("p", "goes when ", label, box), histogram, control, tag("small", unit), class_="slider")
+    return tag("div", tag("b", rule.name), tag("p", "drop when ", label, box), histogram, control, tag("small", unit), class_="slider")
 
 
 def _span(finite: Any, threshold: float) -> tuple[float, float]:

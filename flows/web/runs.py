@@ -62,14 +62,14 @@ def home(site: Here, older: Annotated[int, Query(ge=0)] = 0, project: str | None
         names = [name for name in names if store.log(name).project == project]
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     how: Content = [tag("b", "curate"), ", started above,"] if site.prefect else tag("code", "puna run curate --recipe demo")
-    none = tag("p", "This store holds no run yet. ", how, " makes one; it fetches a sample of real pages first.", class_="lead")
+    none = tag("p", "This store has no run yet. ", how, " creates one; it first downloads a sample of real pages.", class_="lead")
     return site.page(
         "Puna's store",
         projects_nav(store, project, "/puna/", every=True),
         [working_view(store, log) for log in logs if log.state == "at work"],
         section("start", "Start", FIRST, starts()),
         section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else none,
-        section("aliases", "Aliases", "The newest of each name, as inputs take them.", aliases_view(store, project)),
+        section("aliases", "Aliases", "Aliases name artifacts; use them as inputs.", aliases_view(store, project)),
         here="", live=f"/puna/events?since={since}", lead=tag("code", store.uri),
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ def progress_of(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def state_digest(store: Store, run: str | None) -> str:
-    """Return a digest of the displayed state of a run, or for None of the three newest runs; pages reload when the digest changes."""
+    """Return a digest of the displayed state of a run (None: of the three newest runs); pages reload when the digest changes."""
     names = store.runs()[-3:] if run is None else [run]
     stats = [store.files.stat(f"runs/{one}.jsonl") for one in names]
     state = [names, [s and s.version for s in stats], [(progress_of(store, one), store.files.is_held(f"run-{one}")) for one in names]]
@@ -155,7 +155,7 @@ def runs_view(logs: list[RunLog]) -> Html:
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
-    """Yield every `LOOKED_SECONDS` an event if the named run (None: one of the newest) changed, else a comment. `since`: last digest."""
+    """Every `LOOKED_SECONDS`, yield an event if the named run (None: one of the newest) changed, else a comment. `since`: last digest."""
     while not await request.is_disconnected():
         now = await run_in_threadpool(state_digest, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"
@@ -205,7 +205,7 @@ def run_page(site: Here, name: str) -> str:
         section("steps", "Steps", None, steps_view(run.steps)),
         section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
         section("processes", "Other processes", "What they wrote.", tag("pre", "\n".join(log.lines[-MOST_LINES:]))) if log.lines else None,
-        section("lineage", "Lineage", "What was made of what.", lineage_view(run)),
+        section("lineage", "Lineage", "How each artifact was made.", lineage_view(run)),
         live=f"/puna/events/{log.name}?since={since}" if log.state == "at work" else None, lead=tag("code", log.name),
     )  # fmt: skip
 

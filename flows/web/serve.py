@@ -41,7 +41,7 @@ STOP_SECONDS = 30.0  # seconds that runs in progress have to end and to report t
 BODY_BYTES = 32 << 20  # maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs
 LINE = 200  # maximum length of a log line of Prefect's services
 STEADY_SECONDS = 60.0
-"""Seconds that a worker must have lived for its restart to wait only 1 s; after shorter lives the wait doubles."""
+"""Minimum lifetime of a worker, in seconds, after which it restarts in 1 s; after shorter lives the wait doubles."""
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
@@ -123,7 +123,7 @@ def _config(app: FastAPI, auth: str, body: int = guard.BODY_BYTES) -> uvicorn.Co
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[bool]:
-    """Yield True if this is the only `puna up` of the store, and keep out others within the context; else yield False."""
+    """Yield True if this is the only `puna up` of the store, and keep others out within the context; else yield False."""
     with (root / "serve.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ def _application(store: Store, url: str, auth: str, urls: bool) -> FastAPI:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Answer an invalid request as Prefect does, without repeating a body that JSON cannot hold."""
+    """Answer an invalid request as Prefect does, without repeating a body that JSON cannot represent."""
     from prefect.server.api.server import validation_exception_handler
 
     assert isinstance(error, RequestValidationError)
@@ -207,7 +207,7 @@ class _Served(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._ending = True
-        print("\nstopping: runs in progress end first; what they finished is kept", flush=True)
+        print("\nstopping: runs in progress end first; finished steps are kept", flush=True)
 
         def end() -> None:
             self._worker.stop()
@@ -217,7 +217,7 @@ class _Served(uvicorn.Server):
 
 
 class Worker:
-    """The process of Prefect's worker, which offers a form for each flow and stage and starts the runs; restarted if it ends by itself."""
+    """The child process that publishes the forms of flows and stages and starts runs; restarted if it ends by itself."""
 
     def __init__(self, store: Store, server: Server, limit: int) -> None:
         # The worker runs in a session of its own: Ctrl-C reaches only this process, which ends the worker in order.

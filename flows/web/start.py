@@ -99,7 +99,7 @@ def start_run(store: Store, name: str, form: Asked) -> str:
 
 
 def _create_run(server: Server, deployment_id: str, title: str, parameters: Mapping[str, Any], form: Asked) -> str:
-    """Start a run, unless the page (field `once`) has started it with the same parameters; return the URL of the page that shows it."""
+    """Start a run and return the URL of its page. A second request with the same parameters and `once` value starts nothing."""
     key = digest.of_value({"once": form.get("once", [uuid.uuid4().hex]), "deployment": deployment_id, "parameters": parameters})
     body = {"name": title, "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": key}
     flow_run = server.insist("POST", f"/deployments/{deployment_id}/create_flow_run", body)
@@ -118,7 +118,7 @@ def started_page(site: Here, flow_run: str) -> Response:
     except Unreachable:
         run = {"name": "the run", "state": {"name": "unknown: the server is busy"}}
     except PunaError as error:
-        raise PunaError("the server knows no such run: it was deleted there, or the link is of another store") from error
+        raise PunaError("the server knows no such run: it was deleted there, or the link belongs to another store") from error
     state = run["state"]
     ended = state.get("type") in ("FAILED", "CRASHED", "CANCELLED")
     message = problem(state.get("message") or state["name"]) if ended else tag("p", f"{state['name']} …", class_="lead")
@@ -128,7 +128,7 @@ def started_page(site: Here, flow_run: str) -> Response:
 
 @router.post("/run/{name}/stop")
 def stop(site: Here, name: str) -> Response:
-    """Ask Prefect to cancel a run; finished steps and the last training checkpoint stay."""
+    """Ask Prefect to cancel a run; finished steps and the last training checkpoint are kept."""
     body = {"state": {"type": "CANCELLING"}, "force": True}
     server_beside(site.store).insist("POST", f"/flow_runs/{_own(site.store, name)}/set_state", body)
     return RedirectResponse(f"/puna/run/{quote(name)}", 303)
@@ -152,7 +152,7 @@ def prefects_form(site: Here, name: str, request: Request) -> Response:
     """Redirect to Prefect's form of a flow or stage. The query may name a recipe's step, whose values then fill the form of a stage."""
     what, query = offer_of(name).what, request.query_params
     if site.prefect is None:
-        raise PunaError("forms are Prefect's: start `puna up` in place of `puna web`")
+        raise PunaError("forms need Prefect: start `puna up` instead of `puna web`")
     target, parameters = deployment(server_beside(site.store), name), ""
     if "recipe" in query and isinstance(what, Stage):
         if (values := values_of(what, query["recipe"], query.get("step", what.name))) is None:
@@ -168,7 +168,7 @@ def schedules(site: Here, name: str) -> Response:
 
 def _own(store: Store, name: str) -> str:
     if (flow_run := flow_run_of(store, name)) is None:
-        raise PunaError(f"run {name}: was started elsewhere; give its command again there")
+        raise PunaError(f"run {name}: was not started from these pages; repeat its command where it was started")
     return flow_run
 
 
@@ -176,7 +176,7 @@ def server_beside(store: Store) -> Server:
     """Return the Prefect server that starts runs for the store's pages. Raise PunaError if none runs, as with `puna web`."""
     note = read_note(store.root)
     if note is None:
-        raise PunaError("runs are started by Prefect: use `puna up` in place of `puna web`")
+        raise PunaError("runs are started by Prefect: start `puna up` instead of `puna web`")
     return Server(str(note["api"]), str(note.get("auth") or ""))
 
 
@@ -184,5 +184,5 @@ def deployment(server: Server, name: str) -> dict[str, Any]:
     asking = {"deployments": {"tags": {"all_": ["puna"]}}, "flows": {"name": {"any_": [name]}}}
     deployments: list[dict[str, Any]] = server.insist("POST", "/deployments/filter", asking)
     if not deployments:
-        raise PunaError(f"{name}: is not offered yet; try again in some seconds")
+        raise PunaError(f"{name}: has no form on the server yet; try again in some seconds")
     return deployments[0]

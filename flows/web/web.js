@@ -16,7 +16,7 @@
   });
   times(document);
 
-  // A page that is about work in progress is fetched anew when something happened; what was opened or ticked stays so.
+  // A page about running work is fetched again after a change; open sections and ticked boxes stay as they are.
   const main = document.getElementById("content");
   let busy = false;
   const refresh = async () => {
@@ -38,7 +38,7 @@
   const source = main.dataset.live ? new EventSource(main.dataset.live) : null;
   if (source) source.addEventListener("message", refresh);
 
-  // SQL: send with Ctrl+Enter, and what was asked before.
+  // SQL: send with Ctrl+Enter; list earlier statements.
   const ask = document.getElementById("ask");
   if (ask) {
     const box = ask.querySelector("textarea");
@@ -53,7 +53,7 @@
       document.getElementById("asked").append(item);
     }
     box.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask.submit(); });
-    // A click on a question of this page asks it; an address alone fills the box.
+    // A click on a statement on this page runs it; its URL alone only fills the box.
     main.addEventListener("click", (event) => {
       const link = event.target.closest('a[href^="/puna/sql?q="]');
       if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -63,7 +63,7 @@
     });
   }
 
-  // Thresholds, and what is to be started: the answer follows what is filled in.
+  // Forms for thresholds and runs: the view follows the fields.
   const rules = document.getElementById("rules");
   const replayed = document.querySelector("form[data-from]");
   let later;
@@ -91,7 +91,7 @@
     later = () => { clearTimeout(timer); timer = setTimeout(replay, 120); };
     if (!rules) {
       replayed.addEventListener("input", later);
-      // What was filled in before this script came, or before the reader went back.
+      // Fields that were filled in before this script loaded, or before the reader went back.
       const changed = (one) => one.multiple ? [...one.options].some((option) => option.selected !== option.defaultSelected)
         : one.options ? one.selectedIndex !== Math.max(0, [...one.options].findIndex((option) => option.defaultSelected))
         : one.type === "submit" ? false
@@ -120,7 +120,7 @@
     });
   }
 
-  // A talk: the answer is shown as it comes.
+  // Chat: the answer is shown as it is streamed.
   const chat = document.getElementById("chat");
   if (chat) {
     const talk = document.getElementById("talk"), box = chat.querySelector("textarea");
@@ -154,7 +154,7 @@
         const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
         for (let piece; !(piece = await reader.read()).done;) { said += piece.value; shown.textContent = said; }
         messages.push({ role: "assistant", content: said });
-        if (!said) shown.textContent = "(it said nothing)";
+        if (!said) shown.textContent = "(empty answer)";
       } catch (error) {
         shown.classList.add("wrong");
         shown.textContent = error.message;

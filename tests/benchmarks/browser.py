@@ -74,7 +74,7 @@ class Tour:
         self.url = re.search(r"(http\S+)/puna", log.read_text())[1]  # type: ignore[index]
         self.page.goto(self.url + "/puna/")
         taken = time.perf_counter() - began
-        self.until(lambda: "are offered at" in log.read_text(), 300)
+        self.until(lambda: "are published at" in log.read_text(), 300)
         return taken
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ def usable(tour: Tour) -> dict[str, Any]:
 def curate(tour: Tour) -> dict[str, Any]:
     """`curate` from its form, followed, its funnel opened."""
     tour.go("curate")
-    tour.page.get_by_text("no earlier run tells").first.wait_for()
+    tour.page.get_by_text("no earlier run to estimate").first.wait_for()
     tour.shot("form")
     began = time.perf_counter()
     tour.page.get_by_role("button", name="Start").click()
@@ -218,7 +218,7 @@ def approve(tour: Tour) -> dict[str, Any]:
     tour.page.get_by_role("button", name="Start").click()
     assert tour.follow() == "finished"
     tour.go("Rounds")
-    tour.page.get_by_role("heading", name="waits for your word").wait_for()
+    tour.page.get_by_role("heading", name="waits for your decision").wait_for()
     tour.shot("round-waits")
     tour.page.locator("[name=by]").fill("Ada")
     tour.page.locator("[name=reason]").fill("its answers are right more often")
@@ -356,13 +356,13 @@ def search(tour: Tour) -> dict[str, Any]:
     tour.shot("documents")
     said = tour.page.locator("#found h2").inner_text()
     tour.page.locator("#found .card a").first.click()
-    tour.page.get_by_role("heading", name="What became of it").wait_for()
+    tour.page.get_by_role("heading", name="Outcome in each stage").wait_for()
     tour.shot("document")
     whole = tour.page.locator("#text .said")
     if whole.count():
         copied = whole.inner_text()
         tour.go("Documents")
-        tour.page.get_by_text("What does a text resemble?").click()
+        tour.page.get_by_text("Find documents similar to a text").click()
         tour.page.locator("[name=text]").fill(copied)
         tour.page.get_by_role("button", name="Compare", exact=True).click()
         tour.page.locator("#near h2").wait_for()
@@ -373,7 +373,7 @@ def search(tour: Tour) -> dict[str, Any]:
 def question(tour: Tour) -> dict[str, Any]:
     """A question in SQL."""
     tour.go("SQL")
-    tour.page.get_by_role("link", name="What was dropped, by which rule").click()
+    tour.page.get_by_role("link", name="Dropped documents by rule").click()
     tour.page.locator("[role=status]").wait_for()
     tour.page.wait_for_load_state()  # its keys are the script's
     tour.page.locator("#q").fill("select rule, count(*) as documents from dropped group by rule order by documents desc limit 12")

@@ -43,7 +43,7 @@ def started(store: Store, log: Path) -> tuple[subprocess.Popen[bytes], dict[str,
         words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(store.root)]
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
     found: dict[str, Any] = {}
-    for name, ready in (("address_seconds", lambda: read_note(store.root)), ("forms_seconds", lambda: "are offered at" in log.read_text())):
+    for name, ready in (("address_seconds", lambda: read_note(store.root)), ("forms_seconds", lambda: "are published at" in log.read_text())):
         while not ready():
             if process.poll() is not None:
                 raise SystemExit(log.read_text())

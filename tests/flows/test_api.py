@@ -123,7 +123,7 @@ def test_a_stream_brings_the_same_text_and_nothing_of_a_stop_text(client):
         ({"messages": [{"role": "user", "content": "x" * 6000}]}, 413, "at most 5000 bytes"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogates not allowed"),
         ({"logit_bias": {"5": float("nan")}}, 400, "must be finite numbers"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "has no place for tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "does not support tools"),
     ],
 )
 def test_what_is_wrong_is_told_in_openais_shape(client, change, status, said):
@@ -279,7 +279,7 @@ def test_openais_client_raises_what_it_is_told(openai_client, url):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
     with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
         openai_client.chat.completions.create(model="tiny", messages=messages, response_format=form)
-    with pytest.raises(openai.BadRequestError, match="json_schema stands with"):
+    with pytest.raises(openai.BadRequestError, match="json_schema is required with"):
         openai_client.chat.completions.create(model="tiny", messages=messages, response_format={"type": "json_schema"})
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
         openai_client.chat.completions.create(model="gpt", messages=messages)

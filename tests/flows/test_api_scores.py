@@ -128,7 +128,7 @@ def test_offsets_point_into_the_text(client, prompt):
 @pytest.mark.parametrize(
     ("change", "field", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens", "0 draws nothing"),
+        ({"max_tokens": 0}, "max_tokens", "0 generates nothing"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"logprobs": -1}, "logprobs", "greater than or equal to 0"),
         ({"prompt": []}, "prompt", "at least 1 item"),
@@ -136,8 +136,8 @@ def test_offsets_point_into_the_text(client, prompt):
         ({"prompt": [[1], [2, "a"]]}, "prompt", "prompt.1"),
         ({"prompt": [[True]]}, "prompt", "prompt.0"),
         ({"prompt": [[1], [99999]]}, "prompt", "token ids lie in"),
-        ({"prompt": [[1]] * 21}, "prompt", "a request may have 20 answers"),
-        ({"prompt": [[1]] * 11, "n": 2}, "prompt", "a request may have 20 answers"),
+        ({"prompt": [[1]] * 21}, "prompt", "a request may have at most 20 answers"),
+        ({"prompt": [[1]] * 11, "n": 2}, "prompt", "a request may have at most 20 answers"),
         ({"prompt": [[1] * 60] * 2}, "prompt", "120 tokens together"),
         ({"prompt": [1] * 97, "echo": True, "max_tokens": 0}, "max_tokens", "exceed the model's context of 96"),
         ({"prompt": [[1], [2]], "stream": True}, "prompt", "leave stream out"),

@@ -68,7 +68,7 @@ def test_two_models_are_compared_by_clicks(asked: tuple[TestClient, list[Artifac
     pages = [client.get(f"{link}&which={which}") for which in ("", "differ", "wrong")]
     assert [page.text.count("<details>") for page in pages] == [len(ROWS), differ, wrong]
     assert SCRIPT not in "".join(page.text for page in pages)
-    assert f"{len(ROWS)} of the {len(ROWS)} questions that are kept with answers" in text(pages[0])
+    assert f"{len(ROWS)} of the {len(ROWS)} questions stored with answers" in text(pages[0])
 
 
 def test_one_question_shows_the_options_probabilities(asked: tuple[TestClient, list[Artifact]]) -> None:
@@ -91,7 +91,7 @@ def test_what_cannot_be_shown_is_an_error(asked: tuple[TestClient, list[Artifact
         answer = client.get(path)
         assert answer.status_code == 404 and message in text(answer)
     empty = TestClient(application(Store.open(tmp_path / "empty"), prefect=None, auth="")).get("/benchmarks")
-    assert empty.status_code == 200 and "No model was asked a task yet" in text(empty)
+    assert empty.status_code == 200 and "No model was evaluated yet" in text(empty)
 
 
 def test_the_model_that_beats_the_most_is_first(asked: tuple[TestClient, list[Artifact]]) -> None:
@@ -105,8 +105,8 @@ def test_the_model_that_beats_the_most_is_first(asked: tuple[TestClient, list[Ar
 
 def test_the_form_says_which_files_may_be_left_out(store: Store) -> None:  # noqa: F811
     client = TestClient(application(store, prefect=None, auth=""))
-    assert "tasks: files or folders, one a line, may be left out" in text(client.get("/start/benchmark"))
-    assert "inputs: files or folders, one a line, none: the sample of real pages" in text(client.get("/start/ingest"))
+    assert "tasks: files or folders, one per line, optional" in text(client.get("/start/benchmark"))
+    assert "inputs: files or folders, one per line, none: the sample of real pages" in text(client.get("/start/ingest"))
 
 
 def test_answers_to_prompts_of_an_artifact_open_by_a_click(store: Store, model: Callable[..., Artifact]) -> None:  # noqa: F811

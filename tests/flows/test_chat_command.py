@@ -56,7 +56,7 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
 def test_a_question_too_long_ends_no_talk_in_a_terminal(folder, monkeypatch):
     """The question is forgotten; the next one is answered as the first. A pipe ends with the error."""
     given = "to be " * 300 + "\nto be?\n"
-    with pytest.raises(PunaError, match="the model's context 512: begin another with /new"):
+    with pytest.raises(PunaError, match="the model's context 512: start a new one with /new"):
         puna("chat", folder, given=given)
     monkeypatch.setattr("puna.flows.cli.model.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     talk = CliRunner().invoke(app, ["chat", folder, "--temperature", "0", "--max-tokens", "9"], input=given, catch_exceptions=False)
@@ -72,7 +72,7 @@ def test_api_says_where_it_answers(folder, monkeypatch):
 
 def test_what_a_terminal_gives_that_is_no_text_is_one_message(folder):
     for command, given in ((["chat", folder], b"\xff\xfe\n"), (["chat", folder, "--system", "\udcff"], b"a\n"), (["generate", folder, "\udcff"], b"")):
-        with pytest.raises(PunaError, match="is no Unicode text"):
+        with pytest.raises(PunaError, match="is not Unicode text"):
             CliRunner(charset="utf-8").invoke(app, command, input=given, catch_exceptions=False)
 
 
@@ -105,10 +105,10 @@ def test_a_model_is_sampled_in_its_own_way_unless_told(folder, tmp_path):
         (["FOLDER"], "{\n", "line 1 is not JSON"),
         (["FOLDER"], '"a"\n7\n', "line 2: give a text"),
         (["FOLDER", "a", "--top-p", "0"], "", "top_p must lie in"),
-        (["FOLDER", "--raw"], '[{"role": "user", "content": "a"}]\n', "--raw goes on from texts"),
+        (["FOLDER", "--raw"], '[{"role": "user", "content": "a"}]\n', "--raw continues texts"),
         (["LONG", "a", "--memory", "0.01", "--max-tokens", "999999"], "", "give the engine more memory"),
-        (["FOLDER", "a", "--max-tokens", "512"], "", "of its answer exceed the model's context of 512: ask for fewer by --max-tokens"),
-        (["FOLDER"], '"\\ud800"\n', "standard input, line 1 is no Unicode text"),
+        (["FOLDER", "a", "--max-tokens", "512"], "", "of its answer exceed the model's context of 512: lower --max-tokens"),
+        (["FOLDER"], '"\\ud800"\n', "standard input, line 1 is not Unicode text"),
     ],
 )
 def test_what_is_wrong_is_one_message(folder, tmp_path, args, given, message):
@@ -148,10 +148,10 @@ def test_generate_searches_for_an_answer_and_tells_its_cost(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--verifier", "{}"], "give --search best, too"),
+        (["--verifier", "{}"], "add --search best"),
         (["--search", "best", "--temperature", "0"], "at --temperature 0 are all alike"),
         (["--search", "best", "--n", "4", "--verifier", "{"], "--verifier is not JSON"),
-        (["--search", "best", "--n", "4", "--verifier", '{"name": "judge", "rubric": "?"}'], "evaluate takes it"),
+        (["--search", "best", "--n", "4", "--verifier", '{"name": "judge", "rubric": "?"}'], "use the stage evaluate"),
         (["--search", "best"], "n"),
         (["--search", "guess", "--n", "4"], "method"),
     ],
@@ -189,7 +189,7 @@ def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path)
     own = ["--draft", folder, "--draft-weights", "int8"]
     assert puna("generate", folder, *greedy, *own) == puna("generate", folder, *greedy)
     assert puna("generate", folder, *options, *own) != puna("generate", folder, *options, *own[:2])  # guessed by another distribution
-    with pytest.raises(PunaError, match="--draft-weights: there is no draft; name one by --draft"):
+    with pytest.raises(PunaError, match="--draft-weights: there is no draft model; name one with --draft"):
         puna("generate", folder, "to be", *own[2:])
     other = Tokenizer.train(["something else is said here, of other words"], 280)
     assert other.vocab_size == TOKENIZER.vocab_size
@@ -202,7 +202,7 @@ def test_a_window_lets_talks_leave_the_context(folder):
     """The context is 512 tokens. A talk and an answer go beyond it, with the engine's own tokens."""
     asked = [{"role": "user", "content": "to be " * 300}]
     assert len(TOKENIZER.chat(asked)) > 512
-    with pytest.raises(PunaError, match="keep only the last by --window"):
+    with pytest.raises(PunaError, match="keep only the last tokens with --window"):
         puna("chat", folder, given="to be " * 300 + "\n")
     options, how = ["--temperature", "0", "--max-tokens", "300"], SamplingParams(temperature=0, max_tokens=300)
     ((expected,),) = Engine(MODEL, TOKENIZER, sinks=16, window=64).generate([TOKENIZER.chat([{**asked[0], "content": "to be " * 299 + "to be"}])], how)

@@ -57,7 +57,7 @@ def test_files_whose_text_is_in_another_field_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text("\n".join(json.dumps({field: prose(n)}) for n in range(count)))
     found = sniff(External.resolve(str(tmp_path))[0])
     assert found is not None and (found.page, found.others) == ("content", ("text (a.json)",))
-    assert any("other files have their text in text (a.json)" in line for line in look(External.resolve(str(tmp_path)), [], ()).said)
+    assert any("other files have text in text (a.json)" in line for line in look(External.resolve(str(tmp_path)), [], ()).said)
 
 
 def test_columns_of_all_inputs_and_of_one() -> None:
@@ -79,7 +79,7 @@ def test_pages_of_ones_own_become_clean_files(tmp_path: Path) -> None:
     # The pages share their words on purpose: what removes near-duplicates and repeated lines is left out.
     changes = ["minhash_dedup=null", "line_dedup=null", "select.gopher_repetition=null", "select.divergence=null", "select.ngram_coverage=null"]
     made = clean([str(rows)], tmp_path / "out", store, changes=changes, workers=1, say=said.append, quiet=True)
-    assert any("meta.body is read as plain text; its address link, its time crawl_ts" in line for line in said) and any("en 100%" in line for line in said)
+    assert any("meta.body is read as plain text; URL in link, date in crawl_ts" in line for line in said) and any("en 100%" in line for line in said)
     kept = [json.loads(line) for line in made.documents.read_text().splitlines()]
     dropped = [json.loads(line) for line in made.dropped.read_text().splitlines()]
     assert made.documents == tmp_path / "out" / "documents.jsonl" and made.kept == len(kept) and len(kept) + len(dropped) == made.pages == 7
@@ -119,10 +119,10 @@ def test_files_without_pages_are_told_apart_from_pages_that_rules_drop(tmp_path:
     assert any("content is read as plain text" in line for line in said)
     assert (made.kept, made.no_page, made.pages) == (3, {"not_a_page": 7}, 5)
     assert sum(made.rules.values()) == made.pages - made.kept == 2 and made.rules["ingest.malformed_record"] == 1
-    assert made.files_without_page.startswith("7 files hold nothing else: 6 .json (a/package0.json, row 1: no text in a field 'content'; it has name, version")
+    assert made.files_without_page.startswith("7 files contain no page at all: 6 .json (a/package0.json, row 1: no text in a field 'content'; it has name, version")
     assert len(made.dropped.read_text().splitlines()) == 2 + 7
     report = made.report.read_text()
-    assert "7 more records hold no page; 7 files hold nothing else: 6 .json" in report and "Rows do not add up" not in report
+    assert "7 more records hold no page; 7 files contain no page at all: 6 .json" in report and "Rows do not add up" not in report
 
 
 def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(PunaError, match="there is no such file"):
         clean([str(tmp_path / "nothing")], tmp_path / "out", store)
     (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
-    with pytest.raises(PunaError, match="no field holds text|holds text"):
+    with pytest.raises(PunaError, match="no field holds text|contains text"):
         clean([str(tmp_path / "empty.jsonl")], tmp_path / "out", store)
     for name, text, message in (("wide", '[{"text": "x"}]', "wide.json, row 1: is UTF-16"), ("nested", "\ufeff[[{}]]", "row 1: is a list")):
         (tmp_path / f"{name}.json").write_text(text, encoding="utf-16" if name == "wide" else "utf-8")
@@ -144,7 +144,7 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
 def test_a_page_beyond_the_limit_is_named_where_it_is_the_only_one(tmp_path: Path) -> None:
     page = tmp_path / "large.html"
     page.write_text("<html><body>" + "<p>A page of many words.</p>" * 100 + "</body></html>")
-    with pytest.raises(PunaError, match=r"holds text \(body_too_large: .*large\.html.*ingest\.max_body_bytes is the limit"):
+    with pytest.raises(PunaError, match=r"contains text \(body_too_large: .*large\.html.*ingest\.max_body_bytes is the limit"):
         clean([str(page)], tmp_path / "out", Store.open(tmp_path / "store"), changes=("ingest.max_body_bytes=1024",))
 
 

@@ -83,10 +83,10 @@ def test_models_in_folders_are_scored_and_compared(folder: Path) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--tasks", "none.yaml"), "--tasks none.yaml: there is no such task file or folder; tasks by name need --harness"),
-    (("--tasks", "tasks/lost.yaml"), "data_files: gone.jsonl is not there, neither beside the task file nor here"),
+    (("--tasks", "tasks/lost.yaml"), "data_files: gone.jsonl not found, neither beside the task file nor in the working directory"),
     (("--tasks", "tasks/animals.yaml", "--n", "4", "--harness"), "answers and temperature are the task file's where the harness asks"),
     (("--tasks", "gone@latest"), "gone@latest"),
-    (("--tasks", "documents@latest"), "is no task here: name prompts, or a task file"),
+    (("--tasks", "documents@latest"), "cannot be a task: name prompts, or a task file"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused_before_anything_runs(folder: Path, words: tuple[str, ...], message: str) -> None:
     lost = TASK | {"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}

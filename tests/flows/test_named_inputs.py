@@ -47,7 +47,7 @@ def test_artifacts_go_where_they_are_named(tmp_path: Path) -> None:
 def test_a_wrong_name_is_told_the_inputs(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     found = model(store, "a")
-    with pytest.raises(PunaError, match=r"sample has no input 'judge' that takes an artifact; there are models \(model\), prompts \(prompts\), judges \(model\), draft \(model\)"):
+    with pytest.raises(PunaError, match=r"sample has no input 'judge' that takes an artifact; its inputs are models \(model\), prompts \(prompts\), judges \(model\), draft \(model\)"):
         parse_inputs([f"judge={found.key[:8]}"], sample.inputs, store, "sample")
     with pytest.raises(PunaError, match="sample: judges takes no files, so import them first: `puna import model some/folder --as folder`"):
         parse_inputs(["judges=some/folder"], sample.inputs, store, "sample")
@@ -70,7 +70,7 @@ def test_a_flow_takes_artifacts_by_the_names_of_its_inputs(tmp_path: Path) -> No
 
     assert given("model=mine@latest") == given(f"model={policy.key[:8]}") == given("mine@latest") == [policy.id]
     assert given() == [base.id]
-    with pytest.raises(PunaError, match=r"flow align has no input 'policy' that takes an artifact; there are model \(model\), demonstrations"):
+    with pytest.raises(PunaError, match=r"flow align has no input 'policy' that takes an artifact; its inputs are model \(model\), demonstrations"):
         given("policy=mine@latest")
     with pytest.raises(PunaError, match=r"flow align: input 'judged' takes preferences, but model/a+ is of kind model"):
         given("model=mine@latest", "judged=mine@latest")

@@ -132,7 +132,7 @@ def test_each_command_that_reads_an_alias_reads_that_of_the_project(corpora: tup
     puna("export", "documents@latest", tmp_path / "out", "--format", "jsonl", *place)
     assert sum(len(file.read_text().splitlines()) for file in (tmp_path / "out").rglob("*.jsonl")) == 2
     assert key[:12] in puna("near", corpora[0] / "plain.yaml", "documents@latest", *place)
-    with pytest.raises(PunaError, match=f"documents/{key[:12]} is what today's code makes"):
+    with pytest.raises(PunaError, match=f"documents/{key[:12]} is what the current code makes"):
         puna("accept", "documents@latest", *place)
 
 

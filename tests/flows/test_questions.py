@@ -51,10 +51,10 @@ def test_answers_are_those_of_the_artifacts(store: Store, answers: dict[str, lis
     for artifact in store.artifacts():
         if artifact.kind in ("pages", "documents") and "dropped" in artifact.tables:
             dropped.update(artifact.read("dropped")["rule"].to_pylist())
-    assert {row["rule"]: row["documents"] for row in answers["Which rules took most of what became `documents@latest`?"]} == dropped
+    assert {row["rule"]: row["documents"] for row in answers["Which rules dropped most on the way to `documents@latest`?"]} == dropped
     kept = {row["step"]: (row["kept"], row["dropped"]) for row in answers["What did each stage of the last run keep?"]}
     assert kept["ingest"] == (420, 3) and kept["extract"][0] + kept["extract"][1] == 420
-    policy = answers["What was the policy made of, and how long did that take?"]
+    policy = answers["Which artifacts led to the policy, and how long did they take?"]
     assert {"pretrain", "ingest", "average"} <= {row["stage"] for row in policy}
 
 

@@ -230,11 +230,11 @@ def test_signals_that_are_left_out_are_not_read() -> None:
 def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
     found = trace(flow_named("pipeline"), load("demo", ["tokenizer=null"])).complaints
     assert found[0] == (
-        "mix_experiment needs tokenizer (tokenizer), which comes from tokenizer, and the recipe leaves that out; keep tokenizer, or leave out "
+        "mix_experiment needs tokenizer (tokenizer), the output of tokenizer, which the recipe leaves out; keep tokenizer, or leave out "
         "mix_experiment too: --set mix_experiment=null"
     )
     found = trace(flow_named("pipeline"), load("demo", ["sample=null", "rounds=1", "controls=false"])).complaints
-    assert len(found) == 1 and found[0].startswith("preferences_1 needs answers (answers), which comes from sample, ") and found[0].endswith("--set preferences=null")
+    assert len(found) == 1 and found[0].startswith("preferences_1 needs answers (answers), the output of sample, ") and found[0].endswith("--set preferences=null")
 
 
 def test_a_pipeline_does_without_knowledge_types() -> None:
@@ -282,7 +282,7 @@ def test_a_classifier_is_trained_where_the_step_that_applies_it_is_there() -> No
     assert not trace(flow_named("curate"), untrained).complaints  # the model that comes with Puna takes its place
     assert inputs_of(untrained, "quality", "curate")["classifier"] == ()
     complaints = trace(flow_named("curate"), load("demo", ["train_domains=null"], "curate")).complaints
-    assert complaints[0].startswith("domains needs classifier (classifier), which comes from train_domains, and the recipe leaves that out")
+    assert complaints[0].startswith("domains needs classifier (classifier), the output of train_domains, which the recipe leaves out")
 
 
 class PurposeConfig(StageConfig):
@@ -316,9 +316,9 @@ def test_classifiers_that_are_given_are_applied_and_not_trained(tmp_path: Path) 
     some = {step.label: step.inputs for step in traced(every["domains"]).steps}
     assert [label for label in some if label.startswith("train_")] == ["train_code_reasoning", "train_quality"]
     assert some["domains"]["classifier"] == (f"input {every['domains'].id}",) and not some["language"]["classifier"]
-    with pytest.raises(PunaError, match="is the second classifier for 'quality'; give one"):
+    with pytest.raises(PunaError, match="is the second classifier for 'quality'; give only one"):
         traced(every["quality"], made("quality", 1))
-    with pytest.raises(PunaError, match="was made for 'classify'; the flow applies classifiers for language, code_reasoning, domains, quality"):
+    with pytest.raises(PunaError, match="was trained for 'classify'; the flow applies classifiers for language, code_reasoning, domains, quality"):
         traced(made("classify"))
 
 
@@ -343,7 +343,7 @@ def test_a_step_of_ones_own_into_another() -> None:
     [
         ("{again: {stage: line_dedupe, after: pii}}", "add.again: line_dedupe: no such stage; did you mean line_dedup"),
         ("{again: {stage: line_dedup}}", "write either after: STEP or into: STEP"),
-        ("{pii: {after: pii}}", "there is such a step already"),
+        ("{pii: {after: pii}}", "a step or field with this name exists"),
         ("[pii]", "add: .*dictionary"),
     ],
 )
@@ -402,7 +402,7 @@ def test_a_change_reaches_a_nested_field_and_a_member_of_a_list() -> None:
     [
         ("select.gopher_quality.min_wrods=60", "select.gopher_quality.min_wrods: no such field; did you mean min_words"),
         ("pretrain.phases=[{stpes: 3}]", "pretrain.phases.0.stpes: no such field; did you mean steps"),
-        ("pretrain.phases.4.steps=3", "4 is no place in a list of 1"),
+        ("pretrain.phases.4.steps=3", "4 is no index of a list of 1"),
         ("url_filter.x=1", "url_filter.x: no such field; there are "),
         ("line_dedup.max_occurrences=0", "line_dedup.max_occurrences: .*greater than or equal to 1"),
         ("line_dedup=[{max_occurrences: 0}]", "line_dedup.0.max_occurrences: .*greater than or equal to 1"),
@@ -455,7 +455,7 @@ def test_an_unknown_recipe_names_those_there_are(tmp_path: Path) -> None:
         ("rounds: 3", "prompts.tasks: is missing"),
         ("[a, b]", "is not a mapping of steps"),
         ("a: [1, 2", "expected ',' or ']'"),
-        ("a: &a [*a]", "aliases stand for more than"),
+        ("a: &a [*a]", "aliases expand to more than"),
     ],
 )
 def test_a_wrong_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -470,7 +470,7 @@ def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path: Path) -
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
     file.write_text("\n".join(lines))
-    with pytest.raises(PunaError, match="aliases stand for more than"):
+    with pytest.raises(PunaError, match="aliases expand to more than"):
         load(str(file))
     file.write_text("x: " + "[" * 5000)
     with pytest.raises(PunaError, match=r"bomb\.yaml"):

@@ -120,8 +120,8 @@ def test_an_error_names_the_file_that_holds_it(tmp_path: Path) -> None:
         ("base: nowhere.yaml", r"mine\.yaml: base: nowhere\.yaml: not found"),
         ("base: [clean]", r"mine\.yaml: base: takes the name"),
         ("base: other.yaml", r"other\.yaml: base: mine\.yaml: a recipe cannot inherit from itself"),
-        ("select: {gopher_quality: {min_words: 60}}\nselect: {curated: null}", r"mine\.yaml: line 2: select is there twice"),
-        ("seed: &n 3\nselect: {c4: {min_sentences: 1, min_sentences: 2}}", r"mine\.yaml: line 2: min_sentences is there twice"),
+        ("select: {gopher_quality: {min_words: 60}}\nselect: {curated: null}", r"mine\.yaml: line 2: select appears twice"),
+        ("seed: &n 3\nselect: {c4: {min_sentences: 1, min_sentences: 2}}", r"mine\.yaml: line 2: min_sentences appears twice"),
         ("base: clean\nselect: {gopher_quality: {min_word: 60}}", r"mine\.yaml: select\.gopher_quality\.min_word: no such field"),
     ],
 )

@@ -56,5 +56,5 @@ def test_rules_without_a_basis_in_a_language_are_told(store: Store) -> None:
     assert {"mean_word_length", "c4_open_sentences"} <= silent
     told = rows["lo"]["abstained"]
     assert "gopher_quality.min_mean_word_length" in told and "c4.min_sentences" in told and "gopher_quality.min_words" not in told
-    assert "not judged for want of a basis in lo-Laoo: " in rows["lo"]["what"]
+    assert "not judged without a threshold for lo-Laoo: " in rows["lo"]["what"]
     assert "abstained" not in rows["en"]

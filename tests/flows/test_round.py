@@ -155,7 +155,7 @@ def test_each_firing_is_another_round_until_nothing_is_left(world: World) -> Non
     assert history.roots == (model,) and history.policy == world.policy and history.number == 3
     assert sorted(name for made in history.prompts for name in made.read()["id"].to_pylist()) == sorted(learned)
     before = world.policy.key
-    assert world.fire(model, pool) == "nothing new: every prompt of the pool was used in the 2 rounds before; give more, --input pool=ID"
+    assert world.fire(model, pool) == "no unused prompts: the 2 earlier rounds used the whole pool; add prompts with --input pool=ID"
     assert world.policy.key == before and world.store.log(world.store.runs()[-1]).state == "finished"
     # More prompts, and no model named: it goes on from the alias.
     assert world.fire("policy@latest", world.pool(train=8)).startswith("round 3: ")
@@ -192,7 +192,7 @@ def test_align_stops_at_the_first_later_round_that_gains_nothing(world: World, m
     monkeypatch.setattr(align, "new_prompts", lambda number: module._as_output(pools[number - 1]))
     changes = ("rounds=3", "controls=false", "sft_first=null", "sft_lora=null", "prompts.heldout=6")
     said = world.fire(world.model(), changes=changes, flow="align")
-    assert said.startswith("stop: round 2 gains nothing: its gain of -0.340 ") and said.endswith("; the policy stays that of round 1")
+    assert said.startswith("stop: round 2 gains nothing: its gain of -0.340 ") and said.endswith("; the policy of round 1 is kept")
     aliases = world.store.aliases()
     assert aliases["policy@latest"] == aliases["policy@round-1"] and "policy@round-2" not in aliases
     assert "good002" in world.learned() and "bad000" not in world.learned()
@@ -221,7 +221,7 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
     monkeypatch.setattr(module, "one_round", noting)
     two, three, grown = (preferred(world.store, *names) for names in (("p", "q"), ("r", "s", "t"), ("p", "q", "u")))
     wait = ("min_new_preferences=3",)
-    assert world.fire(model, pool, two, changes=wait) == "waits for preferences: 2 of 3 are new; no round is made" and not given
+    assert world.fire(model, pool, two, changes=wait) == "waiting for preferences: 2 new of 3 needed; no round is run" and not given
     assert world.fire(model, pool, two, three, changes=wait).startswith("round 1: ")
     assert given.pop() == [two.id, three.id]
     assert module._preferences([two, three], []) == ((module._as_output(two), module._as_output(three)), 0)
@@ -252,7 +252,7 @@ def test_a_person_decides(world: World) -> None:
     assert world.fire(model, pool, changes=person).startswith("round 1: waits for an approval") and "policy@latest" not in world.store.aliases()
     (gate,) = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
     pages = TestClient(application(world.store, prefect=None, auth=""), follow_redirects=False)
-    assert "Round 1 waits for your word" in pages.get("/rounds").text
+    assert "Round 1 waits for your decision" in pages.get("/rounds").text
     assert pages.post(f"/rounds/{gate.key[:16]}", content="by=&verdict=approve").status_code == 404
     assert pages.post(f"/rounds/{gate.key[:16]}", content="by=Ada&verdict=approve").status_code == 303
     first = world.policy  # at once
@@ -281,7 +281,7 @@ def test_an_alias_that_was_moved_meanwhile_stays(world: World, monkeypatch: pyte
     with pytest.raises(PunaError, match=r"round 1: policy@latest was moved to model/.* while it ran, and stays there"):
         world.fire(model, pool)
     assert world.policy.key == other.key
-    with pytest.raises(PunaError, match=r"which does not come from model/.*: leave the input out .* in a project of its own, --project NAME"):
+    with pytest.raises(PunaError, match=r"which does not descend from model/.*: leave the input out .* in its own project, --project NAME"):
         world.fire(model, pool)
 
 
@@ -343,7 +343,7 @@ def test_fired_again_while_it_is_at_work_it_is_one_round(world: World, monkeypat
 
     monkeypatch.setattr(module, "one_round", fired_again)
     world.fire(model, pool)
-    assert said == ["", "a round is at work in this store: this run leaves it to that one"]
+    assert said == ["", "another run is working on a round in this store; this run does nothing"]
     assert len([a for a in world.store.artifacts() if a.manifest.stage == "gate"]) == 1
     assert [world.store.log(run).state for run in world.store.runs()] == ["finished", "finished"]
 
@@ -387,7 +387,7 @@ def test_a_policy_of_another_lineage_takes_the_next_free_number_and_says_so(worl
     first = world.policy
     world.store.set_alias("policy@latest", other)
     said = world.fire(other, pool)
-    assert said.startswith("round 1: its candidate is the policy") and said.endswith("; policy@round-1 stands for another model, so this one is policy@round-2")
+    assert said.startswith("round 1: its candidate is the policy") and said.endswith("; policy@round-1 names another model, so this one is policy@round-2")
     assert [world.store.alias(f"policy@round-{n}").key for n in (1, 2)] == [first.key, world.policy.key]
     gates = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
     assert {alias: key for alias, key in world.store.aliases().items() if alias.startswith("gate@")} == {f"gate@{g.key[:16]}": g.key for g in gates}

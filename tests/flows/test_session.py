@@ -69,7 +69,7 @@ def test_the_first_run_on_a_processor_says_what_it_compiles(
         with session(store, flow="curate", workers=1) as now:
             now.perform(heuristics, HeuristicsConfig(coverage_n=number), {"documents": documents}, "heuristics")
         told = capsys.readouterr()
-        messages.append((told.out + told.err).count("heuristics: compiling the loops of heuristics, once: about 52 s"))
+        messages.append((told.out + told.err).count("heuristics: compiling the loops of heuristics, only once: about 52 s"))
     assert messages == [1, 0]
 
 
@@ -142,7 +142,7 @@ def test_ctrl_c_ends_the_driver_and_its_workers_in_peace(tmp_path: Path) -> None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert "Stopped. Every step that was begun is finished. Go on with the same call" in out
+    assert "Stopped. Every step that started is finished. Go on with the same call" in out
     assert error.count("Traceback") == 1 and "_process_worker" not in error  # the script's own: `puna` prints none
     with pytest.raises(ProcessLookupError):
         for _ in range(100):

@@ -85,7 +85,7 @@ def test_the_command_reads_text_and_pages_and_names_what_is_wrong(stood, tmp_pat
         assert best["id"] == rows[5][0] and best["similarity"] == 1
     assert str(given[2].exception) == "-: the file is not text"
     (tmp_path / "other.txt").write_text("nothing like any of these documents is written here at all")
-    assert "nothing like it" in run(str(tmp_path / "other.txt")).stdout and indexed.id in run(str(tmp_path / "other.txt")).stdout
+    assert "nothing similar" in run(str(tmp_path / "other.txt")).stdout and indexed.id in run(str(tmp_path / "other.txt")).stdout
     for words, told in ((("none.txt",), "none.txt cannot be read"), ((str(file), "signals/1"), "signals/1")):
         failed = run(*words)
         assert failed.exit_code and told in str(failed.exception)

@@ -146,7 +146,7 @@ def test_a_refactoring_is_accepted_before_anything_is_made_again(tmp_path: Path)
     name, reused = process("-c", PERFORM, str(tmp_path)).split()
     assert reused == "False"
     refused = subprocess.run([sys.executable, *accept(name)], capture_output=True, text=True)
-    assert refused.returncode != 0 and "is what today's code makes: there is nothing to declare" in refused.stderr
+    assert refused.returncode != 0 and "is what the current code makes: there is nothing to declare" in refused.stderr
     module.write_text(STAGE.format(helper="loud"))
     message = process(*accept(name))
     assert "code renamed_stage.loud new" in message and "code renamed_stage.shout no longer reached" in message

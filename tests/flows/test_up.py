@@ -53,7 +53,7 @@ class Up:
         until(lambda: self.alive() and read_note(self.store.root))
         self.note = read_note(self.store.root) or {}
         self.server = Server(self.note["api"])
-        until(lambda: self.alive() and "are offered at" in self.said())
+        until(lambda: self.alive() and "are published at" in self.said())
 
     def alive(self) -> bool:
         assert self.process.poll() is None, self.said()
@@ -202,7 +202,7 @@ def test_a_worker_that_is_killed_comes_back_and_schedules_stay(at_work: Up) -> N
     untouched = at_work.deployments()["prompts"]["updated"]
     worker = next(child for child in psutil.Process(at_work.process.pid).children() if "--supervised" in child.cmdline())
     worker.kill()
-    until(lambda: at_work.alive() and at_work.said().count("are offered at") == 2)
+    until(lambda: at_work.alive() and at_work.said().count("are published at") == 2)
     assert "killed by SIGKILL" in at_work.said()
     found = at_work.deployments()["align"]
     assert found["id"] == align["id"] and [one["schedule"]["cron"] for one in found["schedules"]] == ["0 3 * * *"]
@@ -218,7 +218,7 @@ def test_a_second_start_on_the_store_says_where_the_first_is(at_work: Up, capsys
 
 def test_a_taken_port_and_an_open_door_are_refused_at_once(at_work: Up, tmp_path: Path) -> None:
     other = str(tmp_path / "store")
-    with pytest.raises(PunaError, match="cannot be had .*choose another"):
+    with pytest.raises(PunaError, match="cannot be used .*choose another"):
         up(other, "127.0.0.1", int(at_work.note["url"].rpartition(":")[2]), 1, "")
     with pytest.raises(PunaError, match="set --auth USER:PASSWORD"):
         up(other, "0.0.0.0", 0, 1, "")

@@ -148,14 +148,14 @@ def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(client: 
     assert re.search(r"gopher_quality.min_words\s+value 9, threshold 11", gone) and "among 30 documents" in gone
     (identity,) = re.findall(r'/puna/document/([0-9a-f]{32})"', client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=any rule").text)
     said = text(client.get(f"/document/{identity}"))
-    assert "What became of it" in said and re.search(r"select\s+dropped", said) and "word word" in said
+    assert "Outcome in each stage" in said and re.search(r"select\s+dropped", said) and "word word" in said
 
 
 def test_a_form_stands_beside_its_plan_and_says_what_is_wrong(client: TestClient, store: Store) -> None:
     fields = {"set.tasks": '[{"task": "chain_sum"}]', "set.train": "5", "set.heldout": "2"}
     token = token_of(client, "/start/prompts")
     reused = client.post("/start/prompts/plan", data={**fields, "token": token})
-    assert "Nothing is to be done" in text(reused) and "1 reused" in text(reused)
+    assert "Nothing to do" in text(reused) and "1 reused" in text(reused)
     assert ">Start</button>" not in reused.text  # without a server nothing can be started
     changed = text(client.post("/plan/prompts", data={**fields, "set.train": "6", "token": token}))
     assert "About" in changed and "config train: 5 → 6" in changed and "puna run stage:prompts --set" in changed
@@ -175,11 +175,11 @@ def test_a_form_stands_beside_its_plan_and_says_what_is_wrong(client: TestClient
 def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: Store) -> None:
     chosen = selected(store)
     asked = f"/rules/outcome?artifact={chosen.key[:12]}"
-    assert "20 of 30 documents stay" in text(client.get(asked))
+    assert "20 of 30 documents are kept" in text(client.get(asked))
     said = text(client.get(f"{asked}&gopher_quality.min_words=16"))
-    assert "15 of 30 documents stay" in said and "5 more would go" in said and "--set select.gopher_quality.min_words=16" in said
+    assert "15 of 30 documents are kept" in said and "5 more would go" in said and "--set select.gopher_quality.min_words=16" in said
     fewer = text(client.get(f"{asked}&gopher_quality.min_words=6"))
-    assert "25 of 30 documents stay" in fewer and "5 would stay" in fewer
+    assert "25 of 30 documents are kept" in fewer and "5 would stay" in fewer
     assert "takes a number" in text(client.get(f"{asked}&gopher_quality.min_words=many"))
     assert "takes a whole number" in text(client.get(f"{asked}&gopher_quality.min_words=16.5"))
     # The slider of a whole number steps through whole numbers, from one below the documents' quantiles (1.145 and 29.855) to one above.
@@ -250,10 +250,10 @@ def test_a_text_is_told_what_it_resembles(client: TestClient, store: Store) -> N
     assert 'action="/puna/near"' in client.get("/documents").text
     found = client.post("/near", data={"artifact": documents.id, "text": "word " * 20})
     assert found.status_code == 200
-    assert "documents resemble it" in text(found)
+    assert "similar documents" in text(found)
     assert "1.000 1.000 1.000" in re.sub(r"\s+", " ", text(found))
     assert "<script>alert" not in found.text
-    assert "Nothing resembles it" in text(
+    assert "No similar documents" in text(
         client.post("/near", data={"artifact": documents.id, "text": "quite other words than these are, all of them, and many more"})
     )
     refused = client.post("/near", data={"artifact": documents.id, "text": " "})

@@ -119,7 +119,7 @@ def test_a_run_says_that_it_reads_or_makes_anew_a_suspect(tmp_path: Path) -> Non
         now.perform(rot_measuring, RotConfig(turn=7), {"documents": world.kept}, "measure")
     told = [line for line in lines if "suspect" in line]
     assert [line.split(": it was")[0] for line in told] == [f"{step}: {world.kept.id} is suspect" for step in ("measure", "keep")]
-    assert "read all the same" in told[0] and "made anew" in told[1] and world.store.suspects() == {}
+    assert "used nevertheless" in told[0] and "computed again" in told[1] and world.store.suspects() == {}
     assert [outcome.reused for _, outcome in now.outcomes] == [False, False, True]
 
 

@@ -169,7 +169,7 @@ def test_characters_per_token_are_those_of_the_packed_documents(built: Any) -> N
 def test_key_figures(page: Page) -> None:
     text = page.text
     assert re.search(r"Documents 423 → \d+", text)
-    assert "Base model, bits per byte 1.900 of as much text: n-grams 2.700" in text
+    assert "Base model, bits per byte 1.900 baselines: n-grams 2.700" in text
     assert "Reward model 84.0 % of 200 held-out pairs in the right order" in text
     chain = r"Held-out task accuracy 2.0 % 0–6 Base 34.0 % 30–38 SFT 54.0 % 50–58 Round 1 74.0 % 70–78 Round 2"
     assert chain in text and "over 300 held-out questions" in text
@@ -185,7 +185,7 @@ def test_what_makes_the_run_again_is_told(built: Any, tmp_path: Path) -> None:
     said = Page(write(store, run, None).read_text(encoding="utf-8")).text
     for words in ("puna run curate --set 'x=<1>'", "mine with x=<1>", "commit c0ffee , puna 9.9", "web.warc.gz 000000000000 file:///web.warc.gz"):
         assert words in said, words
-    assert "not told by the log" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
+    assert "not recorded" in Page(write(store, "partial", None).read_text(encoding="utf-8")).text
 
 
 def test_two_runs_are_set_side_by_side(built: Any, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_what_is_no_longer_in_the_store_is_named(built: Any, tmp_path: Path) -> 
     store = cut(built, tmp_path, 100)
     store.record("partial", {"step": "sft_9", "stage": "sft", "kind": "model", "key": "ab" * 32, "reused": False, "seconds": 1.0})
     text = Page(write(store, "partial", None).read_text(encoding="utf-8")).text
-    assert "left out here: sft_9 (model/abababababab)" in text
+    assert "omitted here: sft_9 (model/abababababab)" in text
 
 
 def test_what_cannot_be_done_is_said(built: Any, tmp_path: Path) -> None:

@@ -206,6 +206,6 @@ def test_arms_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     # Of the even ones, mix has 4 right and the other arm 2: differences 0, 0, 1, 1, of standard error sqrt(1/3 / 4); t(3) = 3.1824.
     arms = {"before": evaluation(0, 2, 1), "mix": evaluation(0, 2, 4, 6)}
     assert list(compare_arms(arms, prompts)) == [
-        "even, 4 prompts: mix 1.000, before 0.500 (mix over it +0.500, -0.419 to +1.419)",
-        "odd, 4 prompts: mix 0.000, before 0.250 (mix over it -0.250, -1.046 to +0.546)",
+        "even, 4 prompts: mix 1.000, before 0.500 (gain of mix +0.500, -0.419 to +1.419)",
+        "odd, 4 prompts: mix 0.000, before 0.250 (gain of mix -0.250, -1.046 to +0.546)",
     ]

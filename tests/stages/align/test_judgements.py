@@ -105,7 +105,7 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     store = Store.open(tmp_path / "store")
     answers, prompts = answered(store, prompts=12)
     client = TestClient(desk_application(Desk(store, answers, prompts)))
-    assert "keep and go on" in client.get("/").text
+    assert "save and continue" in client.get("/").text
     sides = set()
     for _ in range(12):
         shown = client.get("/pair", params={"by": "Ada"}).json()
