@@ -122,5 +122,5 @@ def test_what_is_evaluated_may_call_tools(tmp_path: Path, tiny_model: Tiny, scri
 
 @pytest.mark.parametrize("wrong", [{"problems": "maths"}, {"endpoint": {"base_url": "http://localhost:1/v1", "model": "other"}}])
 def test_turns_are_for_given_prompts_and_the_stores_model(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="turns above 1 answer given prompts by the input model"):
+    with pytest.raises(ValueError, match="turns above 1 need given prompts and an input model"):
         SynthesizeConfig(**TOOLS, **wrong)

@@ -85,7 +85,7 @@ def test_scores_of_a_fine_tuning(store: Store, model: Callable[..., Artifact], t
     assert list(asked) == [2, 4, 5] and made.path("model.safetensors").read_bytes() == execute(sft, config, given, store).path("model.safetensors").read_bytes()
     measured = execute(benchmark, BenchmarkConfig(), {"model": made, "tasks": tasks}, store).manifest.metrics
     assert asked[5] == measured["mine_acc"] and scores(made, "numbers_verified")[5] == measured["numbers_verified"]
-    with pytest.raises(PunaError, match="only engine puna asks tasks"):
+    with pytest.raises(PunaError, match="only engine=puna evaluates tasks"):
         execute(sft, config.replace(engine="trl"), given | {"tasks": tasks}, store)
 
 
