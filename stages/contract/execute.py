@@ -195,7 +195,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _cut(stage: Stage, inputs: dict[str, list[Artifact] | list[External]]) -> int:
-    """Return the number of shards of the first pages or documents among the inputs, the filtered input first; 0 without such an input."""
+    """Return the number of shards of the first input of pages or documents, with the filtered input considered first; 0 without one."""
     names = [stage.filters, *inputs] if stage.filters else [*inputs]
     corpora = [i for name in names for i in inputs[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
     return corpora[0].record().cut if corpora else 0
@@ -216,7 +216,7 @@ def _make(
             if isinstance(item, External):
                 item.check_unchanged()
     except PunaError:
-        work.discard()  # the parts were made by other code or inputs than the key names
+        work.discard()  # the code or the inputs are no longer those that the key was computed from
         raise
     filtered = stage.check(given)[stage.filters] if stage.filters else []
     if stage.kind == "signals":
@@ -236,7 +236,7 @@ def _make(
 
 
 def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) -> None:
-    """Raise PunaError unless every input row is kept or dropped exactly once: checked by id for a filtered input, else by number."""
+    """Raise PunaError unless every input row is kept or dropped exactly once. A filtered input is checked by id, others by row count."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
     message = f"stage {stage.name}: {rows} rows came in, but {kept} were kept and {dropped} dropped"
     if kept + dropped != rows and not sources:
@@ -245,5 +245,5 @@ def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) ->
         output = [shard for table in (stage.kind, "dropped") for shard in work.shards(table, stage.kind)]
         came_in = [shard for artifact in sources for shard in artifact.shards()]
         if wrong := imbalance(Balance(came_in, output), max(1, work.cut), work.mapper):
-            ids = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
+            ids = "; ".join(f"{i} is lost" if n > 0 else f"{i} occurs {-n} times too often" for i, n in wrong)
             raise PunaError(f"{message}; {rows - kept - dropped} are lost: {ids}")
