@@ -327,7 +327,7 @@ def test_descriptions_are_whole_sentences() -> None:
         # A sentence begins with what the step does: no "Pages to documents", no article, no question.
         first = re.split(r"\W", sentence, maxsplit=1)[0]
         assert VERBS.fullmatch(first.lower()), f"{name}: begin the docstring with a verb (got {first!r})"
-    assert described["extract"] == "Turn pages into documents: the main content of HTML, plain text and code as they are."
+    assert described["extract"] == "Turn pages into documents: the main content of HTML pages; plain text and code unchanged."
     assert first_sentence("Mask addresses: of mail, of\n    houses (Broder et al. 1997). Then more.\n\nA body.") == (
         "Mask addresses: of mail, of houses (Broder et al. 1997)."
     )
@@ -335,6 +335,6 @@ def test_descriptions_are_whole_sentences() -> None:
 
 def test_the_start_page_and_the_command_line_show_them(store: Store) -> None:
     page, listed = unescape(str(list_page(Site(store, None, Asker(store, urls=False))))), CliRunner().invoke(app, ["stages"]).output
-    sentence = "Turn pages into documents: the main content of HTML, plain text and code as they are."
+    sentence = "Turn pages into documents: the main content of HTML pages; plain text and code unchanged."
     assert sentence in page and sentence in listed
     assert "Turn raw pages or documents into an aligned model;" in page and "Turn raw pages or documents into an aligned model;" in listed
