@@ -210,7 +210,7 @@ def test_the_reference_is_of_the_code() -> None:
     for name, command in PROGRAM.commands.items():
         part = told.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         assert part and all(f"`{max(one.opts, key=len)}`" in part for one in command.params if one.param_type_name == "option" and not one.hidden), name
-    assert "| `bands` | Bands of the index; documents that agree in one are candidates | integer ≥ 1 ≤ 1000 | `18` |" in written["reference/stages.md"]
+    assert "| `bands` | Bands of the index; documents that agree in a band are candidates | integer ≥ 1 ≤ 1000 | `18` |" in written["reference/stages.md"]
     assert "| `gopher_quality.min_words` |" in written["reference/stages.md"]
     for name, found in TABLES.items():
         part = written["reference/tables.md"].partition(f"\n## {name}\n")[2].partition("\n## ")[0]
