@@ -545,7 +545,7 @@ def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None
     with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
         ask([], str(page))
     ask(["quality=null", "select_model.quality=null"], str(page))
-    with pytest.raises(PunaError, match="all inputs have such a name, and others are needed too"):
+    with pytest.raises(PunaError, match="all inputs have these names; others are needed too"):
         ask(["train_quality.positive_sources=[good]"], f"good={page}")
     assert isinstance(ask(["train_quality.positive_sources=[good]"], f"good={page}", str(page))["inputs"], list)
 
