@@ -116,7 +116,7 @@ def test_what_is_evaluated_may_call_tools(tmp_path: Path, tiny_model: Tiny, scri
         config = EvaluateConfig(answers={"max_tokens": 200, **tools})
         rows = execute(evaluate, config, given, store).read().to_pylist()
         assert {row["value"] for row in rows if row["metric"] == "accuracy"} == {right}
-    with pytest.raises(PunaError, match="evaluate: no test proves answers.turns beside a search"):
+    with pytest.raises(PunaError, match="evaluate: answers.turns is untested with a search"):
         execute(evaluate, EvaluateConfig(answers={**TOOLS, "temperature": 1, "search": {"n": 2}}), given, store)
 
 
